@@ -1,0 +1,50 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+# Each makes its own .venv from constraints.txt; a second call installs nothing.
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/pip --disable-pip-version-check --quiet install --constraint constraints.txt
+SPEC := pyproject.toml constraints.txt
+
+.PHONY: help setup demo test lint bench docs clean
+help: ## say what each target does
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+
+.venv/.made:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "foretrain needs Python 3.11 or later; name one with: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 2; }
+	$(PYTHON) -m venv .venv
+	@touch $@
+
+.venv/.core: .venv/.made $(SPEC)
+	@echo "Installing foretrain and its pinned dependencies into .venv (once) ..."
+	$(PIP) torch && $(PIP) --editable .
+	@touch $@
+
+.venv/.test: .venv/.core
+	@echo "Installing the pinned test tools into .venv (once) ..."
+	$(PIP) --editable '.[parquet]' $$($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml","rb"))["dependency-groups"]["test"])')
+	@touch $@
+
+setup: .venv/.core ## install foretrain into .venv
+	@$(BIN)/foretrain --version
+
+demo: .venv/.core ## train a small GPT on Python's own source code (about two minutes on two cores)
+	$(BIN)/foretrain train --out runs/demo --overwrite
+
+lint: .venv/.test ## style, types and the import layers
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: lint ## lint, then every test
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
+
+bench: .venv/.core ## the CPU benchmarks behind the published figures
+	$(BIN)/python benchmarks/throughput.py --device cpu
+	$(BIN)/python benchmarks/shakespeare.py
+
+docs: .venv/.core ## write docs/configuration.md anew from the schema
+	$(BIN)/python docs/generate_configuration.py
+
+clean: ## remove .venv and caches, never a run
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,83 @@
+"""foretrain: hybrid predictive training for PyTorch.
+
+Public names are loaded on first use, so that `import foretrain` and `foretrain --help` do not wait for torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from foretrain.config import Config, load
+    from foretrain.data.loader import Loader, MappedSamples, TokenWindows
+    from foretrain.engine.checkpoint import CheckpointStore
+    from foretrain.engine.muon import Muon
+    from foretrain.errors import (
+        CheckpointError,
+        ConfigError,
+        DataError,
+        DivergenceError,
+        ForetrainError,
+        InputError,
+    )
+    from foretrain.events import Bus
+    from foretrain.models.gpt2 import GPT2, GPT2Shape
+    from foretrain.run import train
+    from foretrain.trainer import HybridTrainer, StepResult, supervised
+
+_HOMES = {
+    "Bus": "events",
+    "CheckpointError": "errors",
+    "CheckpointStore": "engine.checkpoint",
+    "Config": "config",
+    "ConfigError": "errors",
+    "DataError": "errors",
+    "DivergenceError": "errors",
+    "ForetrainError": "errors",
+    "GPT2": "models.gpt2",
+    "GPT2Shape": "models.gpt2",
+    "HybridTrainer": "trainer",
+    "InputError": "errors",
+    "Loader": "data.loader",
+    "MappedSamples": "data.loader",
+    "Muon": "engine.muon",
+    "StepResult": "trainer",
+    "TokenWindows": "data.loader",
+    "load": "config",
+    "supervised": "trainer",
+    "train": "run",
+}
+
+__all__ = [
+    "GPT2",
+    "Bus",
+    "CheckpointError",
+    "CheckpointStore",
+    "Config",
+    "ConfigError",
+    "DataError",
+    "DivergenceError",
+    "ForetrainError",
+    "GPT2Shape",
+    "HybridTrainer",
+    "InputError",
+    "Loader",
+    "MappedSamples",
+    "Muon",
+    "StepResult",
+    "TokenWindows",
+    "load",
+    "supervised",
+    "train",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'foretrain' has no attribute {name!r}")
+    return getattr(import_module(f"foretrain.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,203 @@
+"""The command line: one short function per command. Heavy imports stay inside, so that `--help` is instant."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import App, CycloptsError, Parameter
+
+from foretrain.errors import ConfigError, ForetrainError, InputError
+
+app = App(
+    name="foretrain",
+    help="Train PyTorch language models fast, exactly and safely; stop and resume at any moment, bit for bit.\n\n"
+    "Start with `foretrain train`: with no file it trains a small GPT on Python's own source code.",
+    version=lambda: metadata.version("foretrain"),
+    version_flags=["--version"],
+    help_format="markdown",
+)
+config_app = App(name="config", help="Write, show and check configuration files.")
+app.command(config_app)
+
+Settings = Annotated[
+    list[str] | None,
+    Parameter(
+        name=["--set", "-s"],
+        negative=(),
+        help="Change one setting, for example `--set optimizer.learning_rate=3e-4`. Repeatable.",
+    ),
+]
+Json = Annotated[bool, Parameter(name="--json", negative=(), help="Print the result as JSON on standard output.")]
+
+
+@app.command
+def train(
+    config: Path | None = None,
+    /,
+    *,
+    set_: Settings = None,
+    out: Annotated[Path | None, Parameter(help="Run folder. Unset: a new one in `runs/`.")] = None,
+    resume: Annotated[bool, Parameter(negative=(), help="Go on from the newest intact checkpoint in `--out`.")] = False,
+    overwrite: Annotated[bool, Parameter(negative=(), help="Replace an earlier run in `--out`.")] = False,
+    quiet: Annotated[bool, Parameter(negative=(), help="No progress, only errors.")] = False,
+    json_: Json = False,
+) -> None:
+    """Train a model.
+
+    Examples:
+
+    `foretrain train` trains a small GPT on Python's own source code.
+
+    `foretrain train my.toml --out runs/mine` trains what `my.toml` says.
+
+    `foretrain train --out runs/mine --resume` goes on after a stop, a crash or a kill.
+
+    `foretrain train --set data.path=book.txt --set max_steps=2000` trains on your text.
+
+    Parameters
+    ----------
+    config:
+        TOML file; `foretrain config init FILE` writes one. With `--resume` and no file, the run folder's own is used.
+    """
+    from foretrain.config import load
+
+    if resume and out is None:
+        raise InputError("--resume needs --out DIR, the folder of the run to go on with")
+    if resume and overwrite:
+        raise InputError("--resume and --overwrite contradict each other; keep one of them")
+    if resume and config is None and out is not None and (out / "config.toml").is_file():
+        config = out / "config.toml"
+    loaded = load(config, set_ or ())
+    say = _silent if quiet else _say
+    for text in loaded.notices:
+        say(f"note: {text}")
+    from foretrain.run import train as run
+
+    summary = run(loaded.config, out, resume=resume, overwrite=overwrite, progress=not quiet, say=say)
+    if json_:
+        _print(json.dumps(summary, indent=2))
+
+
+@app.command
+def export(source: Path, folder: Path, /) -> None:
+    """Write a checkpoint as a Hugging Face GPT-2 folder (config.json, model.safetensors).
+
+    Parameters
+    ----------
+    source:
+        A run folder (its newest checkpoint is taken) or one checkpoint folder.
+    folder:
+        Where to write.
+    """
+    from foretrain.run import export_checkpoint
+
+    _print(str(export_checkpoint(source, folder)))
+
+
+@app.command
+def doctor(*, json_: Json = False) -> None:
+    """Look at device, precision, compiler, memory and disk, and say what a run would use and what stands in the way.
+
+    Exits with 1 when something is wrong, such as a GPU that is there but unused.
+    """
+    from foretrain.doctor import examine
+
+    findings = examine()
+    if json_:
+        _print(json.dumps([vars(finding) for finding in findings], indent=2))
+    else:
+        marks = {"ok": "ok  ", "note": "note", "problem": "!!! "}
+        for finding in findings:
+            _print(f"{marks[finding.level]} {finding.name:<10} {finding.text}")
+    if any(finding.level == "problem" for finding in findings):
+        sys.exit(1)
+
+
+@config_app.command
+def init(
+    file: Path,
+    /,
+    *,
+    preset: Annotated[str, Parameter(help="Preset to start from.")] = "measured",
+    set_: Settings = None,
+) -> None:
+    """Write a configuration file with every setting, its default and its meaning."""
+    from foretrain.config import load, to_toml
+
+    text = to_toml(load(None, [f"preset={preset}", *(set_ or ())]).config)
+    try:
+        with file.open("x", encoding="utf-8") as target:
+            target.write(text)
+    except FileExistsError:
+        raise InputError(f"{file} exists already; choose another name or delete it first") from None
+    except OSError as error:
+        raise InputError(f"{file}: cannot be written ({error.strerror})") from None
+    _print(f"wrote {file}; train it with: foretrain train {file}")
+
+
+@config_app.command
+def show(file: Path | None = None, /, *, set_: Settings = None, json_: Json = False) -> None:
+    """Print the whole configuration as a run would see it, with the meaning of every setting."""
+    from foretrain.config import load, to_mapping, to_toml
+
+    config = load(file, set_ or ()).config
+    _print(json.dumps(to_mapping(config), indent=2) if json_ else to_toml(config).rstrip())
+
+
+@config_app.command
+def check(file: Path, /, *, set_: Settings = None, json_: Json = False) -> None:
+    """Check a configuration file. Exit code 0: it can be used. 2: it cannot, and the reason is printed."""
+    from foretrain.config import load
+
+    try:
+        loaded = load(file, set_ or ())
+    except ConfigError as error:
+        if json_:
+            _print(json.dumps({"ok": False, "error": str(error)}))
+        raise
+    if json_:
+        _print(json.dumps({"ok": True, "notices": list(loaded.notices)}))
+        return
+    for text in loaded.notices:
+        _print(f"note: {text}")
+    _print(f"{file}: ok")
+
+
+def _print(text: str) -> None:
+    sys.stdout.write(text + "\n")
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
+
+
+def _silent(text: str) -> None:
+    return
+
+
+def main(arguments: list[str] | None = None) -> Any:
+    """Entry point. Errors of ours are one line and exit code 2 (or 1 for a run that failed), never a traceback."""
+    try:
+        app(arguments, print_error=True, exit_on_error=False)
+    except CycloptsError:
+        sys.exit(2)
+    except ForetrainError as error:
+        _say(f"error: {error}")
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        _say("interrupted")
+        sys.exit(130)
+    except BrokenPipeError:  # the reader of our output went away, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""Where text comes from: files, folders, globs, JSONL, Parquet, Hugging Face datasets, or Python's own sources."""
+
+from __future__ import annotations
+
+import glob
+import gzip
+import json
+import lzma
+import sysconfig
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from foretrain.errors import DataError
+
+TOKEN_SUFFIXES = (".bin", ".npy")
+_OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
+_FOLDER_SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet")
+HUB_PREFIX = "hf:"
+
+
+@dataclass(frozen=True)
+class Source:
+    """Files of one data path, or one hub dataset, in a fixed order."""
+
+    files: tuple[Path, ...]
+    hub_name: str = ""
+
+    @property
+    def is_tokens(self) -> bool:
+        return any(path.suffix in TOKEN_SUFFIXES for path in self.files)
+
+    def fingerprint(self) -> list[list[str | int]]:
+        """Changes when a file is added, removed or edited."""
+        if self.hub_name:
+            return [[self.hub_name]]
+        return [[str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns] for path in self.files]
+
+
+def find(paths: str | list[str], setting: str = "data.path") -> Source:
+    """Resolve the setting `data.path`. Raises DataError that names the path and what to do."""
+    entries = [paths] if isinstance(paths, str) else list(paths)
+    if entries in ([], [""]):
+        return Source(python_sources())
+    if len(entries) == 1 and entries[0].startswith(HUB_PREFIX):
+        return Source((), hub_name=entries[0].removeprefix(HUB_PREFIX))
+    files: list[Path] = []
+    for entry in entries:
+        files.extend(_expand(entry, setting))
+    source = Source(tuple(files))
+    if source.is_tokens and not all(path.suffix in TOKEN_SUFFIXES for path in files):
+        raise DataError(f"{setting}: token files (.bin, .npy) and text files cannot be mixed; name one kind")
+    return source
+
+
+def _expand(entry: str, setting: str) -> list[Path]:
+    path = Path(entry).expanduser()
+    if path.is_file():
+        return [path]
+    if path.is_dir():
+        inside = (file for file in path.rglob("*") if file.is_file())
+        found = sorted(file for file in inside if _plain_suffix(file) in _FOLDER_SUFFIXES)
+        if not found:
+            raise DataError(
+                f"{setting}: folder {entry} holds no {', '.join(_FOLDER_SUFFIXES)} file; name the files or a glob"
+            )
+        return found
+    matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]  # noqa: PTH207 - absolute globs
+    found = [match for match in matches if match.is_file()]
+    if not found:
+        raise DataError(f"{setting}: {entry} does not exist; name a file, a folder or a glob that matches something")
+    return found
+
+
+def _plain_suffix(path: Path) -> str:
+    """The suffix below a compression suffix."""
+    return Path(path.stem).suffix if path.suffix in _OPENERS else path.suffix
+
+
+def python_sources() -> tuple[Path, ...]:
+    """The standard library's own source files, without its tests: real text on every machine that runs Python."""
+    root = Path(sysconfig.get_path("stdlib"))
+    skipped = {"test", "tests", "idle_test", "site-packages", "dist-packages", "lib2to3", "__pycache__"}
+    found = [path for path in root.rglob("*.py") if not skipped & set(path.relative_to(root).parts[:-1])]
+    if not found:
+        raise DataError(
+            f"data.path is empty and this Python has no library sources in {root}; set data.path to a text file"
+        )
+    return tuple(sorted(found, key=lambda path: path.relative_to(root).as_posix()))
+
+
+def read(source: Source, text_field: str, limit: int | None = None) -> Iterator[str]:
+    """Every document of the source, in order, at most `limit` of them."""
+    for count, document in enumerate(_read_all(source, text_field)):
+        if limit is not None and count >= limit:
+            return
+        yield document
+
+
+def _read_all(source: Source, text_field: str) -> Iterator[str]:
+    if source.hub_name:
+        yield from _read_hub(source.hub_name, text_field)
+    for path in source.files:
+        suffix = _plain_suffix(path)
+        if suffix == ".jsonl":
+            yield from _read_jsonl(path, text_field)
+        elif suffix == ".parquet":
+            yield from _read_parquet(path, text_field)
+        else:
+            yield _read_text(path)
+
+
+def _read_text(path: Path) -> str:
+    try:
+        with _OPENERS.get(path.suffix, open)(path, "rt", encoding="utf-8", errors="replace", newline="") as file:
+            text: str = file.read()
+            return text
+    except (OSError, EOFError, lzma.LZMAError) as error:
+        raise DataError(f"{path}: cannot be read ({error}); check the file and its permissions") from None
+
+
+def _read_jsonl(path: Path, field: str) -> Iterator[str]:
+    try:
+        with _OPENERS.get(path.suffix, open)(path, "rt", encoding="utf-8") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield _record_text(json.loads(line), field, f"{path}, line {number}")
+    except (ValueError, OSError, EOFError, lzma.LZMAError) as error:
+        raise DataError(f"{path}: not JSON lines ({error}); each line must be an object") from None
+
+
+def _read_parquet(path: Path, field: str) -> Iterator[str]:
+    try:
+        import pyarrow.parquet as parquet
+    except ImportError:
+        raise DataError(
+            f"{path}: reading Parquet needs pyarrow; install it with: pip install 'foretrain[parquet]'"
+        ) from None
+    try:
+        file = parquet.ParquetFile(path)
+        if field not in file.schema_arrow.names:
+            names = ", ".join(file.schema_arrow.names)
+            raise DataError(f"{path}: no column {field!r}; it has {names}. Set data.text_field to one of them")
+        for batch in file.iter_batches(columns=[field]):
+            yield from (_record_text({field: value}, field, str(path)) for value in batch.column(0).to_pylist())
+    except (OSError, ValueError) as error:  # pyarrow's own errors derive from these
+        raise DataError(f"{path}: not a readable Parquet file ({error})") from None
+
+
+def _read_hub(name: str, field: str) -> Iterator[str]:
+    try:
+        import datasets
+    except ImportError:
+        raise DataError(
+            f"hf:{name}: Hugging Face datasets are an extra; install it with: pip install 'foretrain[datasets]'"
+        ) from None
+    name, _, split = name.partition(":")
+    try:
+        rows = datasets.load_dataset(name, split=split or "train")
+    except (OSError, ValueError) as error:  # what a missing data set, split or network raises
+        raise DataError(f"hf:{name}: cannot be loaded ({error}); check the name, the split and the network") from None
+    for number, row in enumerate(rows, start=1):
+        yield _record_text(row, field, f"hf:{name}, row {number}")
+
+
+def _record_text(record: Any, field: str, where: str) -> str:
+    if not isinstance(record, dict) or not isinstance(record.get(field), str):
+        has = ", ".join(record) if isinstance(record, dict) else type(record).__name__
+        raise DataError(f"{where}: no text in field {field!r} (found: {has}); set data.text_field")
+    text: str = record[field]
+    return text

@@ -1,0 +1,161 @@
+"""Text to token numbers and back. All of them are saved as one JSON file beside the run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from foretrain.errors import DataError
+
+END_OF_TEXT = "<|endoftext|>"
+Tokens = NDArray[np.unsignedinteger[Any]]
+
+
+class Tokenizer(Protocol):
+    """What the rest of the program needs of a tokenizer."""
+
+    vocab_size: int
+    end_of_text: int
+    """Written after each document."""
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Tokens]: ...
+    def decode(self, tokens: Iterable[int]) -> str: ...
+    def to_json(self) -> str: ...
+
+
+class ByteTokenizer:
+    """One token per byte of UTF-8: no vocabulary, no unknown characters."""
+
+    vocab_size = 257
+    end_of_text = 256
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Tokens]:
+        return [np.frombuffer(text.encode("utf-8", errors="replace"), dtype=np.uint8) for text in texts]
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        return bytes(token for token in tokens if token < 256).decode("utf-8", errors="replace")
+
+    def to_json(self) -> str:
+        return json.dumps({"foretrain": "byte"})
+
+
+class CharacterTokenizer:
+    """One token per character that occurs in the data; the last number stands for ends and for unknown characters."""
+
+    def __init__(self, characters: str) -> None:
+        self.characters = "".join(sorted(set(characters)))
+        self.end_of_text = len(self.characters)
+        self.vocab_size = self.end_of_text + 1
+        self._codes = np.array([ord(character) for character in self.characters], dtype=np.uint32)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Tokens]:
+        return [self._encode(text) for text in texts]
+
+    def _encode(self, text: str) -> Tokens:
+        codes = np.frombuffer(text.encode("utf-32-le", errors="replace"), dtype=np.uint32)
+        places = np.searchsorted(self._codes, codes).clip(max=max(0, len(self._codes) - 1))
+        known = self._codes[places] == codes
+        return np.where(known, places, self.end_of_text).astype(np.uint32)
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        return "".join(self.characters[token] for token in tokens if token < self.end_of_text)
+
+    def to_json(self) -> str:
+        return json.dumps({"foretrain": "char", "characters": self.characters}, ensure_ascii=False)
+
+
+class BPETokenizer:
+    """Byte-pair encoding by the `tokenizers` library."""
+
+    def __init__(self, inner: Any, origin: str) -> None:
+        self.inner = inner
+        self.vocab_size = inner.get_vocab_size(with_added_tokens=True)
+        end = inner.token_to_id(END_OF_TEXT)
+        if end is None:
+            raise DataError(f"{origin}: the tokenizer has no {END_OF_TEXT} token; add it as a special token")
+        self.end_of_text = int(end)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Tokens]:
+        encoded = self.inner.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(entry.ids, dtype=np.uint32) for entry in encoded]
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        text: str = self.inner.decode(list(tokens))
+        return text
+
+    def to_json(self) -> str:
+        text: str = self.inner.to_str()
+        return text
+
+
+def gpt2(folder: str | Path) -> BPETokenizer:
+    """GPT-2's own encoding, from its two vocabulary files."""
+    from tokenizers import AddedToken
+
+    folder = Path(folder).expanduser()
+    for vocabulary, merges in (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt")):
+        if (folder / vocabulary).is_file() and (folder / merges).is_file():
+            break
+    else:
+        raise DataError(
+            f"data.vocabulary: {folder} does not hold encoder.json and vocab.bpe (or vocab.json and merges.txt); "
+            "name the folder with GPT-2's vocabulary files"
+        )
+    inner = _byte_level(str(folder / vocabulary), str(folder / merges))
+    inner.add_special_tokens([AddedToken(END_OF_TEXT, special=True)])
+    return BPETokenizer(inner, str(folder))
+
+
+def train_bpe(texts: Iterator[str], size: int) -> BPETokenizer:
+    """A new encoding, learned from the training documents."""
+    from tokenizers import pre_tokenizers, trainers
+
+    inner = _byte_level(None, None)
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    inner.train_from_iterator(texts, trainer)
+    return BPETokenizer(inner, "data.tokenizer")
+
+
+def _byte_level(vocabulary: str | None, merges: str | None) -> Any:
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers
+
+    model = models.BPE.from_file(vocabulary, merges) if vocabulary and merges else models.BPE()
+    inner = tokenizers.Tokenizer(model)
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    return inner
+
+
+def load(path: str | Path) -> Tokenizer:
+    """A tokenizer from its JSON file: one written by foretrain, or any `tokenizers` file."""
+    path = Path(path).expanduser()
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise DataError(
+            f"data.tokenizer: {path} cannot be read ({error.strerror}); use byte, char, gpt2, bpe or a tokenizer.json"
+        ) from None
+    except ValueError as error:
+        raise DataError(f"data.tokenizer: {path} is not JSON ({error})") from None
+    kind = content.get("foretrain") if isinstance(content, dict) else None
+    if kind == "byte":
+        return ByteTokenizer()
+    if kind == "char":
+        return CharacterTokenizer(content["characters"])
+    import tokenizers
+
+    try:
+        return BPETokenizer(tokenizers.Tokenizer.from_str(json.dumps(content)), str(path))
+    except Exception as error:  # noqa: BLE001 - the library raises bare Exception for a malformed file
+        raise DataError(f"data.tokenizer: {path} is not a tokenizer file ({error})") from None

@@ -1,0 +1,120 @@
+"""`foretrain doctor`: what this machine offers, what a run would use, and what stands in the way."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from foretrain import environment
+from foretrain.engine.precision import choose_device, choose_precision
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report. `level` is "ok", "note" or "problem"."""
+
+    name: str
+    text: str
+    level: str = "ok"
+
+
+def examine(folder: str | Path = ".") -> list[Finding]:
+    """Look at everything a run depends on. Nothing is changed."""
+    import torch
+
+    device = choose_device("auto")
+    facts = environment.describe()
+    findings = [
+        Finding(
+            "foretrain",
+            f"{facts['foretrain']}, Python {facts['python']}, torch {facts['torch']}, {facts['platform']}",
+        ),
+        _device(device),
+        Finding("precision", f"{choose_precision('auto', device)} (precision.type = 'auto')"),
+        _compile(device),
+        _memory(device),
+        _threads(torch.get_num_threads()),
+        _disk(Path(folder)),
+    ]
+    return [finding for finding in findings if finding is not None]
+
+
+def _device(device: Any) -> Finding:
+    import torch
+
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        names = ", ".join(sorted({torch.cuda.get_device_name(index) for index in range(count)}))
+        return Finding("device", f"{count} x {names}, CUDA {torch.version.cuda}; runs use {device}")
+    if device.type == "mps":
+        return Finding("device", "Apple GPU; runs use it")
+    gpu = installed_gpu()
+    if gpu:
+        build = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a CPU-only build"
+        return Finding(
+            "device",
+            f"A GPU IS HERE BUT UNUSED: {gpu}. The installed torch {torch.__version__} is {build} and does not see it; "
+            "install a CUDA build of torch that fits the driver, and check CUDA_VISIBLE_DEVICES",
+            "problem",
+        )
+    return Finding("device", f"CPU, {os.cpu_count()} cores; no GPU found")
+
+
+def installed_gpu() -> str:
+    """Name of an NVIDIA GPU that the driver reports, whether or not torch can use it."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return ""
+    try:
+        command = [program, "--query-gpu=name", "--format=csv,noheader"]
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)  # noqa: S603 - fixed words
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return answer.stdout.strip().splitlines()[0] if answer.returncode == 0 and answer.stdout.strip() else ""
+
+
+def _compile(device: Any) -> Finding:
+    if device.type != "cuda":
+        return Finding("compile", "off on this device (engine.compile = 'auto' compiles on a CUDA GPU)")
+    from torch.utils._triton import has_triton
+
+    if has_triton():
+        return Finding("compile", "on (triton works)")
+    return Finding(
+        "compile",
+        "torch.compile needs triton, which does not work here; set engine.compile = false",
+        "problem",
+    )
+
+
+def _memory(device: Any) -> Finding:
+    import torch
+
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        level = "ok" if free > total / 2 else "note"
+        return Finding("memory", f"{free / 2**30:.1f} of {total / 2**30:.1f} GB of GPU memory free", level)
+    pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    return Finding("memory", f"{pages * size / 2**30:.1f} GB of main memory")
+
+
+def _threads(threads: int) -> Finding:
+    cores = os.cpu_count() or 1
+    if threads < cores // 2:
+        return Finding("threads", f"torch uses {threads} of {cores} cores; unset OMP_NUM_THREADS to use all", "note")
+    return Finding("threads", f"torch uses {threads} threads")
+
+
+def _disk(folder: Path) -> Finding:
+    free = shutil.disk_usage(folder).free / 2**30
+    if not os.access(folder, os.W_OK):
+        return Finding(
+            "disk",
+            f"the current folder cannot be written; name another with --out ({free:.1f} GB free)",
+            "problem",
+        )
+    return Finding("disk", f"{free:.1f} GB free for runs", "ok" if free > 2 else "note")

@@ -1,0 +1,72 @@
+"""A whole step as one CUDA graph: where launching kernels takes longer than running them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foretrain.engine.step import FullStep, StepOutput, map_tensors, tensors_of
+
+WARMUP_STEPS = 3
+LAUNCH_BOUND_FLOPS = 8e12
+"""Below this much arithmetic a step runs for less than some 20 ms on a large GPU, about what its launches take."""
+
+
+def launch_bound(parameters: int, batch: Any) -> bool:
+    """Whether a step on `batch` is so small that launching its kernels dominates."""
+    tensors = tensors_of(batch)
+    elements = tensors[0].numel() if tensors else 0
+    return 6.0 * parameters * elements < LAUNCH_BOUND_FLOPS
+
+
+class GraphedStep:
+    """Runs `step` as it is a few times, then records it once and replays it.
+
+    Everything a step reads that may change (batch, learning rate, loss scale) lives in fixed tensors; weights and
+    moments are updated in place. A batch of another shape runs without the graph.
+    """
+
+    def __init__(self, step: FullStep) -> None:
+        self.step = step
+        self._recorded: tuple[torch.cuda.CUDAGraph, Any, StepOutput] | None = None
+        self._eager_steps = 0
+        self._stream = torch.cuda.Stream(step.device)  # type: ignore[no-untyped-call]
+
+    def __call__(self, batch: Any) -> StepOutput:
+        if self._eager_steps < WARMUP_STEPS:
+            self._eager_steps += 1
+            return self._on_side_stream(batch)
+        if self._recorded is None:
+            self._recorded = self._record(batch)
+        graph, inputs, output = self._recorded
+        if not _same_form(batch, inputs):
+            return self.step(batch)
+        torch._foreach_copy_(tensors_of(inputs), tensors_of(batch), non_blocking=True)
+        graph.replay()
+        return StepOutput(output.loss.clone(), output.gradient_norm.clone(), output.skipped.clone())
+
+    def _on_side_stream(self, batch: Any) -> StepOutput:
+        """Warm-up happens off the main stream, as recording requires."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            output = self.step(batch)
+        torch.cuda.current_stream().wait_stream(self._stream)
+        return output
+
+    def _record(self, batch: Any) -> tuple[torch.cuda.CUDAGraph, Any, StepOutput]:
+        inputs = map_tensors(batch, lambda tensor: tensor.clone())
+        self.step.optimizer.zero_grad(set_to_none=True)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            output = self.step(inputs)
+        return graph, inputs, output
+
+
+def _same_form(batch: Any, other: Any) -> bool:
+    return [_form(tensor) for tensor in tensors_of(batch)] == [_form(tensor) for tensor in tensors_of(other)]
+
+
+def _form(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
+    return tensor.shape, tensor.dtype

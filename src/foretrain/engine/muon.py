@@ -1,0 +1,146 @@
+"""Muon: momentum whose update is orthogonalised. All matrices of one shape go through one batched call."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.adamw import adamw
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+NEWTON_SCHULZ_STEPS = 5
+EPSILON = 1e-7
+
+
+def orthogonalize(matrices: Tensor) -> Tensor:
+    """Nearest (roughly) orthogonal matrix to each of [batch, rows, columns], by quintic Newton-Schulz in bf16."""
+    a, b, c = COEFFICIENTS
+    x = matrices.bfloat16()
+    tall = x.shape[1] > x.shape[2]
+    if tall:
+        x = x.mT
+    x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=EPSILON)
+    for _ in range(NEWTON_SCHULZ_STEPS):
+        gram = torch.bmm(x, x.mT)
+        update = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, update, x, beta=a)
+    return x.mT if tall else x
+
+
+class Muon(Optimizer):
+    """Muon for groups with `algorithm = "muon"`, AdamW for groups with `algorithm = "adamw"`.
+
+    Takes part in loss scaling and in skipping of non-finite steps as torch's fused optimizers do: through the
+    attributes `grad_scale` and `found_inf`, on the device, without a host synchronisation.
+    """
+
+    _step_supports_amp_scaling = True
+    grad_scale: Tensor | None = None
+    found_inf: Tensor | None = None
+
+    def __init__(
+        self,
+        params: Iterable[dict[str, Any]],
+        lr: float | Tensor = 0.02,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        scale: str = "original",
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "scale": scale,
+            "betas": betas,
+            "eps": eps,
+            "algorithm": "muon",
+        }
+        super().__init__(params, defaults)
+        for group in self.param_groups:
+            if group["algorithm"] == "muon" and any(p.ndim != 2 for p in group["params"]):
+                raise ValueError("Muon takes matrices only; put other parameters into a group with algorithm='adamw'")
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            if not params:
+                continue
+            if group["algorithm"] == "muon":
+                self._muon(group, params)
+            else:
+                self._adamw(group, params)
+        return loss
+
+    def _muon(self, group: dict[str, Any], params: list[Tensor]) -> None:
+        by_shape: dict[torch.Size, list[Tensor]] = defaultdict(list)
+        for p in params:
+            if "momentum_buffer" not in self.state[p]:
+                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+            by_shape[p.shape].append(p)
+        for same_shaped in by_shape.values():
+            self._muon_batch(group, same_shaped)
+
+    def _muon_batch(self, group: dict[str, Any], params: list[Tensor]) -> None:
+        gradient = torch.stack([p.grad for p in params if p.grad is not None])
+        if self.grad_scale is not None:
+            gradient = gradient / self.grad_scale
+        rate, weight = group["lr"], 1 - group["momentum"]
+        if self.found_inf is not None:
+            # A bad step moves nothing: no gradient, the momentum stays, the step length is zero.
+            bad = self.found_inf > 0
+            gradient = torch.where(bad, 0.0, gradient)
+            rate, weight = torch.where(bad, 0.0, rate), torch.where(bad, 0.0, weight)
+        buffers = [self.state[p]["momentum_buffer"] for p in params]
+        torch._foreach_mul_(buffers, 1 - weight)
+        torch._foreach_add_(buffers, list((gradient * weight).unbind(0)))
+        momentum = torch.stack(buffers)
+        update = gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
+        rows, columns = params[0].shape
+        if group["scale"] == "match_rms_adamw":
+            ratio = 0.2 * math.sqrt(max(rows, columns))
+        else:
+            ratio = math.sqrt(max(1, rows / columns))
+        step = orthogonalize(update).float() * (rate * ratio)
+        torch._foreach_mul_(params, 1 - rate * group["weight_decay"])
+        torch._foreach_sub_(params, list(step.unbind(0)))
+
+    def _adamw(self, group: dict[str, Any], params: list[Tensor]) -> None:
+        for p in params:
+            state = self.state[p]
+            if "exp_avg" not in state:
+                state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
+                state["exp_avg"] = torch.zeros_like(p)
+                state["exp_avg_sq"] = torch.zeros_like(p)
+        beta1, beta2 = group["betas"]
+        adamw(
+            params,
+            [p.grad for p in params if p.grad is not None],
+            [self.state[p]["exp_avg"] for p in params],
+            [self.state[p]["exp_avg_sq"] for p in params],
+            [],
+            [self.state[p]["step"] for p in params],
+            fused=True,
+            grad_scale=self.grad_scale,
+            found_inf=self.found_inf,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )

@@ -1,0 +1,106 @@
+"""Optimizers from a configuration, and the learning rate of any optimizer, set without a host synchronisation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from foretrain.config import OptimizerConfig
+from foretrain.engine.muon import Muon
+
+
+def build(model: nn.Module, config: OptimizerConfig) -> Optimizer:
+    """Weight decay on matrices only. Fused where torch has it, so that a step is one kernel per group."""
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    matrices = [p for p in trained.values() if p.ndim >= 2]
+    vectors = [p for p in trained.values() if p.ndim < 2]
+    rate: Any = config.learning_rate
+    if any(p.is_cuda for p in trained.values()):
+        rate = torch.tensor(rate, device=next(p.device for p in trained.values() if p.is_cuda))
+    groups = [
+        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    betas = (config.beta1, config.beta2)
+    if config.type == "sgd":
+        momentum = 0.9 if config.momentum is None else config.momentum
+        return SGD(groups, rate, momentum=momentum, nesterov=config.nesterov and momentum > 0, fused=True)
+    if config.type in ("adam", "adamw"):
+        capturable = isinstance(rate, Tensor)
+        optimizer_class = Adam if config.type == "adam" else AdamW
+        return optimizer_class(groups, rate, betas=betas, eps=config.epsilon, fused=True, capturable=capturable)
+    return _build_muon(model, trained, config, rate, betas)
+
+
+def _build_muon(
+    model: nn.Module,
+    trained: dict[str, nn.Parameter],
+    config: OptimizerConfig,
+    rate: Any,
+    betas: tuple[float, float],
+) -> Muon:
+    """Hidden matrices by Muon; embeddings, output layers tied to them, vectors and convolutions by AdamW."""
+    embeddings = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
+    hidden = [p for p in trained.values() if p.ndim == 2 and id(p) not in embeddings]
+    others = [p for p in trained.values() if p.ndim >= 2 and (p.ndim > 2 or id(p) in embeddings)]
+    vectors = [p for p in trained.values() if p.ndim < 2]
+    rest: Any = config.rest_learning_rate or config.learning_rate
+    if isinstance(rate, Tensor):
+        rest = torch.full_like(rate, float(rest))
+    groups = [
+        {"params": hidden, "algorithm": "muon", "lr": rate, "weight_decay": config.weight_decay},
+        {"params": others, "algorithm": "adamw", "lr": rest, "weight_decay": config.weight_decay},
+        {"params": vectors, "algorithm": "adamw", "lr": rest, "weight_decay": 0.0},
+    ]
+    return Muon(
+        [group for group in groups if group["params"]],
+        lr=rate,
+        momentum=0.95 if config.momentum is None else config.momentum,
+        nesterov=config.nesterov,
+        scale=config.muon_scale,
+        betas=betas,
+        eps=config.epsilon,
+    )
+
+
+def supports_device_skip(optimizer: Optimizer) -> bool:
+    """Whether the optimizer can be told on the device to skip a step (torch's fused ones and our Muon)."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+class RateControl:
+    """Sets every group's learning rate to its own peak times a factor; a tensor rate is filled in place."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        for group in optimizer.param_groups:
+            group.setdefault("peak_lr", float(group["lr"]))
+            if isinstance(group["lr"], Tensor):
+                group["lr"] = group["lr"].clone()  # groups must not share one tensor
+        self._current: float | None = None
+
+    @property
+    def peak(self) -> float:
+        """Peak rate of the first group: the one a schedule speaks of."""
+        return float(self.optimizer.param_groups[0]["peak_lr"])
+
+    def set(self, rate: float) -> None:
+        """Make `rate` the learning rate of the first group, and scale the others alike."""
+        if rate == self._current:
+            return
+        factor = rate / self.peak if self.peak else 0.0
+        for group in self.optimizer.param_groups:
+            value = group["peak_lr"] * factor
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(value)
+            else:
+                group["lr"] = value
+        self._current = rate
+
+    def forget(self) -> None:
+        """After the optimizer's state was replaced from outside."""
+        self._current = None

@@ -1,0 +1,83 @@
+"""Number formats: which one a device gets, and fp16's loss scale, kept on the device."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foretrain.config import PrecisionConfig
+from foretrain.errors import ConfigError
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def choose_device(name: str) -> torch.device:
+    """The device a configuration asks for; an absent one is an error, never a silent fallback."""
+    if name == "auto":
+        if torch.cuda.is_available():
+            return torch.device("cuda")
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"device = {name!r} is not a device; use auto, cpu, cuda, cuda:1 or mps") from None
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ConfigError(
+                f"device = {name!r}, but torch {torch.__version__} sees no CUDA GPU; use device = 'auto' or 'cpu', "
+                "or run `foretrain doctor` to see why"
+            )
+        if (device.index or 0) >= torch.cuda.device_count():
+            raise ConfigError(f"device = {name!r}, but there are only {torch.cuda.device_count()} CUDA GPUs")
+    if device.type == "mps" and not torch.backends.mps.is_available():
+        raise ConfigError(f"device = {name!r}, but torch sees no Apple GPU; use device = 'auto' or 'cpu'")
+    return device
+
+
+def choose_precision(name: str, device: torch.device) -> str:
+    """ "auto" becomes bf16 on a GPU that has it, else fp32."""
+    if name == "auto":
+        return "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "fp32"
+    return name
+
+
+class Precision:
+    """Autocast for the forward pass, and a loss scale that adapts without the host ever waiting for it."""
+
+    def __init__(self, config: PrecisionConfig, device: torch.device) -> None:
+        self.name = choose_precision(config.type, device)
+        self.device = device
+        self.scaled = self.name == "fp16"
+        self.growth_interval = config.growth_interval
+        self.scale = torch.tensor(config.loss_scale if self.scaled else 1.0, device=device)
+        self.good_steps = torch.zeros((), dtype=torch.int32, device=device)
+        if device.type == "cuda":
+            torch.backends.cuda.matmul.allow_tf32 = config.tf32
+            torch.backends.cudnn.allow_tf32 = config.tf32
+
+    def autocast(self, cache: bool = True) -> AbstractContextManager[Any]:
+        """Context of the forward pass."""
+        if self.name == "fp32":
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=DTYPES[self.name], cache_enabled=cache)
+
+    def update(self, found_inf: Tensor) -> None:
+        """After a step: halve the scale on overflow, double it after enough good steps."""
+        if not self.scaled:
+            return
+        bad = found_inf > 0
+        self.good_steps.copy_(torch.where(bad, 0, self.good_steps + 1))
+        grown = self.good_steps >= self.growth_interval
+        factor = torch.where(bad, 0.5, torch.where(grown, 2.0, 1.0))
+        self.scale.mul_(factor).clamp_(1.0, 2.0**24)
+        self.good_steps.mul_(torch.where(grown, 0, 1).to(torch.int32))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"scale": self.scale, "good_steps": self.good_steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.scale.copy_(state["scale"])
+        self.good_steps.copy_(state["good_steps"])

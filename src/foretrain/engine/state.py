@@ -1,0 +1,193 @@
+"""The whole state of a run, in one definition: used for snapshots in memory and for checkpoints on disk.
+
+A state is a tree of dicts, lists, tuples, numbers, strings and tensors. It is taken apart into named tensors (which
+become safetensors files) and a plain JSON tree that refers to them, and put together again without loss: integer keys,
+tuples and non-finite numbers survive.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from foretrain.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Named tensors and the tree that refers to them; equal to what is on disk, tensor for tensor."""
+
+    tensors: dict[str, Tensor]
+    tree: Any
+
+
+def take_apart(state: Any) -> Snapshot:
+    """Separate tensors from everything else. Tensors are referred to, not copied."""
+    tensors: dict[str, Tensor] = {}
+    return Snapshot(tensors, _encode(state, "", tensors))
+
+
+def put_together(snapshot: Snapshot) -> Any:
+    """The inverse of `take_apart`."""
+    return _decode(snapshot.tree, snapshot.tensors)
+
+
+def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        tensors[path] = value.detach()
+        return {"$tensor": path}
+    if isinstance(value, Mapping):
+        if all(isinstance(key, str) and not key.startswith("$") for key in value):
+            return {key: _encode(item, _join(path, key), tensors) for key, item in value.items()}
+        entries = [[_plain(key), _encode(item, _join(path, key), tensors)] for key, item in value.items()]
+        return {"$entries": entries}
+    if isinstance(value, (list, tuple)):
+        items = [_encode(item, _join(path, index), tensors) for index, item in enumerate(value)]
+        return items if isinstance(value, list) else {"$tuple": items}
+    return _plain(value)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"$float": str(value)}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise TypeError(f"a state may hold tensors, numbers, strings, lists, tuples and dicts, not {type(value).__name__}")
+
+
+def _join(path: str, key: Any) -> str:
+    return f"{path}.{key}" if path else str(key)
+
+
+def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    if isinstance(value, list):
+        return [_decode(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if "$tensor" in value:
+        name = value["$tensor"]
+        if name not in tensors:
+            raise CheckpointError(f"the saved state refers to a tensor {name!r} that is not there")
+        return tensors[name]
+    if "$tuple" in value:
+        return tuple(_decode(item, tensors) for item in value["$tuple"])
+    if "$entries" in value:
+        return {_decode(key, tensors): _decode(item, tensors) for key, item in value["$entries"]}
+    if "$float" in value:
+        return float(value["$float"])
+    return {key: _decode(item, tensors) for key, item in value.items()}
+
+
+def snapshot(state: Any) -> Snapshot:
+    """A copy in memory that later steps do not touch."""
+    parts = take_apart(state)
+    return Snapshot({name: tensor.clone() for name, tensor in parts.tensors.items()}, parts.tree)
+
+
+# --- random states ---------------------------------------------------------------------------------------------------
+
+
+def random_state() -> dict[str, Any]:
+    """Every generator a model, a loss function or a data set may draw from."""
+    kind, words, place, has_gauss, gauss = np.random.get_state()  # noqa: NPY002 - user code may use it
+    version, internal, gauss_next = random.getstate()
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": [torch.cuda.get_rng_state(index) for index in range(_cuda_devices())],
+        "numpy": [kind, torch.from_numpy(np.asarray(words).astype(np.int64)), place, has_gauss, gauss],
+        "python": [version, torch.tensor(internal, dtype=torch.int64), gauss_next],
+    }
+
+
+def restore_random_state(state: Mapping[str, Any]) -> None:
+    torch.set_rng_state(state["torch"].cpu())
+    for index, value in enumerate(state["cuda"][: _cuda_devices()]):
+        torch.cuda.set_rng_state(value.cpu(), index)
+    kind, words, place, has_gauss, gauss = state["numpy"]
+    np.random.set_state((kind, words.cpu().numpy().astype(np.uint32), place, has_gauss, gauss))  # noqa: NPY002
+    version, internal, gauss_next = state["python"]
+    random.setstate((version, tuple(internal.tolist()), gauss_next))
+
+
+def _cuda_devices() -> int:
+    return torch.cuda.device_count() if torch.cuda.is_available() and torch.cuda.is_initialized() else 0  # type: ignore[no-untyped-call]
+
+
+# --- model and optimizer ---------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def restore_model(model: nn.Module, saved: Mapping[str, Tensor], origin: str) -> None:
+    """Copy weights and buffers in place, after checking that they are this model's."""
+    own = model.state_dict()
+    for name in [*own, *saved]:
+        if name not in saved or name not in own:
+            where = "the checkpoint" if name not in saved else "this model"
+            raise CheckpointError(
+                f"{origin}: it belongs to another model ({name} is not in {where}); use the same [model] settings"
+            )
+        if own[name].shape != saved[name].shape or own[name].dtype != saved[name].dtype:
+            raise CheckpointError(
+                f"{origin}: it belongs to another model ({name} is {list(saved[name].shape)} {saved[name].dtype} "
+                f"there, {list(own[name].shape)} {own[name].dtype} here); use the same [model] settings"
+            )
+    for name, tensor in own.items():
+        tensor.copy_(saved[name])
+
+
+def restore_optimizer(optimizer: Optimizer, saved: Mapping[str, Any], origin: str) -> None:
+    """Put an optimizer's state back; tensors that exist already are filled in place, so recorded graphs stay valid."""
+    current = optimizer.state_dict()
+    ours = [len(group["params"]) for group in current["param_groups"]]
+    theirs = [len(group["params"]) for group in saved["param_groups"]]
+    if ours != theirs:
+        raise CheckpointError(
+            f"{origin}: its optimizer has {theirs} parameters per group, this one {ours}; "
+            "use the same [optimizer] settings"
+        )
+    if _same_tensors(current, saved):
+        with torch.no_grad():
+            _fill(current["state"], saved["state"])
+        for group, values in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+            for key, value in values.items():
+                if key == "params":
+                    continue
+                if isinstance(group.get(key), Tensor):
+                    group[key].copy_(value)
+                else:
+                    group[key] = value
+        return
+    rates = [group["lr"] for group in optimizer.param_groups]
+    try:
+        optimizer.load_state_dict(dict(saved))
+    except (ValueError, KeyError, RuntimeError) as error:
+        raise CheckpointError(f"{origin}: its optimizer state does not fit this optimizer ({error})") from None
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        if isinstance(rate, Tensor):  # keep the tensor on its device
+            group["lr"] = rate.fill_(float(group["lr"]))
+
+
+def _same_tensors(current: Any, saved: Any) -> bool:
+    """Whether both optimizer states hold the same tensors by name and shape."""
+    ours = take_apart(current["state"]).tensors
+    theirs = take_apart(saved["state"]).tensors
+    return bool(ours) and {k: v.shape for k, v in ours.items()} == {k: v.shape for k, v in theirs.items()}
+
+
+def _fill(target: Any, source: Any) -> None:
+    """Copy every tensor and number of `source` into the equal tree `target`."""
+    for key, value in source.items():
+        if isinstance(value, Tensor):
+            target[key].copy_(value)
+        elif isinstance(value, Mapping):
+            _fill(target[key], value)
+        else:
+            target[key] = value

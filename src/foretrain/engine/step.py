@@ -1,0 +1,193 @@
+"""One full step: forward, backward, check, clip, update. Nothing here waits for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.optim import Optimizer
+
+from foretrain.engine.optim import supports_device_skip
+from foretrain.engine.precision import Precision
+from foretrain.models.loss import IGNORED
+
+LossFunction = Callable[[nn.Module, Any], Tensor]
+"""(model, batch) -> mean loss."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What a step left behind, on the device."""
+
+    loss: Tensor
+    gradient_norm: Tensor
+    skipped: Tensor
+    """1.0 when loss or gradient was not finite and nothing was updated."""
+
+
+class FullStep:
+    """A callable full step. `batch` may be any nesting of tuples, lists and dicts of tensors."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        loss_function: LossFunction,
+        precision: Precision,
+        *,
+        clip: float = 0.0,
+        accumulation: int = 1,
+        nan_check: bool = True,
+        compile_loss: bool = False,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.precision = precision
+        self.clip = clip
+        self.accumulation = accumulation
+        self.nan_check = nan_check
+        self.device = precision.device
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.device_skip = supports_device_skip(optimizer)
+        self._loss = _bind(model, loss_function, compile_loss)
+        self._attention = _attention_order(self.device)
+        self._always_good = torch.zeros((), device=self.device)
+
+    def loss(self, batch: Any) -> Tensor:
+        """The forward pass alone, in the precision of training."""
+        with self._attention(), self.precision.autocast():
+            return self._loss(batch)
+
+    def __call__(self, batch: Any) -> StepOutput:
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = self._accumulate(batch)
+        return self._update(loss)
+
+    def _accumulate(self, batch: Any) -> Tensor:
+        """Gradients of the mean loss over the whole batch, part by part, each weighed by what it counts."""
+        if self.accumulation == 1:
+            loss = self.loss(batch)
+            self._backward(loss)
+            return loss.detach().float()
+        parts = [split(batch, self.accumulation, index) for index in range(self.accumulation)]
+        weights = part_weights(parts, self.device)
+        total = torch.zeros((), device=self.device)
+        for part, weight in zip(parts, weights, strict=True):
+            loss = self.loss(part) * weight
+            self._backward(loss)
+            total = total + loss.detach().float()
+        return total
+
+    def _backward(self, loss: Tensor) -> None:
+        scaled = loss * self.precision.scale if self.precision.scaled else loss
+        scaled.backward()  # type: ignore[no-untyped-call]
+
+    @torch.no_grad()
+    def _update(self, loss: Tensor) -> StepOutput:
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients, foreach=True).float()
+        if self.precision.scaled:
+            norm = norm / self.precision.scale
+        if self.nan_check or self.precision.scaled:
+            bad = torch.logical_not(torch.isfinite(norm) & torch.isfinite(loss)).float()
+        else:
+            bad = self._always_good
+        # The gradients still carry the loss scale; dividing by `divisor` removes it and clips in the same pass.
+        divisor = self.precision.scale if self.precision.scaled else None
+        if self.clip > 0:
+            clipping = (norm / self.clip).clamp(min=1.0)
+            divisor = clipping if divisor is None else clipping * divisor
+        self._apply(gradients, divisor, bad)
+        self.precision.update(bad)
+        return StepOutput(loss, norm, bad)
+
+    def _apply(self, gradients: list[Tensor], divisor: Tensor | None, bad: Tensor) -> None:
+        optimizer: Any = self.optimizer
+        if self.device_skip:
+            optimizer.grad_scale = divisor
+            optimizer.found_inf = bad if bad is not self._always_good else None
+            try:
+                optimizer.step()
+            finally:
+                optimizer.grad_scale = optimizer.found_inf = None
+            return
+        # An optimizer that cannot skip on the device: the host has to look, which waits for the device once a step.
+        if divisor is not None:
+            torch._foreach_div_(gradients, divisor)
+        if not bool(bad):
+            optimizer.step()
+
+
+def _bind(model: nn.Module, loss_function: LossFunction, compile_loss: bool) -> Callable[[Any], Tensor]:
+    def loss(batch: Any) -> Tensor:
+        return loss_function(model, batch)
+
+    if not compile_loss:
+        return loss
+    compiled: Callable[[Any], Tensor] = torch.compile(loss, dynamic=False)
+    return compiled
+
+
+def _attention_order(device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
+    """On Hopper and later cuDNN's attention is the fastest; elsewhere torch's own choice stands."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9:
+        order = [
+            SDPBackend.CUDNN_ATTENTION,
+            SDPBackend.FLASH_ATTENTION,
+            SDPBackend.EFFICIENT_ATTENTION,
+            SDPBackend.MATH,
+        ]
+        return lambda: sdpa_kernel(order, set_priority=True)
+    return nullcontext
+
+
+def tensors_of(batch: Any) -> list[Tensor]:
+    """All tensors of a batch, in a fixed order."""
+    if isinstance(batch, Tensor):
+        return [batch]
+    if isinstance(batch, dict):
+        return [tensor for value in batch.values() for tensor in tensors_of(value)]
+    if isinstance(batch, (tuple, list)):
+        return [tensor for value in batch for tensor in tensors_of(value)]
+    return []
+
+
+def map_tensors(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """The same batch with `function` applied to every tensor."""
+    if isinstance(batch, Tensor):
+        return function(batch)
+    if isinstance(batch, dict):
+        return {key: map_tensors(value, function) for key, value in batch.items()}
+    if isinstance(batch, (tuple, list)):
+        parts = [map_tensors(value, function) for value in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+    return batch
+
+
+def split(batch: Any, parts: int, index: int) -> Any:
+    """Part `index` of `parts` along the first dimension; sizes differ by one at the most."""
+
+    def part(tensor: Tensor) -> Tensor:
+        rows = tensor.shape[0]
+        return tensor[rows * index // parts : rows * (index + 1) // parts]
+
+    return map_tensors(batch, part)
+
+
+def part_weights(parts: list[Any], device: torch.device) -> Tensor:
+    """Each part's share of the whole batch: by targets that count for token batches, by rows otherwise."""
+    counts = []
+    for part in parts:
+        tensors = tensors_of(part)
+        target = tensors[-1] if tensors else None
+        if target is not None and len(tensors) >= 2 and target.ndim == 2 and not target.is_floating_point():
+            counts.append((target != IGNORED).sum().float())
+        else:
+            counts.append(torch.tensor(float(tensors[0].shape[0]) if tensors else 1.0, device=device))
+    stacked = torch.stack(counts)
+    return stacked / stacked.sum().clamp(min=1.0)

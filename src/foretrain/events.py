@@ -1,0 +1,118 @@
+"""One bus. Everything worth knowing is one event; console, log files and trackers are listeners."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Base of all events. Field names are the names in `metrics.jsonl`."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunStarted(Event):
+    step: int
+    """0, or the step a resumed run goes on from."""
+    max_steps: int
+    parameters: int
+    trained_parameters: int
+    device: str
+    precision: str
+    title: str
+    details: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Progress(Event):
+    """Averages since the last such event; read from the device once per interval, never per step."""
+
+    step: int
+    loss: float
+    gradient_norm: float
+    learning_rate: float
+    tokens: int
+    tokens_per_second: float
+    seconds: float
+    skipped_steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated(Event):
+    step: int
+    loss: float
+    seconds: float
+    averaged_weights: bool
+    best: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointSaved(Event):
+    step: int
+    path: str
+    megabytes: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointRejected(Event):
+    path: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed(Event):
+    step: int
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class Notice(Event):
+    """Something the user should know: `level` is "info" or "warning"."""
+
+    message: str
+    level: str = "warning"
+
+
+@dataclass(frozen=True, slots=True)
+class RunEnded(Event):
+    step: int
+    reason: str
+    """"finished", "interrupted", "stopped early" or "failed"."""
+    summary: Mapping[str, Any]
+
+
+Listener = Callable[[Event], None]
+
+
+class Bus:
+    """Hands every event to every listener, in the order they subscribed."""
+
+    def __init__(self) -> None:
+        self._listeners: list[Listener] = []
+
+    def subscribe(self, listener: Listener) -> Callable[[], None]:
+        """Add a listener; the returned function removes it again."""
+        self._listeners.append(listener)
+
+        def unsubscribe() -> None:
+            if listener in self._listeners:
+                self._listeners.remove(listener)
+
+        return unsubscribe
+
+    def emit(self, event: Event) -> None:
+        """A listener that fails is dropped and reported to the others: showing must never stop training."""
+        failed: list[tuple[Listener, Exception]] = []
+        for listener in tuple(self._listeners):
+            try:
+                listener(event)
+            except Exception as error:  # noqa: BLE001 - a tracker may raise anything
+                failed.append((listener, error))
+        for listener, _ in failed:
+            self._listeners.remove(listener)
+        for listener, cause in failed:
+            name = getattr(listener, "__qualname__", type(listener).__name__)
+            self.emit(Notice(f"{name} stopped listening after {type(cause).__name__}: {cause}"))

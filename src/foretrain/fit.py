@@ -1,0 +1,307 @@
+"""One whole run: when to log, evaluate, save, stop and resume. What a step does is in `trainer.py`."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from foretrain import environment
+from foretrain.config import to_mapping
+from foretrain.engine import checkpoint
+from foretrain.engine.checkpoint import CheckpointStore, SaveError
+from foretrain.engine.runfolder import RunFolder
+from foretrain.engine.signals import StopRequest
+from foretrain.engine.state import random_state, restore_random_state
+from foretrain.errors import CheckpointError, DivergenceError, InputError
+from foretrain.events import (
+    CheckpointRejected,
+    CheckpointSaved,
+    Evaluated,
+    Notice,
+    Progress,
+    Resumed,
+    RunEnded,
+    RunStarted,
+)
+
+if TYPE_CHECKING:
+    from foretrain.trainer import HybridTrainer, StepResult
+
+
+class Run:
+    """One call of `HybridTrainer.fit`."""
+
+    def __init__(
+        self,
+        trainer: HybridTrainer,
+        folder: RunFolder | None,
+        held_out: list[Any],
+        stop: StopRequest,
+        fingerprint: str,
+    ) -> None:
+        self.trainer = trainer
+        self.config = trainer.config
+        self.emit = trainer.bus.emit
+        self.folder = folder
+        self.store = CheckpointStore(folder.checkpoints, self.config.checkpoint.keep) if folder is not None else None
+        self.held_out = held_out
+        self.stop = stop
+        self.fingerprint = fingerprint
+        self.saved_step = -1
+        self.logged_tokens = 0
+        self.logged_seconds = 0.0
+        max_steps = self.config.max_steps
+        self.evaluate_every = _interval(self.config.evaluation.interval, max(1, max_steps // 10))
+        self.save_every = _interval(self.config.checkpoint.interval, max(1, max_steps // 5))
+
+    def train(self, loader: Iterable[Any], resume: bool, title: str, details: dict[str, str]) -> dict[str, Any]:
+        trainer = self.trainer
+        if resume:
+            self._resume()
+        self._announce(title, details)
+        trainer.clock.start()
+        self.logged_tokens, self.logged_seconds = trainer.tokens, trainer.clock.seconds
+        reason = "finished"
+        try:
+            if trainer.global_step < self.config.max_steps:
+                batches = _from_position(loader, trainer.position, self.emit)
+                reason = self._loop(batches)
+            reason = self._finish(reason)
+        except (Exception, KeyboardInterrupt):
+            self.emit(RunEnded(trainer.global_step, "failed", trainer.summary()))
+            raise
+        finally:
+            trainer.clock.stop()
+        summary = trainer.summary() | {"reason": reason}
+        if self.folder is not None:
+            self.folder.write_summary(summary)
+        self.emit(RunEnded(trainer.global_step, reason, summary))
+        return summary
+
+    def _loop(self, batches: Iterator[Any]) -> str:
+        trainer, first = self.trainer, self.trainer.global_step == 0
+        for batch in batches:
+            result = trainer.step(batch)
+            trainer.position += 1
+            if first:
+                self._check_first(result)
+                first = False
+            step = trainer.global_step
+            last = step >= self.config.max_steps
+            if step % self.config.log.interval == 0 or last:
+                self._log(result)
+            if self.evaluate_every and step % self.evaluate_every == 0 and not last and self._evaluate():
+                return "stopped early"
+            if last:
+                return "finished"
+            if self.stop.requested:
+                return "interrupted"
+            if self.save_every and step % self.save_every == 0:
+                self._save(must=False)
+        return "finished"
+
+    def _finish(self, reason: str) -> str:
+        """Last evaluation and last checkpoint; an interrupted run is saved at once."""
+        if reason == "interrupted":
+            self._save(must=True)
+            where = f" --out {self.folder.path}" if self.folder is not None else ""
+            self.emit(
+                Notice(
+                    f"{self.stop.requested}: stopped after step {self.trainer.global_step}"
+                    + (f"; go on with: foretrain train{where} --resume" if self.folder is not None else ""),
+                    level="info",
+                )
+            )
+            return reason
+        if reason == "finished" and self.held_out and self.saved_step != self.trainer.global_step:
+            self._evaluate()
+        if self.saved_step != self.trainer.global_step:
+            self._save(must=True)
+        return reason
+
+    def _announce(self, title: str, details: dict[str, str]) -> None:
+        trainer = self.trainer
+        parameters = list(trainer.model.parameters())
+        self.emit(
+            RunStarted(
+                step=trainer.global_step,
+                max_steps=self.config.max_steps,
+                parameters=sum(p.numel() for p in parameters),
+                trained_parameters=sum(p.numel() for p in parameters if p.requires_grad),
+                device=str(trainer.device),
+                precision=trainer.precision.name,
+                title=title or type(trainer.model).__name__,
+                details=details,
+            )
+        )
+        if self.config.schedule.type == "cyclic":
+            self.emit(Notice("schedule.type = 'cyclic' disturbs prediction; wsd is the better choice for hybrid runs"))
+
+    def _check_first(self, result: StepResult) -> None:
+        """A run whose first loss is no number would never learn; fp16 may overflow at first and finds its scale."""
+        finite_gradient = self.trainer.precision.scaled or math.isfinite(result.gradient_norm)
+        if not math.isfinite(result.loss) or not finite_gradient:
+            raise InputError(
+                f"the first loss is {result.loss} (gradient norm {result.gradient_norm}): nothing can be learned from "
+                "it. Look for NaN in the data or the starting weights, or a loss function that divides by zero"
+            )
+
+    def _log(self, result: StepResult) -> None:
+        trainer = self.trainer
+        reading = trainer.meter.read()
+        if reading is None:
+            return
+        trainer.last_train_loss = reading.loss
+        seconds = trainer.clock.seconds
+        speed = (trainer.tokens - self.logged_tokens) / max(seconds - self.logged_seconds, 1e-9)
+        self.logged_tokens, self.logged_seconds = trainer.tokens, seconds
+        self.emit(
+            Progress(
+                step=trainer.global_step,
+                loss=reading.loss,
+                gradient_norm=reading.gradient_norm,
+                learning_rate=result.learning_rate,
+                tokens=trainer.tokens,
+                tokens_per_second=round(speed, 1),
+                seconds=round(seconds, 3),
+                skipped_steps=trainer.meter.skipped,
+            )
+        )
+        if reading.skipped:
+            self.emit(
+                Notice(f"{reading.skipped} of the last {reading.steps} steps were not finite and changed nothing")
+            )
+        limit = self.config.guard.max_skipped_steps
+        if self.config.guard.nan_check and trainer.meter.skipped_in_a_row >= limit:
+            self._save(must=False)
+            raise DivergenceError(
+                f"{trainer.meter.skipped_in_a_row} steps in a row were not finite (step {trainer.global_step}); the "
+                "weights are those of the last good step. Lower optimizer.learning_rate, or set precision.type = 'fp32'"
+            )
+        if not self.config.guard.nan_check and reading.loss != reading.loss:
+            raise DivergenceError(
+                f"the loss is NaN (step {trainer.global_step}) and guard.nan_check is off; switch it on or lower "
+                "optimizer.learning_rate, and go on from the last checkpoint with --resume"
+            )
+
+    def _evaluate(self) -> bool:
+        """Measure the held-out loss; True when it is time to stop early."""
+        if not self.held_out:
+            return False
+        trainer = self.trainer
+        with trainer.clock.paused():
+            started = time.perf_counter()
+            loss = trainer.evaluate(self.held_out)
+            seconds = time.perf_counter() - started
+        best = trainer.best_val_loss is None or loss < trainer.best_val_loss
+        trainer.last_val_loss = loss
+        trainer.evaluations_without_best = 0 if best else trainer.evaluations_without_best + 1
+        trainer.best_val_loss = loss if best else trainer.best_val_loss
+        averaged = trainer.average is not None
+        self.emit(Evaluated(trainer.global_step, loss, round(seconds, 3), averaged, best))
+        patience = self.config.evaluation.early_stopping_patience
+        return bool(patience) and trainer.evaluations_without_best >= patience
+
+    def _save(self, must: bool) -> None:
+        """Save the whole state. In mid-run a failure is a warning; the last save must work."""
+        if self.store is None:
+            return
+        trainer = self.trainer
+        with trainer.clock.paused():
+            trainer.meter.fetch()
+            started = time.perf_counter()
+            state = trainer.state_dict() | {"meta": self._meta()}
+            try:
+                path = self.store.save(trainer.global_step, state)
+            except SaveError as error:
+                if must:
+                    raise
+                self.emit(Notice(str(error)))
+                return
+            size = sum(file.stat().st_size for file in path.iterdir()) / 2**20
+        self.saved_step = trainer.global_step
+        seconds = round(time.perf_counter() - started, 3)
+        self.emit(CheckpointSaved(trainer.global_step, str(path), round(size, 2), seconds))
+
+    def _meta(self) -> dict[str, Any]:
+        return {
+            "config": to_mapping(self.config),
+            "data": self.fingerprint,
+            "torch": torch.__version__,
+            "foretrain": environment.version("foretrain"),
+        }
+
+    def _resume(self) -> None:
+        if self.store is None:
+            raise InputError("resume needs a run folder; name it with out=... (--out DIR)")
+        loaded = self.store.load_newest(lambda path, reason: self.emit(CheckpointRejected(str(path), reason)))
+        if loaded is None:
+            self.emit(Notice(f"{self.store.root} holds no checkpoint yet: starting at step 0", level="info"))
+            return
+        self._compare(loaded)
+        self.trainer.load_state_dict(loaded.state, str(loaded.path))
+        self.saved_step = loaded.step
+        self.emit(Resumed(loaded.step, str(loaded.path)))
+
+    def _compare(self, loaded: checkpoint.Loaded) -> None:
+        """Say what changed since the checkpoint; refuse what would make it another run."""
+        meta = loaded.state["meta"]
+        if meta["data"] != self.fingerprint:
+            raise CheckpointError(
+                f"{loaded.path}: it was trained on other data than data.path gives now; use "
+                "the same data, or start a new run"
+            )
+        before, now = _flat(meta["config"]), _flat(to_mapping(self.config))
+        for name in sorted(before.keys() | now.keys()):
+            if before.get(name) != now.get(name):
+                self.emit(
+                    Notice(f"{name} was {before.get(name)} when this checkpoint was saved and is {now.get(name)} now")
+                )
+        if meta["torch"] != torch.__version__:
+            self.emit(
+                Notice(
+                    f"saved with torch {meta['torch']}, now {torch.__version__}: results may differ in the last bits"
+                )
+            )
+
+
+def _interval(setting: int | None, unset: int) -> int:
+    return unset if setting is None else setting
+
+
+def _flat(mapping: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in mapping.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
+
+
+def _from_position(loader: Iterable[Any], position: int, emit: Callable[[Any], None]) -> Iterator[Any]:
+    """Endless batches from `position` on; a finite loader starts over at its end."""
+    if hasattr(loader, "seek"):
+        loader.seek(position)
+        yield from loader
+        return
+    if position:
+        emit(
+            Notice(
+                f"the loader has no seek(): reading past {position} batches to get to where the run was",
+                level="info",
+            )
+        )
+    seen, resumed_state = 0, random_state()
+    while True:
+        empty = True
+        for batch in loader:
+            empty = False
+            seen += 1
+            if seen == position:
+                restore_random_state(resumed_state)  # reading may have drawn from it
+            if seen > position:
+                yield batch
+        if empty:
+            raise InputError("the loader gave no batch at all")

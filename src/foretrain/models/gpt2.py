@@ -1,0 +1,218 @@
+"""GPT-2, written for speed: fused attention, tied head, a loss that need not hold all logits."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from foretrain.config import ModelConfig
+from foretrain.errors import ConfigError
+from foretrain.models.loss import IGNORED, linear_cross_entropy, logits_bytes
+
+FUSED_LOSS_FROM_BYTES = 256 * 2**20
+VOCABULARY_ALIGNMENT = 128
+"""Matrix products are faster with aligned sizes; the extra rows stay zero and never reach the loss."""
+
+
+@dataclass(frozen=True)
+class GPT2Shape:
+    """The numbers that define a GPT-2."""
+
+    layers: int
+    heads: int
+    width: int
+    context: int = 1024
+    vocab_size: int = 50257
+    dropout: float = 0.0
+    bias: bool = True
+    normalization: str = "layernorm"
+    initialization: str = "gpt2"
+
+    def __post_init__(self) -> None:
+        if self.width % self.heads:
+            raise ConfigError(
+                f"model.heads = {self.heads} does not divide model.width = {self.width}; change one of them"
+            )
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the token embedding as stored: aligned, once the vocabulary is large enough to profit."""
+        alignment = VOCABULARY_ALIGNMENT if self.vocab_size >= 8 * VOCABULARY_ALIGNMENT else 1
+        return -(-self.vocab_size // alignment) * alignment
+
+
+SIZES: dict[str, GPT2Shape] = {
+    "gpt2-tiny": GPT2Shape(layers=4, heads=4, width=128, context=128),
+    "gpt2-small": GPT2Shape(layers=12, heads=12, width=768),
+    "gpt2-medium": GPT2Shape(layers=24, heads=16, width=1024),
+    "gpt2-large": GPT2Shape(layers=36, heads=20, width=1280),
+    "gpt2-xl": GPT2Shape(layers=48, heads=25, width=1600),
+}
+
+
+def shape_from_config(config: ModelConfig) -> GPT2Shape:
+    """The named size with the settings that were changed."""
+    shape = SIZES[config.type]
+    width = config.width or shape.width
+    heads = config.heads or (shape.heads if width == shape.width else max(1, width // 64))
+    return replace(
+        shape,
+        layers=config.layers or shape.layers,
+        heads=heads,
+        width=width,
+        context=config.context or shape.context,
+        vocab_size=config.vocab_size or shape.vocab_size,
+        dropout=config.dropout,
+        bias=config.bias,
+        normalization=config.normalization,
+        initialization=config.initialization,
+    )
+
+
+def _norm(shape: GPT2Shape) -> nn.Module:
+    if shape.normalization == "rmsnorm":
+        return nn.RMSNorm(shape.width, eps=1e-5)
+    return nn.LayerNorm(shape.width, bias=shape.bias)
+
+
+class Attention(nn.Module):
+    """Causal self-attention with one matrix for queries, keys and values."""
+
+    def __init__(self, shape: GPT2Shape) -> None:
+        super().__init__()
+        self.heads = shape.heads
+        self.dropout = shape.dropout
+        self.qkv = nn.Linear(shape.width, 3 * shape.width, bias=shape.bias)
+        self.out = nn.Linear(shape.width, shape.width, bias=shape.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        q, k, v = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        dropout = self.dropout if self.training else 0.0
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout)
+        mixed: Tensor = self.out(y.transpose(1, 2).reshape(batch, length, width))
+        return mixed
+
+
+class FeedForward(nn.Module):
+    """Four times wider, GELU, and back."""
+
+    def __init__(self, shape: GPT2Shape) -> None:
+        super().__init__()
+        self.up = nn.Linear(shape.width, 4 * shape.width, bias=shape.bias)
+        self.down = nn.Linear(4 * shape.width, shape.width, bias=shape.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(F.gelu(self.up(x), approximate="tanh"))
+        return y
+
+
+class Block(nn.Module):
+    """Norm first, then attention; norm first, then feed-forward; both added to the residual stream."""
+
+    def __init__(self, shape: GPT2Shape) -> None:
+        super().__init__()
+        self.attention_norm = _norm(shape)
+        self.attention = Attention(shape)
+        self.feed_forward_norm = _norm(shape)
+        self.feed_forward = FeedForward(shape)
+        self.drop = nn.Dropout(shape.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.drop(self.attention(self.attention_norm(x)))
+        y: Tensor = x + self.drop(self.feed_forward(self.feed_forward_norm(x)))
+        return y
+
+
+class GPT2(nn.Module):
+    """`model(tokens)` gives logits; `model(tokens, targets)` gives the mean loss over targets that are not -100."""
+
+    def __init__(
+        self,
+        shape: GPT2Shape,
+        seed: int = 0,
+        *,
+        activation_checkpointing: bool = False,
+        fused_loss: bool | str = "auto",
+    ) -> None:
+        super().__init__()
+        self.shape = shape
+        self.activation_checkpointing = activation_checkpointing
+        self.fused_loss = fused_loss
+        self.token_embedding = nn.Embedding(shape.padded_vocab_size, shape.width)
+        self.position_embedding = nn.Embedding(shape.context, shape.width)
+        self.drop = nn.Dropout(shape.dropout)
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.final_norm = _norm(shape)
+        self.initialize(torch.Generator().manual_seed(seed))
+
+    @torch.no_grad()
+    def initialize(self, generator: torch.Generator) -> None:
+        """Draw new first weights from `generator` alone, the same on every device."""
+        residual_std = 0.02 / math.sqrt(2 * self.shape.layers)
+        for name, parameter in self.named_parameters():
+            fresh = torch.zeros(parameter.shape)
+            if parameter.ndim == 1:
+                fresh.fill_(1.0 if name.endswith("norm.weight") else 0.0)
+            elif self.shape.initialization == "xavier_uniform" and "embedding" not in name:
+                nn.init.xavier_uniform_(fresh, generator=generator)
+            else:
+                std = residual_std if name.endswith(("out.weight", "down.weight")) else 0.02
+                fresh.normal_(std=std, generator=generator)
+            if name == "token_embedding.weight":
+                fresh[self.shape.vocab_size :] = 0.0
+            parameter.copy_(fresh)
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        """The residual stream after the last norm."""
+        length = tokens.shape[1]
+        if length > self.shape.context:
+            raise ConfigError(
+                f"a sequence of {length} tokens does not fit model.context = {self.shape.context}; shorten the one "
+                "or raise the other"
+            )
+        x = self.drop(self.token_embedding(tokens) + self.position_embedding.weight[:length])
+        for block in self.blocks:
+            if self.activation_checkpointing and self.training:
+                x = checkpoint(block, x, use_reentrant=False)
+            else:
+                x = block(x)
+        normed: Tensor = self.final_norm(x)
+        return normed
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        hidden = self.hidden(tokens)
+        weight = self.token_embedding.weight
+        vocab_size = self.shape.vocab_size
+        if targets is None:
+            return F.linear(hidden, weight)[..., :vocab_size]
+        if self._use_fused_loss(hidden):
+            return linear_cross_entropy(hidden.flatten(0, 1), weight, targets.flatten(), vocab_size)
+        logits = F.linear(hidden, weight)[..., :vocab_size].flatten(0, 1)
+        return F.cross_entropy(logits.float(), targets.flatten(), ignore_index=IGNORED)
+
+    def _use_fused_loss(self, hidden: Tensor) -> bool:
+        if self.fused_loss == "auto":
+            return logits_bytes(hidden, self.shape.padded_vocab_size) > FUSED_LOSS_FROM_BYTES
+        return bool(self.fused_loss)
+
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        """Mean loss of a batch of (tokens, targets)."""
+        loss: Tensor = self(*batch)
+        return loss
+
+    def flops_per_token(self) -> float:
+        """Forward and backward floating-point operations for one token at full context (PaLM's convention)."""
+        matrices = sum(p.numel() for p in self.parameters() if p.ndim == 2) - self.position_embedding.weight.numel()
+        return 6.0 * matrices + 12.0 * self.shape.layers * self.shape.width * self.shape.context
+
+
+def build(config: ModelConfig, seed: int, **options: Any) -> GPT2:
+    """The model a configuration describes."""
+    return GPT2(shape_from_config(config), seed, **options)

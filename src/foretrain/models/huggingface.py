@@ -1,0 +1,112 @@
+"""The same weights as Hugging Face's `GPT2LMHeadModel`, both ways, safetensors only."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from foretrain.errors import CheckpointError
+from foretrain.models.gpt2 import GPT2
+
+_NAMES = {
+    "attention_norm": "ln_1",
+    "attention.qkv": "attn.c_attn",
+    "attention.out": "attn.c_proj",
+    "feed_forward_norm": "ln_2",
+    "feed_forward.up": "mlp.c_fc",
+    "feed_forward.down": "mlp.c_proj",
+}
+
+
+def _foreign_name(name: str) -> str:
+    if name.startswith("blocks."):
+        _, layer, rest = name.split(".", 2)
+        part, _, kind = rest.rpartition(".")
+        return f"transformer.h.{layer}.{_NAMES[part]}.{kind}"
+    outer = {"token_embedding": "wte", "position_embedding": "wpe", "final_norm": "ln_f"}
+    part, _, kind = name.rpartition(".")
+    return f"transformer.{outer[part]}.{kind}"
+
+
+def _is_transposed(name: str) -> bool:
+    """Hugging Face stores these matrices as [in, out]."""
+    return name.startswith("blocks.") and name.endswith(".weight") and "norm" not in name
+
+
+def to_huggingface(model: GPT2) -> dict[str, Tensor]:
+    """State dict for `GPT2LMHeadModel` (its head is tied, so it has no entry of its own)."""
+    if not model.shape.bias or model.shape.normalization != "layernorm":
+        raise CheckpointError(
+            "only a model with model.bias = true and model.normalization = 'layernorm' is a GPT-2 for Hugging Face"
+        )
+    exported = {}
+    for name, parameter in model.state_dict().items():
+        value = parameter[: model.shape.vocab_size] if name == "token_embedding.weight" else parameter
+        exported[_foreign_name(name)] = (value.t() if _is_transposed(name) else value).contiguous()
+    return exported
+
+
+@torch.no_grad()
+def from_huggingface(model: GPT2, weights: Mapping[str, Tensor], origin: str = "the given weights") -> None:
+    """Copy a `GPT2LMHeadModel`'s (or `GPT2Model`'s) weights into `model`; both must have the same shape."""
+    for name, parameter in model.state_dict().items():
+        foreign = _foreign_name(name)
+        value = weights.get(foreign, weights.get(foreign.removeprefix("transformer.")))
+        if value is None:
+            raise CheckpointError(
+                f"{origin}: no tensor {foreign}; is it a GPT-2 with at least {model.shape.layers} layers?"
+            )
+        if _is_transposed(name):
+            value = value.t()
+        target = parameter[: model.shape.vocab_size] if name == "token_embedding.weight" else parameter
+        if value.shape != target.shape:
+            raise CheckpointError(
+                f"{origin}: {foreign} has shape {list(value.shape)}, the model needs {list(target.shape)}; "
+                "choose the model.type, width, context and vocab_size of those weights"
+            )
+        target.copy_(value)
+
+
+def save(model: GPT2, folder: str | Path) -> Path:
+    """Write `config.json` and `model.safetensors`; `GPT2LMHeadModel.from_pretrained(folder)` loads them."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    shape = model.shape
+    weights = {name: value.cpu() for name, value in to_huggingface(model).items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    config = {
+        "model_type": "gpt2",
+        "architectures": ["GPT2LMHeadModel"],
+        "vocab_size": shape.vocab_size,
+        "n_positions": shape.context,
+        "n_embd": shape.width,
+        "n_layer": shape.layers,
+        "n_head": shape.heads,
+        "activation_function": "gelu_new",
+        "attn_pdrop": shape.dropout,
+        "embd_pdrop": shape.dropout,
+        "resid_pdrop": shape.dropout,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "tie_word_embeddings": True,
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    return folder
+
+
+def load(model: GPT2, folder: str | Path) -> None:
+    """Fill `model` from a folder with a GPT-2 `model.safetensors`."""
+    path = Path(folder) / "model.safetensors"
+    if not path.is_file():
+        raise CheckpointError(f"model.weights: {path} does not exist; name a folder that holds model.safetensors")
+    try:
+        weights = load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"model.weights: {path} is not a readable safetensors file ({error})") from None
+    from_huggingface(model, weights, str(path))

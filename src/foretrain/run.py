@@ -1,0 +1,161 @@
+"""From a configuration to a finished run: data, model, trainer, run folder."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from foretrain import config as configuration
+from foretrain.config import Config
+from foretrain.data import tokens
+from foretrain.data.loader import Loader, TokenWindows, held_out_batches
+from foretrain.data.tokens import Corpus
+from foretrain.engine import checkpoint
+from foretrain.engine.precision import choose_device
+from foretrain.engine.runfolder import RunFolder
+from foretrain.errors import ConfigError, DataError, InputError
+from foretrain.events import Bus, Listener
+from foretrain.models import gpt2, huggingface
+from foretrain.models.gpt2 import GPT2
+from foretrain.trainer import HybridTrainer
+
+
+def vocabulary_size(config: Config, corpus: Corpus) -> int:
+    """The model's vocabulary: as configured, or as large as the tokenizer's; it must hold every token of the data."""
+    size = config.model.vocab_size or corpus.vocab_size
+    if size is None:
+        raise ConfigError("token files do not say how large their vocabulary is: set model.vocab_size (GPT-2: 50257)")
+    if corpus.vocab_size is not None and size < corpus.vocab_size and corpus.tokenizer is not None:
+        raise ConfigError(
+            f"model.vocab_size = {size} is smaller than the tokenizer's vocabulary of {corpus.vocab_size}; "
+            "raise or remove it"
+        )
+    if corpus.tokenizer is None:
+        largest = max(int(part.max()) for part in (corpus.train, corpus.held_out) if len(part))
+        if largest >= size:
+            raise DataError(
+                f"vocabulary mismatch: the data holds token {largest}, but model.vocab_size = {size}; "
+                f"set it to at least {largest + 1}"
+            )
+    return size
+
+
+def build_model(config: Config) -> GPT2:
+    """Fresh weights from `seed`, or those of `model.weights`."""
+    model = gpt2.build(
+        config.model,
+        config.seed,
+        activation_checkpointing=config.engine.activation_checkpointing,
+        fused_loss=config.engine.fused_loss,
+    )
+    if config.model.weights:
+        huggingface.load(model, config.model.weights)
+    return model
+
+
+def default_folder(config: Config) -> Path:
+    """`runs/<model>-<date>-<time>`."""
+    return Path("runs") / f"{config.model.type}-{datetime.now().astimezone():%Y%m%d-%H%M%S}"
+
+
+def train(
+    config: Config,
+    out: str | Path | None = None,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    progress: bool = True,
+    listeners: Sequence[Listener] = (),
+    say: Callable[[str], None] = lambda _: None,
+) -> dict[str, Any]:
+    """Run a configuration to its end and return the summary, which is also written to the run folder."""
+    path = Path(out) if out is not None else default_folder(config)
+    if overwrite and not resume:
+        _remove_run(path)
+    bus = Bus()
+    for listener in listeners:
+        bus.subscribe(listener)
+    with RunFolder(path, resume) as folder:
+        device = choose_device(config.device)
+        corpus = tokens.prepare(config.data, say)
+        config = _with_vocabulary(config, vocabulary_size(config, corpus))
+        model = build_model(config)
+        trainer = HybridTrainer(model, config=config, bus=bus)
+        loader = Loader(
+            TokenWindows(corpus.train, model.shape.context, config.seed),
+            config.batch_size,
+            config.seed,
+            config.data.prefetch,
+            pin_memory=device.type == "cuda",
+        )
+        micro_batch = config.batch_size // config.accumulation_steps
+        held_out = held_out_batches(corpus.held_out, model.shape.context, micro_batch, config.evaluation.batches)
+        folder.write("config.toml", configuration.to_toml(config))
+        if corpus.tokenizer is not None:
+            folder.write("tokenizer.json", corpus.tokenizer.to_json())
+        summary = trainer.fit(
+            loader,
+            held_out,
+            out=folder,
+            resume=resume,
+            progress=progress,
+            title=config.model.type,
+            details=_details(config, corpus, model, path),
+            data_fingerprint=corpus.fingerprint,
+        )
+        if summary["reason"] != "interrupted":
+            export(trainer, path / "model")
+    return summary
+
+
+def _with_vocabulary(config: Config, size: int) -> Config:
+    return config.model_copy(update={"model": config.model.model_copy(update={"vocab_size": size})})
+
+
+def _details(config: Config, corpus: Corpus, model: GPT2, path: Path) -> dict[str, str]:
+    return {
+        "data": f"{corpus.title}, {len(corpus.train):,} tokens to train on, {len(corpus.held_out):,} held out",
+        "batch": f"{config.batch_size} x {model.shape.context} tokens, {config.max_steps:,} steps",
+        "folder": str(path),
+    }
+
+
+def _remove_run(path: Path) -> None:
+    """Delete an earlier run, and only that: the files a run writes."""
+    for name in ("config.toml", "tokenizer.json", "metrics.jsonl", "summary.json"):
+        (path / name).unlink(missing_ok=True)
+    for name in ("checkpoints", "model"):
+        if (path / name).is_dir():
+            shutil.rmtree(path / name)
+
+
+def export(trainer: HybridTrainer, folder: Path) -> None:
+    """The finished model in Hugging Face's format, at averaged weights if there is an average."""
+    model = trainer.model
+    if isinstance(model, GPT2) and model.shape.bias and model.shape.normalization == "layernorm":
+        with trainer.averaged_weights():
+            huggingface.save(model, folder)
+
+
+def export_checkpoint(source: str | Path, folder: str | Path) -> Path:
+    """Export the newest checkpoint of a run folder, or one checkpoint folder, in Hugging Face's format."""
+    source = Path(source)
+    store = source if (source / "manifest.json").is_file() else _newest(source)
+    state = checkpoint.read(store)
+    config = configuration.from_mapping(state["meta"]["config"], str(store))
+    model = gpt2.build(config.model, config.seed)
+    trainer = HybridTrainer(model, config=config.model_copy(update={"device": "cpu"}))
+    trainer.load_state_dict(state, str(store))
+    target = Path(folder)
+    with trainer.averaged_weights():
+        return huggingface.save(model, target)
+
+
+def _newest(run: Path) -> Path:
+    folders = sorted((run / "checkpoints").glob("step-*"), reverse=True)
+    if not folders:
+        raise InputError(f"{run}: neither a checkpoint nor a run folder with checkpoints")
+    return folders[0]

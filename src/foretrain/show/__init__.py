@@ -1,0 +1,1 @@
+"""Let me see: listeners of the event bus."""
