@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -59,6 +60,9 @@ def train(
 
     `foretrain train --set data.path=book.txt --set max_steps=2000` trains on your text.
 
+    Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP stop it after the step it is in: everything is saved, and the exit code is 128
+    plus the signal's number (Ctrl-C 130, SIGTERM 143). A second signal ends it at once.
+
     Parameters
     ----------
     config:
@@ -70,8 +74,13 @@ def train(
         raise InputError("--resume needs --out DIR, the folder of the run to go on with")
     if resume and overwrite:
         raise InputError("--resume and --overwrite contradict each other; keep one of them")
-    if resume and config is None and out is not None and (out / "config.toml").is_file():
-        config = out / "config.toml"
+    if resume and config is None and out is not None:
+        if (out / "config.toml").is_file():
+            config = out / "config.toml"
+        elif not set_:
+            raise InputError(
+                f"--out {out}: there is no run to go on with; check the folder, or name a CONFIG to start one"
+            )
     loaded = load(config, set_ or ())
     say = _silent if quiet else _say
     for text in loaded.notices:
@@ -81,6 +90,8 @@ def train(
     summary = run(loaded.config, out, resume=resume, overwrite=overwrite, progress=not quiet, say=say)
     if json_:
         _print(json.dumps(summary, indent=2))
+    if summary["reason"] == "interrupted":  # saved, but not finished: a shell's `&&` and a scheduler must know
+        sys.exit(128 + signal.Signals[summary["signal"]])
 
 
 @app.command
@@ -181,14 +192,19 @@ def _silent(text: str) -> None:
     return
 
 
+def _fail(error: Exception, advice: str = "") -> None:
+    _say(f"error: {' '.join(str(error).split())}{advice}")
+
+
 def main(arguments: list[str] | None = None) -> Any:
     """Entry point. Errors of ours are one line and exit code 2 (or 1 for a run that failed), never a traceback."""
     try:
-        app(arguments, print_error=True, exit_on_error=False)
-    except CycloptsError:
+        app(arguments, print_error=False, exit_on_error=False)
+    except CycloptsError as error:
+        _fail(error, " `foretrain --help` lists what there is.")
         sys.exit(2)
     except ForetrainError as error:
-        _say(f"error: {error}")
+        _fail(error)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         _say("interrupted")

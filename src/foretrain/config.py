@@ -33,7 +33,7 @@ class ModelConfig(Section):
     """What is trained: a GPT-2 of a named size; single numbers can be changed."""
 
     type: Literal["gpt2-tiny", "gpt2-small", "gpt2-medium", "gpt2-large", "gpt2-xl"] = "gpt2-tiny"
-    """Size: tiny 0.9M, small 124M, medium 355M, large 774M, xl 1558M parameters."""
+    """Size: tiny 0.8M, small 124M, medium 355M, large 774M, xl 1558M parameters."""
     layers: Count | None = None
     """Number of transformer blocks. Unset: as in `type`."""
     heads: Count | None = None
@@ -145,6 +145,8 @@ class PrecisionConfig(Section):
 
     type: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Format of the forward and backward pass; weights stay fp32. `auto`: bf16 on a GPU that has it, else fp32."""
+    narrow_residual: bool = True
+    """With bf16 or fp16: keep the sum that runs through the blocks in that format too. Less memory, faster."""
     tf32: bool = True
     """Let fp32 matrix products on the GPU use TF32."""
     loss_scale: Positive = 65536.0
@@ -162,7 +164,7 @@ class EngineConfig(Section):
     """Record the whole step as one CUDA graph. `auto`: where launching kernels takes longer than running them."""
     fused_loss: Switch = "auto"
     """Output layer and cross-entropy in slices, so that all logits never exist at once. `auto`: when they would take
-    more than 256 MB."""
+    more than 256 MB on a CUDA GPU (where it is also faster) or 1 GB elsewhere."""
     activation_checkpointing: bool = False
     """Recompute each block in the backward pass instead of keeping its activations."""
     deterministic: bool = False

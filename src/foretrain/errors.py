@@ -27,5 +27,9 @@ class CheckpointError(InputError):
     """A checkpoint cannot be used here: damaged, foreign, or of another model."""
 
 
+class SaveError(ForetrainError):
+    """Something could not be written. What was on the disk before is intact."""
+
+
 class DivergenceError(ForetrainError):
     """The run produced non-finite losses and cannot go on by itself."""

@@ -12,11 +12,11 @@ import torch
 from foretrain import environment
 from foretrain.config import to_mapping
 from foretrain.engine import checkpoint
-from foretrain.engine.checkpoint import CheckpointStore, SaveError
+from foretrain.engine.checkpoint import CheckpointStore
 from foretrain.engine.runfolder import RunFolder
 from foretrain.engine.signals import StopRequest
 from foretrain.engine.state import random_state, restore_random_state
-from foretrain.errors import CheckpointError, DivergenceError, InputError
+from foretrain.errors import CheckpointError, DivergenceError, InputError, SaveError
 from foretrain.events import (
     CheckpointRejected,
     CheckpointSaved,
@@ -62,23 +62,30 @@ class Run:
         trainer = self.trainer
         if resume:
             self._resume()
+        if self.folder is not None:
+            self.folder.describe()
         self._announce(title, details)
         trainer.clock.start()
         self.logged_tokens, self.logged_seconds = trainer.tokens, trainer.clock.seconds
         reason = "finished"
         try:
-            if trainer.global_step < self.config.max_steps:
+            if self._patience_is_over():
+                reason = "stopped early"
+            elif trainer.global_step < self.config.max_steps:
                 batches = _from_position(loader, trainer.position, self.emit)
                 reason = self._loop(batches)
-            reason = self._finish(reason)
+            self._finish(reason)
+            trainer.clock.stop()
+            summary = trainer.summary() | {"reason": reason}
+            if reason == "interrupted":
+                summary["signal"] = self.stop.requested
+            if self.folder is not None:
+                self.folder.write_summary(summary)
         except (Exception, KeyboardInterrupt):
             self.emit(RunEnded(trainer.global_step, "failed", trainer.summary()))
             raise
         finally:
             trainer.clock.stop()
-        summary = trainer.summary() | {"reason": reason}
-        if self.folder is not None:
-            self.folder.write_summary(summary)
         self.emit(RunEnded(trainer.global_step, reason, summary))
         return summary
 
@@ -104,7 +111,7 @@ class Run:
                 self._save(must=False)
         return "finished"
 
-    def _finish(self, reason: str) -> str:
+    def _finish(self, reason: str) -> None:
         """Last evaluation and last checkpoint; an interrupted run is saved at once."""
         if reason == "interrupted":
             self._save(must=True)
@@ -116,12 +123,11 @@ class Run:
                     level="info",
                 )
             )
-            return reason
+            return
         if reason == "finished" and self.held_out and self.saved_step != self.trainer.global_step:
             self._evaluate()
         if self.saved_step != self.trainer.global_step:
             self._save(must=True)
-        return reason
 
     def _announce(self, title: str, details: dict[str, str]) -> None:
         trainer = self.trainer
@@ -197,14 +203,17 @@ class Run:
             started = time.perf_counter()
             loss = trainer.evaluate(self.held_out)
             seconds = time.perf_counter() - started
-        best = trainer.best_val_loss is None or loss < trainer.best_val_loss
+        best = loss == loss and (trainer.best_val_loss is None or loss < trainer.best_val_loss)
         trainer.last_val_loss = loss
         trainer.evaluations_without_best = 0 if best else trainer.evaluations_without_best + 1
         trainer.best_val_loss = loss if best else trainer.best_val_loss
         averaged = trainer.average is not None
         self.emit(Evaluated(trainer.global_step, loss, round(seconds, 3), averaged, best))
+        return self._patience_is_over()
+
+    def _patience_is_over(self) -> bool:
         patience = self.config.evaluation.early_stopping_patience
-        return bool(patience) and trainer.evaluations_without_best >= patience
+        return bool(patience) and self.trainer.evaluations_without_best >= patience
 
     def _save(self, must: bool) -> None:
         """Save the whole state. In mid-run a failure is a warning; the last save must work."""
@@ -219,8 +228,8 @@ class Run:
                 path = self.store.save(trainer.global_step, state)
             except SaveError as error:
                 if must:
-                    raise
-                self.emit(Notice(str(error)))
+                    raise SaveError(f"{error}, then go on with --resume") from error
+                self.emit(Notice(f"{error}; the run goes on and tries again at the next save"))
                 return
             size = sum(file.stat().st_size for file in path.iterdir()) / 2**20
         self.saved_step = trainer.global_step
@@ -249,8 +258,10 @@ class Run:
 
     def _compare(self, loaded: checkpoint.Loaded) -> None:
         """Say what changed since the checkpoint; refuse what would make it another run."""
-        meta = loaded.state["meta"]
-        if meta["data"] != self.fingerprint:
+        meta = loaded.state.get("meta")
+        if not isinstance(meta, dict) or not isinstance(meta.get("config"), dict):
+            raise CheckpointError(f"{loaded.path}: no run of `fit` has saved it; start a new run in another folder")
+        if meta.get("data") != self.fingerprint:
             raise CheckpointError(
                 f"{loaded.path}: it was trained on other data than data.path gives now; use "
                 "the same data, or start a new run"
@@ -261,11 +272,9 @@ class Run:
                 self.emit(
                     Notice(f"{name} was {before.get(name)} when this checkpoint was saved and is {now.get(name)} now")
                 )
-        if meta["torch"] != torch.__version__:
+        if (saved_with := meta.get("torch")) != torch.__version__:
             self.emit(
-                Notice(
-                    f"saved with torch {meta['torch']}, now {torch.__version__}: results may differ in the last bits"
-                )
+                Notice(f"saved with torch {saved_with}, now {torch.__version__}: results may differ in the last bits")
             )
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
+import contextlib
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError
 
 from foretrain import config as configuration
 from foretrain.config import Config
@@ -14,9 +16,11 @@ from foretrain.data import tokens
 from foretrain.data.loader import Loader, TokenWindows, held_out_batches
 from foretrain.data.tokens import Corpus
 from foretrain.engine import checkpoint
+from foretrain.engine.checkpoint import CheckpointStore
+from foretrain.engine.files import explain_failed_write, make_folder, remove, sync_file
 from foretrain.engine.precision import choose_device
 from foretrain.engine.runfolder import RunFolder
-from foretrain.errors import ConfigError, DataError, InputError
+from foretrain.errors import CheckpointError, ConfigError, DataError, InputError, SaveError
 from foretrain.events import Bus, Listener
 from foretrain.models import gpt2, huggingface
 from foretrain.models.gpt2 import GPT2
@@ -50,6 +54,7 @@ def build_model(config: Config) -> GPT2:
         config.seed,
         activation_checkpointing=config.engine.activation_checkpointing,
         fused_loss=config.engine.fused_loss,
+        narrow_residual=config.precision.narrow_residual,
     )
     if config.model.weights:
         huggingface.load(model, config.model.weights)
@@ -73,12 +78,10 @@ def train(
 ) -> dict[str, Any]:
     """Run a configuration to its end and return the summary, which is also written to the run folder."""
     path = Path(out) if out is not None else default_folder(config)
-    if overwrite and not resume:
-        _remove_run(path)
     bus = Bus()
     for listener in listeners:
         bus.subscribe(listener)
-    with RunFolder(path, resume) as folder:
+    with RunFolder(path, resume, overwrite) as folder:
         device = choose_device(config.device)
         corpus = tokens.prepare(config.data, say)
         config = _with_vocabulary(config, vocabulary_size(config, corpus))
@@ -93,9 +96,11 @@ def train(
         )
         micro_batch = config.batch_size // config.accumulation_steps
         held_out = held_out_batches(corpus.held_out, model.shape.context, micro_batch, config.evaluation.batches)
-        folder.write("config.toml", configuration.to_toml(config))
+        folder.files["config.toml"] = configuration.to_toml(config)
         if corpus.tokenizer is not None:
-            folder.write("tokenizer.json", corpus.tokenizer.to_json())
+            folder.files["tokenizer.json"] = corpus.tokenizer.to_json()
+        if overwrite and not resume:
+            folder.clear()
         summary = trainer.fit(
             loader,
             held_out,
@@ -123,21 +128,33 @@ def _details(config: Config, corpus: Corpus, model: GPT2, path: Path) -> dict[st
     }
 
 
-def _remove_run(path: Path) -> None:
-    """Delete an earlier run, and only that: the files a run writes."""
-    for name in ("config.toml", "tokenizer.json", "metrics.jsonl", "summary.json"):
-        (path / name).unlink(missing_ok=True)
-    for name in ("checkpoints", "model"):
-        if (path / name).is_dir():
-            shutil.rmtree(path / name)
-
-
 def export(trainer: HybridTrainer, folder: Path) -> None:
     """The finished model in Hugging Face's format, at averaged weights if there is an average."""
     model = trainer.model
     if isinstance(model, GPT2) and model.shape.bias and model.shape.normalization == "layernorm":
         with trainer.averaged_weights():
-            huggingface.save(model, folder)
+            _write_model(model, folder, "go on with --resume")
+
+
+def _write_model(model: GPT2, folder: Path, next_step: str) -> None:
+    """Each file appears by a rename, whole or not at all."""
+    temporary = folder.with_name(f".tmp-{folder.name}")
+    try:
+        remove(temporary)
+        huggingface.save(model, temporary)
+        make_folder(folder)
+        for path in sorted(temporary.iterdir()):
+            sync_file(path)
+            path.replace(folder / path.name)
+        sync_file(folder)
+        temporary.rmdir()
+    except (OSError, SafetensorError) as error:
+        with contextlib.suppress(OSError):
+            remove(temporary)
+        cause, advice = explain_failed_write(error)
+        raise SaveError(
+            f"{folder}: cannot write the model: {cause}; all checkpoints are intact. {advice}, then {next_step}"
+        ) from error
 
 
 def export_checkpoint(source: str | Path, folder: str | Path) -> Path:
@@ -145,17 +162,21 @@ def export_checkpoint(source: str | Path, folder: str | Path) -> Path:
     source = Path(source)
     store = source if (source / "manifest.json").is_file() else _newest(source)
     state = checkpoint.read(store)
-    config = configuration.from_mapping(state["meta"]["config"], str(store))
+    meta = state.get("meta")
+    if not isinstance(meta, dict) or not isinstance(meta.get("config"), dict):
+        raise CheckpointError(f"{store}: no run of `fit` has saved it; name a run folder or one of its checkpoints")
+    config = configuration.from_mapping(meta["config"], str(store))
     model = gpt2.build(config.model, config.seed)
     trainer = HybridTrainer(model, config=config.model_copy(update={"device": "cpu"}))
     trainer.load_state_dict(state, str(store))
     target = Path(folder)
     with trainer.averaged_weights():
-        return huggingface.save(model, target)
+        _write_model(model, target, "export it again")
+    return target
 
 
 def _newest(run: Path) -> Path:
-    folders = sorted((run / "checkpoints").glob("step-*"), reverse=True)
-    if not folders:
-        raise InputError(f"{run}: neither a checkpoint nor a run folder with checkpoints")
-    return folders[0]
+    newest = next(CheckpointStore(run / "checkpoints").steps(), None)
+    if newest is None:
+        raise InputError(f"{run}: neither a checkpoint nor a run folder with checkpoints; name one of the two")
+    return newest[1]

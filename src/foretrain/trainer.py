@@ -5,6 +5,7 @@ The trainer runs the FULL phase: forward, backward, update. The predicted phases
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from foretrain.engine.meters import StepMeter, Stopwatch
 from foretrain.engine.precision import Precision, choose_device
 from foretrain.engine.runfolder import RunFolder
 from foretrain.engine.signals import StopRequest
-from foretrain.engine.state import random_state, restore_model, restore_optimizer, restore_random_state
+from foretrain.engine.state import random_state, restore_model, restore_optimizer, restore_random_state, seed_random
 from foretrain.engine.step import FullStep, LossFunction, StepOutput, map_tensors, part_weights, tensors_of
 from foretrain.errors import CheckpointError, ConfigError, InputError
 from foretrain.events import Bus
@@ -81,10 +82,12 @@ class HybridTrainer:
         self.bus = bus or Bus()
         self.device = choose_device(config.device)
         if config.engine.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs to repeat itself
             torch.use_deterministic_algorithms(True)
-        torch.manual_seed(config.seed)
+        seed_random(config.seed)
         self.model = model.to(self.device)
         self.model.train()
+        self._optimizer_is_configured = optimizer is None
         self.optimizer = optimizer or optim.build(self.model, config.optimizer)
         self.loss_fn = loss_fn or _own_loss
         self.precision = Precision(config.precision, self.device)
@@ -196,8 +199,17 @@ class HybridTrainer:
 
     def load_state_dict(self, state: dict[str, Any], origin: str = "the given state") -> None:
         """Put a state back, in place: afterwards every step is, bit for bit, what it would have been."""
+        try:
+            self._put_back(state, origin)
+        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            raise CheckpointError(
+                f"{origin}: it does not hold the state of such a trainer ({type(error).__name__}: {error}); "
+                "use the settings it was saved with, or start a new run"
+            ) from error
+
+    def _put_back(self, state: dict[str, Any], origin: str) -> None:
         restore_model(self.model, state["model"], origin)
-        restore_optimizer(self.optimizer, state["optimizer"], origin)
+        restore_optimizer(self.optimizer, state["optimizer"], origin, keep_settings=self._optimizer_is_configured)
         if (self.average is None) != (state["average"] is None):
             raise CheckpointError(f"{origin}: evaluation.ema_decay was switched on or off since; use the same setting")
         if self.average is not None:

@@ -9,11 +9,9 @@ checkpoints/step-00000500/   appears only by rename, complete
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
 import re
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,18 +22,16 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from foretrain.engine.files import sync_file
+from foretrain.engine.files import explain_failed_write, make_folder, remove, sync_file, write_synced
 from foretrain.engine.state import Snapshot, put_together, take_apart
-from foretrain.errors import CheckpointError, ForetrainError
+from foretrain.errors import CheckpointError, SaveError
 
 FORMAT = 1
-_STEP_FOLDER = re.compile(r"^step-(\d{8,})$")
-_FILE_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+_MANIFEST = "manifest.json"
+_STATE = "state.json"
+_STEP_FOLDER = re.compile(r"step-([0-9]{8,18})")
+_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _JSON_LIMIT = 64 * 2**20
-
-
-class SaveError(ForetrainError):
-    """A checkpoint could not be written. Older checkpoints are intact."""
 
 
 class _FileEntry(BaseModel):
@@ -74,83 +70,103 @@ class CheckpointStore:
         """Write `state` as the checkpoint of `step`. On failure nothing changes and SaveError says why."""
         final = self.root / f"step-{step:08d}"
         temporary = self.root / f".tmp-{final.name}"
+        parts = take_apart(state)
         try:
-            self.root.mkdir(parents=True, exist_ok=True)
-            if temporary.exists():
-                shutil.rmtree(temporary)
+            make_folder(self.root)
+            remove(temporary)
             temporary.mkdir()
-            _write(temporary, step, take_apart(state))
-            if final.exists():
-                self._put_aside(final)
-            temporary.rename(final)
-            sync_file(self.root)
+            _write(temporary, step, parts)
+            self._put_in_place(temporary, final)
         except (OSError, SafetensorError) as error:
-            shutil.rmtree(temporary, ignore_errors=True)
+            self._sweep()
             raise SaveError(self._explain(error, step)) from error
         self._prune()
         return final
 
+    def _put_in_place(self, temporary: Path, final: Path) -> None:
+        """One rename. A checkpoint of the same step is replaced, and comes back if a kill falls in between."""
+        replaced = self.root / f".old-{final.name}"
+        if final.exists():
+            remove(replaced)
+            final.rename(replaced)
+        temporary.rename(final)
+        sync_file(self.root)
+        with contextlib.suppress(OSError):
+            remove(replaced)
+
     def _explain(self, error: Exception, step: int) -> str:
-        newest = next(iter(self._steps()), None)
+        newest = next(iter(self.steps()), None)
         intact = f"the checkpoint of step {newest[0]} is intact" if newest else "no earlier checkpoint was touched"
-        full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
-        cause = "the disk is full (No space left on device)" if full else str(error)
-        advice = "Free some space" if full else "Check the folder"
-        return (
-            f"{self.root}: cannot save the checkpoint of step {step}: {cause}; {intact}. "
-            f"{advice}, then go on with --resume"
-        )
+        cause, advice = explain_failed_write(error)
+        return f"{self.root}: cannot save the checkpoint of step {step}: {cause}; {intact}. {advice}"
 
     def _prune(self) -> None:
         """Remove what is older than the newest `keep`; failing to delete never hurts a run."""
-        for _, folder in list(self._steps())[self.keep :]:
+        for _, folder in list(self.steps())[self.keep :]:
             with contextlib.suppress(OSError):
-                (folder / "manifest.json").unlink()  # first: a half-deleted checkpoint is no checkpoint
-            shutil.rmtree(folder, ignore_errors=True)
+                if not folder.is_symlink():
+                    (folder / "manifest.json").unlink(missing_ok=True)  # first: half a checkpoint is no checkpoint
+                remove(folder)
 
     # --- loading -----------------------------------------------------------------------------------------------------
 
     def load_newest(self, on_reject: Callable[[Path, str], None] = lambda path, reason: None) -> Loaded | None:
-        """The newest checkpoint that verifies. Damaged ones are renamed to `bad-...` and the one before is used.
+        """The newest checkpoint that verifies; damaged ones newer than it are renamed to `bad-...`.
 
-        None if there never was one. Only damaged ones is an error: a run must not start over in silence.
+        None if there never was one. If none can be used, nothing is touched and CheckpointError says why: a run must
+        not start over in silence.
         """
         self._sweep()
-        rejected: list[tuple[Path, str]] = []
-        for step, folder in list(self._steps()):
+        damaged: list[tuple[Path, str]] = []
+        for step, folder in list(self.steps()):
             try:
-                return Loaded(step, folder, read(folder), rejected)
+                state = read(folder)
             except CheckpointError as error:
-                aside = self._put_aside(folder)
-                rejected.append((aside, str(error)))
-                on_reject(aside, str(error))
-        earlier = [path.name for path in self.root.glob("bad-step-*")] if self.root.is_dir() else []
-        if rejected or earlier:
-            reasons = "; ".join(reason for _, reason in rejected) or ", ".join(earlier)
+                damaged.append((folder, str(error)))
+                continue
+            rejected = [(self._put_aside(path), reason) for path, reason in damaged]
+            for path, reason in rejected:
+                on_reject(path, reason)
+            return Loaded(step, folder, state, rejected)
+        aside = sorted(path.name for path in self.root.glob("bad-step-*")) if self.root.is_dir() else []
+        if damaged or aside:
+            reasons = "; ".join(reason for _, reason in damaged) or f"only {', '.join(aside)} is left"
             raise CheckpointError(
                 f"{self.root}: no checkpoint can be used ({reasons}). "
                 "Restore one from a backup, or start anew in another folder"
             )
         return None
 
-    def _steps(self) -> Iterator[tuple[int, Path]]:
-        """(step, folder), newest first."""
+    def steps(self) -> Iterator[tuple[int, Path]]:
+        """(step, folder) of every checkpoint, newest first. Says nothing about whether they are intact."""
         if not self.root.is_dir():
             return
-        found = [(int(match[1]), path) for path in self.root.iterdir() if (match := _STEP_FOLDER.match(path.name))]
+        found = [(int(match[1]), path) for path in self.root.iterdir() if (match := _STEP_FOLDER.fullmatch(path.name))]
         yield from sorted(found, reverse=True)
 
     def _sweep(self) -> None:
-        """Remove what an interrupted save left behind."""
-        if self.root.is_dir():
+        """Remove what an interrupted save left behind, and put back what it was about to replace."""
+        if not self.root.is_dir():
+            return
+        with contextlib.suppress(OSError):  # a folder that cannot be written can still be read
+            for path in self.root.glob(".old-step-*"):
+                final = self.root / path.name.removeprefix(".old-")
+                if final.exists():
+                    remove(path)
+                else:
+                    path.rename(final)
             for path in self.root.glob(".tmp-*"):
-                shutil.rmtree(path, ignore_errors=True)
+                remove(path)
 
     def _put_aside(self, folder: Path) -> Path:
+        """Rename a damaged checkpoint out of the way; where that is impossible it is only passed over."""
         number = 0
         while (aside := self.root / f"bad-{folder.name}{f'-{number}' if number else ''}").exists():
             number += 1
-        folder.rename(aside)
+        try:
+            folder.rename(aside)
+        except OSError:
+            return folder
         return aside
 
 
@@ -159,17 +175,23 @@ def _write(folder: Path, step: int, parts: Snapshot) -> None:
     for name, tensor in parts.tensors.items():
         groups.setdefault(name.partition(".")[0], {})[name] = tensor
     for component, tensors in groups.items():
-        save_file(_separate(tensors), folder / f"{component}.safetensors")
-    content = {"format": FORMAT, "step": step, "state": parts.tree}
-    (folder / "state.json").write_text(json.dumps(content, allow_nan=False), encoding="utf-8")
-    entries = {}
-    for path in sorted(folder.iterdir()):
+        path = folder / f"{component}.safetensors"
+        if not _FILE_NAME.fullmatch(path.name):
+            raise ValueError(f"{component!r} cannot be the name of a part of a checkpoint; use letters and digits")
+        save_file(_separate(tensors), path)
         sync_file(path)
-        entries[path.name] = {"size": path.stat().st_size, "sha256": _digest(path)}
-    manifest = folder / "manifest.json"
-    manifest.write_text(json.dumps({"format": FORMAT, "step": step, "files": entries}, indent=1), encoding="utf-8")
-    sync_file(manifest)
+    write_synced(folder / _STATE, _state_text(step, parts.tree))
+    entries = {path.name: {"size": path.stat().st_size, "sha256": _digest(path)} for path in sorted(folder.iterdir())}
+    manifest = {"format": FORMAT, "step": step, "files": entries}
+    write_synced(folder / _MANIFEST, json.dumps(manifest, indent=1))
     sync_file(folder)
+
+
+def _state_text(step: int, tree: Any) -> str:
+    text = json.dumps({"format": FORMAT, "step": step, "state": tree}, allow_nan=False)
+    if len(text) > _JSON_LIMIT:
+        raise ValueError(f"the state holds {len(text) >> 20} MB that are not tensors; keep large values in tensors")
+    return text
 
 
 def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -191,53 +213,76 @@ def _digest(path: Path) -> str:
 
 def verify(folder: str | Path) -> None:
     """Check every file against the manifest. Raises CheckpointError that names the file and what is wrong with it."""
-    folder = Path(folder)
+    try:
+        _verified(Path(folder))
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read: {error}") from None
+
+
+def _verified(folder: Path) -> _Manifest:
     manifest = _read_manifest(folder)
     for name, entry in manifest.files.items():
         path = folder / name
-        if not _FILE_NAME.match(name) or path.is_symlink():
+        if not _FILE_NAME.fullmatch(name) or path.is_symlink():
             raise CheckpointError(f"{folder}: the manifest names {name!r}, which is not a plain file of this folder")
         if not path.is_file():
-            raise CheckpointError(f"{path} is missing")
+            raise CheckpointError(f"{path} is missing, but {_MANIFEST} names it")
         if path.stat().st_size != entry.size:
-            raise CheckpointError(f"{path} is damaged: {path.stat().st_size} bytes instead of {entry.size}")
+            raise CheckpointError(f"{path} is damaged: {path.stat().st_size} bytes, not {entry.size} as in {_MANIFEST}")
         if _digest(path) != entry.sha256:
-            raise CheckpointError(f"{path} is damaged: its checksum is wrong")
+            raise CheckpointError(f"{path} is damaged: its checksum is not that in {_MANIFEST}")
+    for path in folder.iterdir():  # hidden files are left by file managers and network file systems
+        if path.name not in manifest.files and path.name != _MANIFEST and not path.name.startswith("."):
+            raise CheckpointError(f"{path} does not belong to this checkpoint: the manifest does not name it")
+    return manifest
 
 
 def read(folder: str | Path) -> dict[str, Any]:
     """The state in a checkpoint folder, after verifying all of it. Nothing in it is ever executed."""
     folder = Path(folder)
-    verify(folder)
-    manifest = _read_manifest(folder)
-    tensors: dict[str, Tensor] = {}
     try:
-        content = json.loads(_read_limited(folder / "state.json"))
+        manifest = _verified(folder)
+        content = json.loads(_read_limited(folder / _STATE))
         if content["format"] != FORMAT or content["step"] != manifest.step:
-            raise CheckpointError(f"{folder}: state.json does not belong to this checkpoint")
+            raise CheckpointError(f"{folder / _STATE} does not belong to this checkpoint")
+        tensors: dict[str, Tensor] = {}
         for name in manifest.files:
             if name.endswith(".safetensors"):
                 tensors.update(load_file(folder / name))
-        state: dict[str, Any] = put_together(Snapshot(tensors, content["state"]))
-    except (ValueError, KeyError, TypeError, SafetensorError, OSError) as error:
-        raise CheckpointError(f"{folder} is damaged: {error}") from None
+        state = put_together(Snapshot(tensors, content["state"]))
+        if not isinstance(state, dict):
+            raise CheckpointError(f"{folder / _STATE} holds no state")
+    except (ValueError, KeyError, TypeError, RecursionError, SafetensorError, OSError) as error:
+        raise CheckpointError(f"{folder} is damaged: {' '.join(str(error).split())}") from None
     return state
 
 
 def _read_manifest(folder: Path) -> _Manifest:
-    path = folder / "manifest.json"
+    path = folder / _MANIFEST
+    if folder.is_symlink() or path.is_symlink():
+        raise CheckpointError(f"{folder} is no checkpoint: a link stands in place of it or of its manifest")
     if not path.is_file():
-        raise CheckpointError(f"{folder} is incomplete: it has no manifest.json")
+        raise CheckpointError(f"{folder} is incomplete: it has no {_MANIFEST}")
     try:
         manifest = _Manifest.model_validate_json(_read_limited(path))
     except (ValidationError, OSError) as error:
-        raise CheckpointError(f"{path} is damaged: {str(error).splitlines()[0]}") from None
+        raise CheckpointError(f"{path} is damaged: {_first_problem(error)}") from None
     if manifest.format != FORMAT:
         raise CheckpointError(f"{path} has format {manifest.format}; this version reads format {FORMAT}")
-    match = _STEP_FOLDER.match(folder.name)
+    match = _STEP_FOLDER.fullmatch(folder.name)
     if match and int(match[1]) != manifest.step:
         raise CheckpointError(f"{path} is of step {manifest.step}, not of this folder")
+    if _STATE not in manifest.files:
+        raise CheckpointError(f"{path} is damaged: it does not name {_STATE}")
     return manifest
+
+
+def _first_problem(error: ValidationError | OSError) -> str:
+    if isinstance(error, OSError):
+        return str(error)
+    problem = error.errors(include_url=False, include_input=False)[0]
+    place = ".".join(str(part) for part in problem["loc"])
+    return f"{place}: {problem['msg']}" if place else str(problem["msg"])
 
 
 def _read_limited(path: Path) -> bytes:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import shutil
 from pathlib import Path
 
 
@@ -16,15 +18,47 @@ def sync_file(path: Path) -> None:
         os.close(descriptor)
 
 
+def write_synced(path: Path, text: str) -> None:
+    """Write a text file that is on the disk when this returns."""
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def write_atomic(path: Path, text: str) -> None:
     """Write beside, sync, rename: a reader sees the old file or the new one."""
     temporary = path.with_name(f".tmp-{path.name}")
     try:
-        temporary.write_text(text, encoding="utf-8")
-        sync_file(temporary)
+        write_synced(temporary, text)
         temporary.replace(path)
     except OSError:
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise
     sync_file(path.parent)
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder, and those above it, whose names survive a power cut."""
+    if not path.is_dir():
+        make_folder(path.parent)
+        path.mkdir(exist_ok=True)
+        sync_file(path.parent)
+
+
+def remove(path: Path) -> None:
+    """Delete a file, a link or a whole folder."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def explain_failed_write(error: Exception) -> tuple[str, str]:
+    """(cause, advice) in words. safetensors tells the cause only in its text."""
+    text = " ".join(str(error).split())
+    full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
+    if full or "No space left" in text or "quota exceeded" in text:
+        return "the disk is full (No space left on device)", "Free some space"
+    return text, "Check the folder and its permissions"

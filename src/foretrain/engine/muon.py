@@ -63,6 +63,7 @@ class Muon(Optimizer):
             "betas": betas,
             "eps": eps,
             "algorithm": "muon",
+            "capturable": True,  # step counts live on the device, also after load_state_dict
         }
         super().__init__(params, defaults)
         for group in self.param_groups:

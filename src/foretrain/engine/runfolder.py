@@ -5,28 +5,35 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from foretrain.engine.files import write_atomic
-from foretrain.errors import InputError
+from foretrain.engine.files import explain_failed_write, make_folder, remove, write_atomic
+from foretrain.errors import InputError, SaveError
 
 
 class RunFolder:
     """`config.toml`, `tokenizer.json`, `metrics.jsonl`, `summary.json`, `checkpoints/` and `model/` of one run."""
 
-    def __init__(self, path: Path, resume: bool) -> None:
+    def __init__(self, path: Path, resume: bool, overwrite: bool = False) -> None:
         self.path = path
         self.resume = resume
+        self.overwrite = overwrite
         self.checkpoints = path / "checkpoints"
         self.metrics = path / "metrics.jsonl"
+        self.files: dict[str, str] = {}
+        """Small text files that describe the run; written by `describe`."""
         self._lock: int | None = None
+        self._made = False
 
     def __enter__(self) -> RunFolder:
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            self._made = not self.path.is_dir()
+            make_folder(self.path)
             self._lock = os.open(self.path / ".lock", os.O_CREAT | os.O_RDWR, 0o600)
         except OSError as error:
             raise InputError(
@@ -34,32 +41,53 @@ class RunFolder:
             ) from None
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             self._release()
             raise InputError(
                 f"--out {self.path}: another run is writing there; wait for it or choose another folder"
             ) from None
-        if not self.resume and self.holds_run():
+        except OSError:  # a file system without locks: nothing to keep two runs apart with
+            pass
+        if self.holds_run() and not (self.resume or self.overwrite):
             self._release()
             raise InputError(
-                f"--out {self.path}: it already holds a run; go on with --resume, or choose another folder"
+                f"--out {self.path}: it already holds a run; go on with --resume, replace it with --overwrite, "
+                "or choose another folder"
             )
         return self
 
     def holds_run(self) -> bool:
         return self.metrics.exists() or self.checkpoints.exists()
 
+    def clear(self) -> None:
+        """Delete an earlier run, and only that: the files a run writes. Checkpoints go last, so that a run which is
+        only half deleted still counts as one."""
+        try:
+            for name in ("config.toml", "tokenizer.json", "summary.json", "model", "metrics.jsonl", "checkpoints"):
+                remove(self.path / name)
+        except OSError as error:
+            raise InputError(
+                f"--out {self.path}: cannot delete the earlier run ({error.strerror}); choose another folder"
+            ) from None
+
     def write(self, name: str, text: str) -> None:
         """A small text file of the run, whole or not at all."""
         try:
             write_atomic(self.path / name, text)
         except OSError as error:
-            raise InputError(
-                f"{self.path / name}: cannot write it ({error.strerror}); free some space or choose another --out"
+            cause, advice = explain_failed_write(error)
+            raise SaveError(
+                f"{self.path / name}: cannot write it: {cause}. {advice}, then go on with --resume"
             ) from None
 
-    def write_summary(self, summary: dict[str, Any]) -> None:
-        self.write("summary.json", json.dumps(summary, indent=2) + "\n")
+    def describe(self) -> None:
+        """Write `files`. Called once it is sure that the run may use this folder."""
+        for name, text in self.files.items():
+            self.write(name, text)
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Numbers that JSON does not have, such as NaN, become null."""
+        self.write("summary.json", json.dumps(_finite(summary), indent=2) + "\n")
 
     def _release(self) -> None:
         if self._lock is not None:
@@ -70,4 +98,17 @@ class RunFolder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._made and kind is not None:
+            with contextlib.suppress(OSError):  # a run that never began leaves nothing behind
+                if [path.name for path in self.path.iterdir()] == [".lock"]:
+                    (self.path / ".lock").unlink()
+                    self.path.rmdir()
         self._release()
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

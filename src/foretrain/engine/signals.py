@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM ask a run to stop; the run itself decides when: after the step it is in."""
+"""Ctrl-C, SIGTERM and the like ask a run to stop; the run itself decides when: after the step it is in."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any
 
-_SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name))
+_NAMES = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP")
+_SIGNALS = tuple(getattr(signal, name) for name in _NAMES if hasattr(signal, name))
 
 
 class StopRequest:
-    """While active, the first signal only sets `requested`; a second one acts as it always did."""
+    """While active, the first signal only sets `requested`; a second one acts as it always did.
+
+    A signal that is ignored, as `nohup` and background jobs of a shell have it, stays ignored.
+    """
 
     def __init__(self) -> None:
         self.requested = ""
@@ -20,7 +24,8 @@ class StopRequest:
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:
-                self._before[number] = signal.signal(number, self._handle)
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, self._handle)
         return self
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

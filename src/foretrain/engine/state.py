@@ -42,6 +42,8 @@ def put_together(snapshot: Snapshot) -> Any:
 
 def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, Tensor):
+        while path in tensors:  # such as {"a.b": ...} beside {"a": {"b": ...}}
+            path += "'"
         tensors[path] = value.detach()
         return {"$tensor": path}
     if isinstance(value, Mapping):
@@ -75,7 +77,7 @@ def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     if "$tensor" in value:
         name = value["$tensor"]
         if name not in tensors:
-            raise CheckpointError(f"the saved state refers to a tensor {name!r} that is not there")
+            raise ValueError(f"the state refers to a tensor {name!r} that is not there")
         return tensors[name]
     if "$tuple" in value:
         return tuple(_decode(item, tensors) for item in value["$tuple"])
@@ -93,6 +95,13 @@ def snapshot(state: Any) -> Snapshot:
 
 
 # --- random states ---------------------------------------------------------------------------------------------------
+
+
+def seed_random(seed: int) -> None:
+    """Start every generator anew, so that two runs with one seed draw the same numbers wherever they draw them."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002 - user code may use it
 
 
 def random_state() -> dict[str, Any]:
@@ -134,45 +143,64 @@ def restore_model(model: nn.Module, saved: Mapping[str, Tensor], origin: str) ->
             raise CheckpointError(
                 f"{origin}: it belongs to another model ({name} is not in {where}); use the same [model] settings"
             )
-        if own[name].shape != saved[name].shape or own[name].dtype != saved[name].dtype:
+        if _form(own[name]) != _form(saved[name]):
             raise CheckpointError(
-                f"{origin}: it belongs to another model ({name} is {list(saved[name].shape)} {saved[name].dtype} "
-                f"there, {list(own[name].shape)} {own[name].dtype} here); use the same [model] settings"
+                f"{origin}: it belongs to another model ({name} is {_form(saved[name])} there, {_form(own[name])} "
+                "here); use the same [model] settings"
             )
-    for name, tensor in own.items():
-        tensor.copy_(saved[name])
+    for name, value in own.items():
+        if isinstance(value, Tensor):
+            value.copy_(saved[name])
+        else:  # what a module returned from get_extra_state
+            model.load_state_dict({name: saved[name]}, strict=False)
 
 
-def restore_optimizer(optimizer: Optimizer, saved: Mapping[str, Any], origin: str) -> None:
-    """Put an optimizer's state back; tensors that exist already are filled in place, so recorded graphs stay valid."""
+def _form(value: Any) -> str:
+    return f"{list(value.shape)} {value.dtype}" if isinstance(value, Tensor) else "no tensor"
+
+
+def restore_optimizer(
+    optimizer: Optimizer, saved: Mapping[str, Any], origin: str, *, keep_settings: bool = False
+) -> None:
+    """Put an optimizer's state back; tensors that exist already are filled in place, so recorded graphs stay valid.
+
+    keep_settings: weight decay and the like stay what they are now. Otherwise all values of the saved groups come back,
+    because some optimizers keep a part of their state there.
+    """
     current = optimizer.state_dict()
-    ours = [len(group["params"]) for group in current["param_groups"]]
-    theirs = [len(group["params"]) for group in saved["param_groups"]]
+    groups = saved["param_groups"]
+    ours = [(len(group["params"]), sorted(group)) for group in current["param_groups"]]
+    theirs = [(len(group["params"]), sorted(group)) for group in groups]
     if ours != theirs:
         raise CheckpointError(
-            f"{origin}: its optimizer has {theirs} parameters per group, this one {ours}; "
+            f"{origin}: it was saved with another optimizer, or other parameters in its groups "
+            f"({[count for count, _ in theirs]} there, {[count for count, _ in ours]} here); "
             "use the same [optimizer] settings"
         )
+    if keep_settings:
+        groups = current["param_groups"]
+    rates = [group["lr"] for group in optimizer.param_groups]
     if _same_tensors(current, saved):
         with torch.no_grad():
             _fill(current["state"], saved["state"])
-        for group, values in zip(optimizer.param_groups, saved["param_groups"], strict=True):
-            for key, value in values.items():
-                if key == "params":
-                    continue
-                if isinstance(group.get(key), Tensor):
-                    group[key].copy_(value)
+        for group, values in zip(optimizer.param_groups, groups, strict=True):
+            for key in values.keys() - {"params", "lr"}:
+                if isinstance(group[key], Tensor):
+                    group[key].copy_(values[key])
                 else:
-                    group[key] = value
-        return
-    rates = [group["lr"] for group in optimizer.param_groups]
-    try:
-        optimizer.load_state_dict(dict(saved))
-    except (ValueError, KeyError, RuntimeError) as error:
-        raise CheckpointError(f"{origin}: its optimizer state does not fit this optimizer ({error})") from None
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        if isinstance(rate, Tensor):  # keep the tensor on its device
-            group["lr"] = rate.fill_(float(group["lr"]))
+                    group[key] = values[key]
+    else:
+        optimizer.load_state_dict({"state": _own_copies(saved["state"]), "param_groups": groups})
+    for group, rate, values in zip(optimizer.param_groups, rates, groups, strict=True):
+        value = float(values["lr"])
+        group["lr"] = rate.fill_(value) if isinstance(rate, Tensor) else value  # a tensor stays on its device
+
+
+def _own_copies(state: Any) -> Any:
+    """Loaded tensors may be views of a mapped file; those that stay in use are copied out of it."""
+    if isinstance(state, Tensor):
+        return state.clone()
+    return {key: _own_copies(value) for key, value in state.items()} if isinstance(state, Mapping) else state
 
 
 def _same_tensors(current: Any, saved: Any) -> bool:

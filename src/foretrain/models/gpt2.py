@@ -15,7 +15,9 @@ from foretrain.config import ModelConfig
 from foretrain.errors import ConfigError
 from foretrain.models.loss import IGNORED, linear_cross_entropy, logits_bytes
 
-FUSED_LOSS_FROM_BYTES = 256 * 2**20
+FUSED_LOSS_FROM_BYTES = {"cuda": 256 * 2**20}
+FUSED_LOSS_ELSEWHERE = 2**30
+"""On CUDA the fused loss is also the faster one from here on; elsewhere it only saves memory, and only a lot pays."""
 VOCABULARY_ALIGNMENT = 128
 """Matrix products are faster with aligned sizes; the extra rows stay zero and never reach the loss."""
 
@@ -93,7 +95,10 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
-        q, k, v = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        q, k, v = (
+            part.view(batch, length, self.heads, width // self.heads).transpose(1, 2)
+            for part in self.qkv(x).split(width, dim=2)
+        )
         dropout = self.dropout if self.training else 0.0
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout)
         mixed: Tensor = self.out(y.transpose(1, 2).reshape(batch, length, width))
@@ -140,11 +145,13 @@ class GPT2(nn.Module):
         *,
         activation_checkpointing: bool = False,
         fused_loss: bool | str = "auto",
+        narrow_residual: bool = True,
     ) -> None:
         super().__init__()
         self.shape = shape
         self.activation_checkpointing = activation_checkpointing
         self.fused_loss = fused_loss
+        self.narrow_residual = narrow_residual
         self.token_embedding = nn.Embedding(shape.padded_vocab_size, shape.width)
         self.position_embedding = nn.Embedding(shape.context, shape.width)
         self.drop = nn.Dropout(shape.dropout)
@@ -178,6 +185,8 @@ class GPT2(nn.Module):
                 "or raise the other"
             )
         x = self.drop(self.token_embedding(tokens) + self.position_embedding.weight[:length])
+        if self.narrow_residual and torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
         for block in self.blocks:
             if self.activation_checkpointing and self.training:
                 x = checkpoint(block, x, use_reentrant=False)
@@ -190,16 +199,19 @@ class GPT2(nn.Module):
         hidden = self.hidden(tokens)
         weight = self.token_embedding.weight
         vocab_size = self.shape.vocab_size
-        if targets is None:
-            return F.linear(hidden, weight)[..., :vocab_size]
-        if self._use_fused_loss(hidden):
+        if targets is not None and self._use_fused_loss(hidden):
             return linear_cross_entropy(hidden.flatten(0, 1), weight, targets.flatten(), vocab_size)
-        logits = F.linear(hidden, weight)[..., :vocab_size].flatten(0, 1)
-        return F.cross_entropy(logits.float(), targets.flatten(), ignore_index=IGNORED)
+        logits = F.linear(hidden, weight)
+        if vocab_size < weight.shape[0]:
+            logits = logits[..., :vocab_size]
+        if targets is None:
+            return logits
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED)
 
     def _use_fused_loss(self, hidden: Tensor) -> bool:
         if self.fused_loss == "auto":
-            return logits_bytes(hidden, self.shape.padded_vocab_size) > FUSED_LOSS_FROM_BYTES
+            limit = FUSED_LOSS_FROM_BYTES.get(hidden.device.type, FUSED_LOSS_ELSEWHERE)
+            return logits_bytes(hidden, self.shape.padded_vocab_size) > limit
         return bool(self.fused_loss)
 
     def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:

@@ -1,4 +1,7 @@
-"""Output layer and cross-entropy in one, slice by slice, so that the full table of logits never exists."""
+"""Output layer and cross-entropy in one, slice by slice, so that the full table of logits never exists.
+
+Gradients are computed in the forward pass, because the logits are at hand there; the backward pass only scales them.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from foretrain.models.kernels import softmax_gradient_
+
 IGNORED = -100
 """Targets with this value do not count, as in `torch.nn.functional.cross_entropy`."""
 
-SLICE_ROWS = 8192
+SLICE_ROWS = {"cuda": 16384, "cpu": 1024}
 HALF_RANGE = 32768.0
 
 
@@ -21,73 +26,88 @@ def logits_bytes(hidden: Tensor, vocab_size: int) -> int:
 
 
 def linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    vocab_size: int | None = None,
-    slice_rows: int | None = None,
+    hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int | None = None, slice_rows: int | None = None
 ) -> Tensor:
     """Mean of `cross_entropy(hidden @ weight.T, targets)` over targets that are not ignored.
 
     hidden: [rows, width], weight: [padded vocabulary, width], targets: [rows]. Rows of `weight` from `vocab_size` on
-    are padding. Gradients are computed in the forward pass, slice by slice, because the logits are at hand there.
+    are padding and never reach the loss.
     """
     vocab_size = weight.shape[0] if vocab_size is None else vocab_size
-    if slice_rows is None:
-        slice_rows = SLICE_ROWS if hidden.is_cuda else SLICE_ROWS // 8
+    slice_rows = SLICE_ROWS.get(hidden.device.type, 1024) if slice_rows is None else slice_rows
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
-    loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, targets, vocab_size, slice_rows)  # type: ignore[no-untyped-call]
-    return loss
+    learning = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    total, _, _ = _linear_cross_entropy(hidden, weight, targets, vocab_size, slice_rows, learning)
+    mean: Tensor = total / (targets != IGNORED).sum().clamp(min=1)
+    return mean
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, slice_rows: int) -> Tensor:
-        counted = targets != IGNORED
-        count = counted.sum().clamp(min=1).float()
-        # fp16 loses small probabilities and overflows in large sums: stay in the middle of its range
-        boost = max(1.0, HALF_RANGE / slice_rows) if hidden.dtype is torch.float16 else 1.0
-        wants_hidden, wants_weight = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
-        hidden_gradients: list[Tensor] = []
-        weight_gradient = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
-        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        for start in range(0, hidden.shape[0], slice_rows):
-            h = hidden[start : start + slice_rows]
-            target = targets[start : start + slice_rows]
-            mask = counted[start : start + slice_rows]
-            index = torch.where(mask, target, 0).unsqueeze(1)
-            logits = F.linear(h, weight)
-            z = logits[:, :vocab_size].float()
-            log_normalizer = torch.logsumexp(z, dim=1, keepdim=True)
-            losses = (log_normalizer - z.gather(1, index)).squeeze(1)
-            total = total + torch.where(mask, losses, 0.0).sum()
-            if not (wants_hidden or wants_weight):
-                continue
-            # count * d loss / d logits = softmax - one-hot, zero for ignored rows and padding columns
-            one_hot = torch.arange(vocab_size, device=z.device).unsqueeze(0) == index
-            gradient = torch.exp(z - log_normalizer) - one_hot.float()
-            gradient = torch.where(mask.unsqueeze(1), gradient * boost, 0.0)
-            gradient = F.pad(gradient.to(logits.dtype), (0, weight.shape[0] - vocab_size))
-            if wants_hidden:
-                hidden_gradients.append(gradient @ weight)
-            if weight_gradient is not None:
-                weight_gradient = weight_gradient + (gradient.t() @ h).float()
-        ctx.save_for_backward(
-            torch.cat(hidden_gradients) if hidden_gradients else None, weight_gradient, 1.0 / (count * boost)
-        )
-        ctx.weight_dtype = weight.dtype
-        return total / count
+def _boost(dtype: torch.dtype, slice_rows: int) -> float:
+    """fp16 loses small probabilities and overflows in large sums: a factor that stays in the middle of its range."""
+    return max(1.0, HALF_RANGE / slice_rows) if dtype is torch.float16 else 1.0
 
-    @staticmethod
-    def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        hidden_gradient, weight_gradient, scale = ctx.saved_tensors
-        factor = outputs[0] * scale
-        return (
-            hidden_gradient * factor if hidden_gradient is not None else None,
-            (weight_gradient * factor).to(ctx.weight_dtype) if weight_gradient is not None else None,
-            None,
-            None,
-            None,
-        )
+
+@torch.library.custom_op("foretrain::linear_cross_entropy", mutates_args=())
+def _linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, slice_rows: int, learning: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(sum of losses, its gradient for `hidden`, its gradient for `weight`), both gradients times the boost."""
+    high = torch.float64 if hidden.dtype is torch.float64 else torch.float32
+    total = torch.zeros((), dtype=high, device=hidden.device)
+    hidden_gradient = torch.empty_like(hidden) if learning else hidden.new_empty(0)
+    weight_gradient = weight.new_empty(0)
+    boost = _boost(hidden.dtype, slice_rows)
+    for start in range(0, hidden.shape[0], slice_rows):
+        rows = slice(start, start + slice_rows)
+        logits = F.linear(hidden[rows], weight)
+        total += softmax_gradient_(logits, targets[rows], vocab_size, IGNORED, boost, learning).sum()
+        if learning:
+            torch.mm(logits, weight, out=hidden_gradient[rows])
+            product = _wide_product(logits.t(), hidden[rows], high)
+            weight_gradient = product if start == 0 else weight_gradient.add_(product)
+    return total, hidden_gradient, weight_gradient
+
+
+def _wide_product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """left @ right, kept in the wide format the products were summed in."""
+    if left.is_cuda and left.dtype is not dtype:
+        return torch.mm(left, right, out_dtype=dtype)
+    return torch.mm(left, right).to(dtype)
+
+
+@_linear_cross_entropy.register_fake
+def _(
+    hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, slice_rows: int, learning: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    high = torch.float64 if hidden.dtype is torch.float64 else torch.float32
+    return (
+        hidden.new_empty((), dtype=high),
+        torch.empty_like(hidden) if learning else hidden.new_empty(0),
+        torch.empty_like(weight, dtype=high) if learning else weight.new_empty(0),
+    )
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    hidden, weight, _, _, slice_rows, _ = inputs
+    _, hidden_gradient, weight_gradient = output
+    ctx.save_for_backward(hidden_gradient, weight_gradient)
+    ctx.boost = _boost(hidden.dtype, slice_rows)
+    ctx.weight_dtype = weight.dtype
+
+
+def _scale(ctx: Any, upstream: Tensor, *unused: Tensor) -> tuple[Tensor | None, ...]:
+    hidden_gradient, weight_gradient = ctx.saved_tensors
+    factor = upstream / ctx.boost
+    return (
+        (hidden_gradient * factor).to(hidden_gradient.dtype),
+        (weight_gradient * factor).to(ctx.weight_dtype),
+        None,
+        None,
+        None,
+        None,
+    )
+
+
+_linear_cross_entropy.register_autograd(_scale, setup_context=_save)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console as RichConsole
+from rich.markup import escape
 from rich.progress import BarColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as ProgressBar
 from rich.table import Table
@@ -68,13 +69,14 @@ class Console:
                     self._print(f"step {event.step}: held-out loss {event.loss:.4f}{best}")
             case CheckpointSaved():
                 if self._bar is None:
-                    self._print(f"step {event.step}: saved {event.path} ({event.megabytes:.1f} MB)")
+                    self._print(f"step {event.step}: saved {escape(event.path)} ({event.megabytes:.1f} MB)")
             case CheckpointRejected():
-                self._print(f"[yellow]damaged checkpoint put aside as {event.path}: {event.reason}[/]")
+                self._print(f"[yellow]damaged checkpoint put aside as {escape(event.path)}:[/] {escape(event.reason)}")
             case Resumed():
-                self._print(f"resumed from step {event.step} ({event.path})")
+                self._print(f"resumed from step {event.step} ({escape(event.path)})")
             case Notice():
-                self._print(f"[yellow]warning:[/] {event.message}" if event.level == "warning" else event.message)
+                text = escape(event.message)
+                self._print(f"[yellow]warning:[/] {text}" if event.level == "warning" else text)
             case RunEnded():
                 self.close()
                 if event.reason != "failed":
@@ -91,7 +93,7 @@ class Console:
         facts["device"] = f"{event.device}, {event.precision}"
         width = max(len(name) for name in facts)
         for name, text in facts.items():
-            self._print(f"[bold]{name:<{width}}[/]  {text}")
+            self._print(f"[bold]{name:<{width}}[/]  {escape(text)}")
         if not self.console.is_terminal:
             return
         self._bar = ProgressBar(
@@ -154,7 +156,7 @@ def summary_table(summary: Mapping[str, Any], reason: str, folder: str | None = 
     }
     for name, value in rows.items():
         if value is not None:
-            table.add_row(name, value)
+            table.add_row(name, escape(value))
     return table
 
 

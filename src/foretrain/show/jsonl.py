@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
+from foretrain.errors import InputError
 from foretrain.events import Event, RunEnded
+
+_BLOCK = 2**16
 
 
 class JsonlLog:
     """Append-only. A line torn by a crash is cut off before going on, so every line of the file is valid JSON."""
 
     def __init__(self, path: Path) -> None:
-        _cut_torn_line(path)
-        self._file = path.open("a", encoding="utf-8")
+        try:
+            _cut_torn_line(path)
+            self._file = path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise InputError(
+                f"{path}: cannot write the log ({error.strerror}); free some space or choose another folder"
+            ) from None
 
     def __call__(self, event: Event) -> None:
         record: dict[str, Any] = {"event": type(event).__name__}
@@ -29,13 +39,21 @@ class JsonlLog:
         self._file.flush()
 
     def close(self) -> None:
-        self._file.close()
+        with contextlib.suppress(OSError):  # a full disk has been reported when the line was written
+            self._file.close()
 
 
 def _cut_torn_line(path: Path) -> None:
+    """Cut the file after its last line end, looking for it from the end of the file."""
     if not path.exists():
         return
     with path.open("rb+") as file:
-        content = file.read()
-        if content and not content.endswith(b"\n"):
-            file.truncate(content.rfind(b"\n") + 1)
+        end = whole = file.seek(0, os.SEEK_END)
+        place = -1
+        while whole > 0 and place < 0:
+            start = max(0, whole - _BLOCK)
+            file.seek(start)
+            place = file.read(whole - start).rfind(b"\n")
+            whole = start + place + 1
+        if whole < end:
+            file.truncate(whole)

@@ -1,0 +1,181 @@
+"""What only a CUDA GPU can show, asserted: kernels, graphs, resume, precision, and that no step waits for the device.
+
+python benchmarks/gpu_checks.py
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+from foretrain import environment, run
+from foretrain.config import from_mapping
+from foretrain.data.loader import Loader, TokenWindows, held_out_batches
+from foretrain.engine.graph import GraphedStep
+from foretrain.models import kernels
+from foretrain.models.loss import linear_cross_entropy
+from foretrain.trainer import HybridTrainer
+
+TOKENS = np.random.default_rng(1).zipf(1.3, 400_000).clip(max=999).astype(np.uint16)
+
+
+def trainer(**settings: Any) -> tuple[HybridTrainer, Loader]:
+    """A small GPT on the GPU."""
+    values = {"device": "cuda", "max_steps": 40, "batch_size": 8, "model.width": 128, "model.context": 64}
+    config = from_mapping({**values, "model.vocab_size": 1000, "optimizer.learning_rate": 1e-3, **settings})
+    made = HybridTrainer(run.build_model(config), config=config)
+    return made, Loader(TokenWindows(TOKENS, 64, 1), config.batch_size, 1, pin_memory=True)
+
+
+def losses(steps: int, **settings: Any) -> list[float]:
+    made, loader = trainer(**settings)
+    batches = iter(loader)
+    return [made.step(next(batches)).loss for _ in range(steps)]
+
+
+def kernel_equals_torch() -> str:
+    worst = 0.0
+    for dtype, tolerance in ((torch.float32, 2e-6), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)):
+        for rows, vocab, columns in ((300, 50257, 50304), (17, 65, 65), (64, 5000, 5120)):
+            logits = (3 * torch.randn(rows, columns, device="cuda")).to(dtype)
+            targets = torch.randint(vocab, (rows,), device="cuda")
+            targets[::5] = -100
+            one, other = logits.clone(), logits.clone()
+            by_kernel = kernels.softmax_gradient_(one, targets, vocab, -100, 2.0, True)
+            by_torch = kernels._by_torch(other, targets, vocab, -100, 2.0, True)
+            difference = max(float((by_kernel - by_torch).abs().max()), float((one - other).float().abs().max()))
+            assert difference < tolerance, (dtype, rows, difference)
+            assert torch.equal(one[::5], torch.zeros_like(one[::5]))
+            worst = max(worst, difference)
+    return f"largest difference {worst:.1e}"
+
+
+def fused_loss_equals_plain() -> str:
+    hidden = torch.randn(500, 64, device="cuda", requires_grad=True)
+    weight = torch.randn(50304, 64, device="cuda", requires_grad=True)
+    targets = torch.randint(50257, (500,), device="cuda")
+    fused = torch.autograd.grad(linear_cross_entropy(hidden, weight, targets, 50257, 128), (hidden, weight))
+    plain = torch.autograd.grad(F.cross_entropy((hidden @ weight.T)[:, :50257], targets), (hidden, weight))
+    difference = max(float((a - b).abs().max()) for a, b in zip(fused, plain, strict=True))
+    assert difference < 1e-6, difference
+    return f"largest gradient difference {difference:.1e}"
+
+
+def graph_equals_eager() -> str:
+    worst = 0.0
+    for optimizer in ("adamw", "adam", "sgd", "muon"):
+        common = {
+            "optimizer.type": optimizer,
+            "engine.compile": False,
+            "precision.type": "fp32",
+            "accumulation_steps": 2,
+        }
+        eager = losses(20, **common, **{"engine.cuda_graph": False})
+        graph = losses(20, **common, **{"engine.cuda_graph": True})
+        worst = max(worst, *(abs(a - b) for a, b in zip(eager, graph, strict=True)))
+        assert worst < 1e-4, (optimizer, worst)
+        assert eager[-1] < eager[0], optimizer
+    return f"largest loss difference over 20 steps {worst:.1e}"
+
+
+def precisions_learn() -> str:
+    ends = {}
+    for precision in ("fp32", "bf16", "fp16"):
+        values = losses(40, **{"precision.type": precision})
+        assert values[-1] < values[0] - 0.5, (precision, values[0], values[-1])
+        ends[precision] = values[-1]
+    assert max(ends.values()) - min(ends.values()) < 0.1, ends
+    return ", ".join(f"{name} {value:.4f}" for name, value in ends.items())
+
+
+def no_step_waits() -> str:
+    """torch raises on every synchronising call while the mode is "error"."""
+    for settings in ({"engine.cuda_graph": False}, {"engine.cuda_graph": True}, {"precision.type": "fp16"}):
+        for optimizer in ("adamw", "muon"):
+            made, loader = trainer(**{"optimizer.type": optimizer, "evaluation.ema_decay": 0.9, **settings})
+            batches = iter(loader)
+            for _ in range(8):
+                made.step(next(batches))
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                for _ in range(20):
+                    made.step(next(batches))
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+    return "20 steps each: adamw and muon, with and without graph, fp16, with averaging"
+
+
+def resume_is_exact() -> str:
+    """With deterministic operations: 40 steps at once equal 20 steps, a new process state, and 20 more."""
+    settings = {
+        "model.dropout": 0.1,
+        "engine.compile": False,
+        "engine.deterministic": True,
+        "engine.cuda_graph": True,
+        "evaluation.ema_decay": 0.9,
+    }
+    checked = []
+    for optimizer in ("adamw", "muon"):
+        with tempfile.TemporaryDirectory() as folder:
+            ends = []
+            for stop in (None, 20):
+                made, loader = trainer(**settings, **{"optimizer.type": optimizer, "checkpoint.interval": 20})
+                assert isinstance(made._choose_step(next(iter(loader))), GraphedStep)
+                held_out = held_out_batches(TOKENS[:20_000], 64, 8, 4)
+                if stop is None:
+                    made.fit(loader, held_out, out=f"{folder}/straight", progress=False)
+                else:
+                    source = Path(folder) / "straight" / "checkpoints"
+                    target = Path(folder) / "resumed" / "checkpoints"
+                    target.mkdir(parents=True)
+                    (source / "step-00000020").rename(target / "step-00000020")
+                    made.fit(loader, held_out, out=f"{folder}/resumed", resume=True, progress=False)
+                ends.append({name: value.clone() for name, value in made.model.state_dict().items()})
+            differences = [float((ends[0][name] - ends[1][name]).abs().max()) for name in ends[0]]
+            checked.append(f"{optimizer}: largest weight difference {max(differences):.1e}")
+            assert max(differences) == 0.0, checked
+    return "; ".join(checked)
+
+
+def main() -> None:
+    if not torch.cuda.is_available():
+        sys.exit("this needs a CUDA GPU")
+    checks = (
+        kernel_equals_torch,
+        fused_loss_equals_plain,
+        graph_equals_eager,
+        precisions_learn,
+        no_step_waits,
+        resume_is_exact,
+    )
+    record: dict[str, Any] = {
+        "date": f"{datetime.now().astimezone():%Y-%m-%d}",
+        "command": "python benchmarks/gpu_checks.py",
+    }
+    record["environment"] = environment.describe("cuda")
+    failed = 0
+    for check in checks:
+        torch._dynamo.reset()
+        torch.manual_seed(1)
+        try:
+            record[check.__name__] = check()
+        except Exception as error:  # noqa: BLE001 - every check is reported
+            failed += 1
+            record[check.__name__] = f"FAILED: {type(error).__name__}: {error}"
+        print(f"{check.__name__:26} {record[check.__name__]}", flush=True)
+    if len(sys.argv) > 1:
+        (Path(sys.argv[1]) / f"{record['date']}-gpu-checks.json").write_text(json.dumps(record, indent=1) + "\n")
+    sys.exit(failed > 0)
+
+
+if __name__ == "__main__":
+    main()

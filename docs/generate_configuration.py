@@ -1,0 +1,82 @@
+"""Writes docs/configuration.md from the schema, so that the page cannot say anything else than the program does."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from foretrain.config import Config, settings
+from foretrain.names import BARE_ALIASES, KEY_ALIASES, PRESETS, RESERVED, SECTION_ALIASES
+
+PAGE = Path(__file__).parent / "configuration.md"
+
+INTRODUCTION = """# Configuration
+
+<!-- Written by docs/generate_configuration.py from the schema; change the schema, then run `make docs`. -->
+
+A run is described by one TOML file, or by none: every setting has a default.
+
+```
+foretrain config init my.toml          # write a file with every setting, its default and its meaning
+foretrain config check my.toml         # exit 0, or 2 and one line that says what is wrong
+foretrain config show my.toml          # the whole configuration as a run would see it; --json for programs
+foretrain train my.toml --set max_steps=5000 --set optimizer.learning_rate=3e-4
+```
+
+`--set key=value` changes one setting and can be repeated; words need no quotes. The file overrides the preset,
+and `--set` overrides the file. An unknown key is an error that names the nearest known one.
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    lines = [INTRODUCTION]
+    section = None
+    for setting in settings():
+        name, _, key = setting.name.rpartition(".")
+        if name != section:
+            section = name
+            model = Config.model_fields[name].annotation if name else Config
+            lines += ["", f"## `[{name}]`" if name else "## Top level", "", (model.__doc__ or "").strip(), ""]
+            lines += ["| key | values | default | meaning |", "|---|---|---|---|"]
+        default = "unset" if setting.default is None else f"`{json.dumps(setting.default)}`"
+        kind = setting.kind.replace("|", "\\|")
+        lines.append(f"| `{key}` | {kind} | {default} | {setting.meaning.replace('|', chr(92) + '|')} |")
+    lines += [
+        "",
+        "## Presets",
+        "",
+        '`preset = "NAME"` sets these values before the file is read. Settings of parts that are not',
+    ]
+    lines += ["in this version yet are listed as they will be, and change nothing today.", ""]
+    keys = list(dict.fromkeys(key for values in PRESETS.values() for key in values))
+    lines += ["| preset | " + " | ".join(f"`{key}`{' *' if key in RESERVED else ''}" for key in keys) + " |"]
+    lines += ["|---" * (len(keys) + 1) + "|"]
+    for name, values in PRESETS.items():
+        lines.append(f"| `{name}` | " + " | ".join(str(values.get(key, "")) for key in keys) + " |")
+    lines += ["", "\\* not in this version yet. `measured` is the default: the defaults above.", ""]
+    lines += [
+        "## Other names",
+        "",
+        "These names load as well, for configurations written for the original methodology:",
+        "",
+    ]
+    lines += ["| name | means |", "|---|---|"]
+    lines += [f"| `[{name}]` | `[{target}]` |" for name, target in SECTION_ALIASES.items()]
+    lines += [
+        f"| `{name}` | {', '.join(f'`{target}`' for target in targets)} |" for name, targets in KEY_ALIASES.items()
+    ]
+    lines += [f"| `{name}` | `{target}` |" for name, target in BARE_ALIASES.items() if name != target]
+    lines += [
+        "",
+        "Type names may be written in capitals (`AdamW`, `WarmupStableDecay`). These load with a notice that they",
+    ]
+    lines += ["have no effect: " + ", ".join(f"`{name}`" for name in RESERVED) + ".", ""]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--check"]:
+        sys.exit(PAGE.read_text(encoding="utf-8") != page())
+    PAGE.write_text(page(), encoding="utf-8")

@@ -1,0 +1,112 @@
+"""Runs `foretrain` commands in forks of one process that has torch loaded already: the same commands, without the
+seconds their imports take. The crash matrix alone starts some five hundred of them.
+
+    python warm.py serve SOCKET             waits for commands
+    python -I warm.py run SOCKET ARGS...    behaves as `foretrain ARGS...` would
+"""
+
+import json
+import os
+import select
+import signal
+import socket
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+SECONDS_PER_COMMAND = 120
+
+
+class Command:
+    """One command at work in a process of its own."""
+
+    def __init__(self, address: str, arguments: list[str], folder: str, output: int = 2) -> None:
+        environment = {name: value for name, value in os.environ.items() if name.startswith("CKPT_CHAOS_")}
+        order = {"arguments": arguments, "folder": folder, "environment": environment}
+        self._connection = socket.socket(socket.AF_UNIX)
+        self._connection.connect(address)
+        socket.send_fds(self._connection, [json.dumps(order).encode()], [output, output])
+
+    def kill(self) -> None:
+        """SIGKILL, sent by the parent of the process."""
+        with suppress(OSError):  # it has ended already
+            self._connection.sendall(b"kill")
+
+    def wait(self, seconds: float | None = None) -> int:
+        """The exit code, 128 + number after a signal. TimeoutError if the command is still at work by then."""
+        self._connection.settimeout(seconds)
+        code = int(self._connection.recv(16) or b"1")
+        self._connection.close()
+        return code
+
+
+def serve(address: str) -> None:
+    """Import what a command would import, then fork once for each."""
+    import ckpt_chaos.targets.common
+    import torch
+    import torch._dynamo  # every optimizer does
+
+    import foretrain.cli
+    import foretrain.run
+
+    assert ckpt_chaos.targets.common
+    assert foretrain.run
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children that handle a connection
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        listener.listen(8)
+        while True:
+            connection, _ = listener.accept()
+            if os.fork() == 0:
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                _handle(connection)
+                os._exit(0)
+            connection.close()
+
+
+def _handle(connection: socket.socket) -> None:
+    message, descriptors, _, _ = socket.recv_fds(connection, 65536, 2)
+    worker = os.fork()
+    if worker == 0:
+        code = 1
+        try:
+            code = _work(json.loads(message), descriptors)
+        finally:
+            with suppress(OSError):
+                sys.stderr.flush()
+            os._exit(code)
+    while not (ended := os.waitpid(worker, os.WNOHANG))[0]:
+        if select.select([connection], [], [], 0.005)[0]:
+            os.kill(worker, signal.SIGKILL)  # asked to, or nobody waits for it any more
+            ended = os.waitpid(worker, 0)
+            break
+    code = os.waitstatus_to_exitcode(ended[1])
+    with suppress(OSError):
+        connection.sendall(str(code if code >= 0 else 128 - code).encode())
+
+
+def _work(order: dict[str, Any], descriptors: list[int]) -> int:
+    from ckpt_chaos.targets.common import arm_from_env
+
+    from foretrain.cli import main
+
+    signal.alarm(SECONDS_PER_COMMAND)
+    for target, descriptor in enumerate(descriptors, start=1):
+        os.dup2(descriptor, target)
+    os.chdir(order["folder"])
+    os.environ.update(order["environment"])
+    arm_from_env(0, lazy=True)
+    try:
+        main(order["arguments"])
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "serve":
+        serve(sys.argv[2])
+    else:
+        sys.exit(Command(sys.argv[2], sys.argv[3:], str(Path.cwd())).wait())

@@ -1,0 +1,215 @@
+"""The console: plain lines without a terminal, a live line on one, and text shown as it is."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from typing import Any
+
+import pytest
+from rich.console import Console as RichConsole
+
+from foretrain.events import (
+    Bus,
+    CheckpointRejected,
+    CheckpointSaved,
+    Evaluated,
+    Event,
+    Notice,
+    Progress,
+    Resumed,
+    RunEnded,
+    RunStarted,
+)
+from foretrain.show.console import Console, duration, short, summary_table
+
+SUMMARY: dict[str, Any] = {
+    "final_val_loss": 1.23456,
+    "best_val_loss": 1.2,
+    "final_train_loss": 1.1,
+    "steps": 1000,
+    "tokens": 1234567,
+    "seconds": 75.5,
+    "tokens_per_second": 16352.0,
+    "skipped_steps": 0,
+}
+
+
+def progress(step: int, seconds: float = 0.0, loss: float = 2.5) -> Progress:
+    return Progress(step, loss, 1.0, 3e-4, step * 100, 12345.6, seconds, 0)
+
+
+def started(max_steps: int = 1000, **details: str) -> RunStarted:
+    return RunStarted(0, max_steps, 124439808, 124439808, "cpu", "fp32", "gpt2-small", details)
+
+
+def shown(events: list[Event], terminal: bool = False, width: int = 200) -> str:
+    text = io.StringIO()
+    console = RichConsole(file=text, force_terminal=terminal, width=width, highlight=False, color_system=None)
+    listener = Console(console)
+    for event in events:
+        listener(event)
+    listener.close()
+    return text.getvalue()
+
+
+# --- without a terminal --------------------------------------------------------------------------------------------
+
+
+def test_a_run_in_plain_lines() -> None:
+    text = shown(
+        [
+            started(data="tiny.txt", folder="runs/mine"),
+            progress(500, 30.0),
+            Evaluated(500, 2.25, 0.1, False, True),
+            CheckpointSaved(500, "runs/mine/checkpoints/step-00000500", 12.5, 0.1),
+            progress(1000, 60.0),
+            RunEnded(1000, "finished", SUMMARY),
+        ]
+    )
+    assert "\x1b" not in text
+    for words in (
+        "model   gpt2-small, 124M parameters",
+        "data    tiny.txt",
+        "device  cpu, fp32",
+        "step  500/1000  50% | loss 2.5000 | 12.3k tok/s | lr 3.00e-04 | eta 0:30",
+        "step 500: held-out loss 2.2500 (best so far)",
+        "step 500: saved runs/mine/checkpoints/step-00000500 (12.5 MB)",
+        "step 1000/1000 100% | loss 2.5000 | val 2.2500",
+        "run finished",
+        "1.2346",
+        "1,234,567",
+        "1:16 (75.5 s)",
+        "runs/mine",
+    ):
+        assert words in text
+
+
+def test_a_long_run_is_some_forty_lines() -> None:
+    text = shown([started(100_000), *(progress(step) for step in range(10, 100_001, 10))])
+    lines = re.findall(r"^step .*%", text, flags=re.MULTILINE)
+    assert 38 <= len(lines) <= 42
+    assert "step 100000/100000" in text
+
+
+def test_a_short_run_shows_every_line() -> None:
+    text = shown([started(5), *(progress(step) for step in range(1, 6))])
+    assert len(re.findall(r"^step \d/5", text, flags=re.MULTILINE)) == 5
+
+
+def test_the_time_left_follows_from_the_steps_since_the_first_line() -> None:
+    text = shown([started(100), progress(10, 100.0), progress(20, 110.0)])
+    assert "eta 1:20" in text  # ten seconds for ten steps, eighty to go; the slow start does not count
+
+
+def test_a_resumed_run_starts_its_lines_where_it_goes_on() -> None:
+    start = RunStarted(900, 1000, 10, 10, "cpu", "fp32", "x")
+    text = shown([Resumed(900, "runs/mine/step-00000900"), start, progress(910, 5.0)])
+    assert "resumed from step 900 (runs/mine/step-00000900)" in text
+    assert "step  910/1000" in text
+
+
+def test_warnings_and_hints() -> None:
+    text = shown([Notice("look out"), Notice("by the way", level="info")])
+    assert text == "warning: look out\nby the way\n"
+
+
+def test_a_failed_run_has_no_table() -> None:
+    assert shown([RunEnded(3, "failed", SUMMARY)]) == ""
+
+
+def test_a_loss_that_is_no_number_is_shown() -> None:
+    assert "loss nan" in shown([started(5), progress(1, loss=math.nan)])
+
+
+# --- on a terminal -------------------------------------------------------------------------------------------------
+
+
+def test_a_live_line_on_a_terminal() -> None:
+    text = shown(
+        [
+            started(10),
+            progress(4),
+            Evaluated(4, 2.25, 0.1, False, True),
+            progress(8),
+            RunEnded(8, "interrupted", SUMMARY),
+        ],
+        terminal=True,
+    )
+    assert "\x1b[" in text  # it moves the cursor
+    assert "step 8/10" in text
+    assert "loss 2.5000 | val 2.2500 | 12.3k tok/s" in text
+    assert "━" in text
+    assert "run interrupted" in text
+    assert "step 4: held-out loss" not in text  # it is in the live line
+
+
+def test_warnings_appear_above_the_live_line() -> None:
+    text = shown([started(10), progress(4), Notice("look out"), progress(5)], terminal=True)
+    assert "warning: look out" in text
+
+
+def test_closing_ends_the_live_line_and_may_be_repeated() -> None:
+    console = Console(RichConsole(file=io.StringIO(), force_terminal=True))
+    console(started(10))
+    console.close()
+    console.close()
+
+
+# --- text as it is -------------------------------------------------------------------------------------------------
+
+AWKWARD = ["a [b] c.txt", "[red]x[/red]", "[/]", "[/bold]", "[link=x", "\\[x]", "ü 漢字 🙂", "%s {0} {task}"]
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+@pytest.mark.parametrize("name", AWKWARD)
+def test_names_are_shown_as_they_are(name: str, terminal: bool) -> None:
+    bus, dropped = Bus(), []
+    text = io.StringIO()
+    rich = RichConsole(file=text, force_terminal=terminal, width=200, highlight=False, color_system=None)
+    console = Console(rich)
+    bus.subscribe(console)
+    bus.subscribe(lambda event: dropped.append(event) if "stopped listening" in str(event) else None)
+    for event in (
+        RunStarted(0, 10, 1, 1, "cpu", "fp32", name, {"data": name, "folder": name}),
+        Notice(name),
+        Notice(name, level="info"),
+        Resumed(3, name),
+        CheckpointRejected(name, name),
+        CheckpointSaved(3, name, 1.0, 0.1),
+        RunEnded(10, "finished", SUMMARY),
+    ):
+        bus.emit(event)
+    console.close()
+    assert dropped == []
+    expected = 3 + 2 + 1 + 2 + (0 if terminal else 1) + 1
+    assert text.getvalue().count(name) == expected
+
+
+# --- numbers -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(0, "0"), (7.5, "7.5"), (999, "999"), (1234, "1.23k"), (1234567, "1.23M"), (1.5e9, "1.5B"), (-2000, "-2k")],
+)
+def test_short_numbers(number: float, text: str) -> None:
+    assert short(number) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0:00"), (59.4, "0:59"), (59.6, "1:00"), (3599, "59:59"), (3600, "1h00m"), (7325, "2h02m")],
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_the_table_leaves_out_what_is_not_known() -> None:
+    summary = SUMMARY | {"final_val_loss": None, "best_val_loss": None, "tokens_per_second": None, "skipped_steps": 3}
+    text = io.StringIO()
+    RichConsole(file=text, width=120).print(summary_table(summary, "finished"))
+    assert "held-out" not in text.getvalue()
+    assert "speed" not in text.getvalue()
+    assert re.search(r"skipped steps\s+│\s+3", text.getvalue())

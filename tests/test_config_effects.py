@@ -1,0 +1,778 @@
+"""Every setting has an effect: one check per setting, and a failure for a setting without one."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from foretrain import run
+from foretrain.config import settings
+from foretrain.data import tokens
+from foretrain.engine import precision, schedule
+from foretrain.engine.muon import Muon
+from foretrain.errors import ConfigError, DataError, DivergenceError
+from foretrain.events import CheckpointSaved, Evaluated, Event, Progress
+from foretrain.models import gpt2, huggingface
+from foretrain.trainer import HybridTrainer
+
+
+@dataclass
+class Bench:
+    """What a check may use."""
+
+    folder: Path
+    patch: pytest.MonkeyPatch
+    text_file: Path
+    make_config: Callable[..., Any]
+    make_model: Callable[..., Any]
+    make_batch: Callable[..., Any]
+    make_text: Callable[..., str]
+    runs: int = 0
+
+    def train(self, **changes: Any) -> tuple[dict[str, Any], list[Event], Path]:
+        """A whole tiny run: its summary, its events, its folder."""
+        self.runs += 1
+        events: list[Event] = []
+        out = self.folder / f"run-{self.runs}"
+        config = self.config(data__path=str(self.text_file), **changes)
+        return run.train(config, out, progress=False, listeners=[events.append]), events, out
+
+    def config(self, **changes: Any) -> Any:
+        return self.make_config({name.replace("__", "."): value for name, value in changes.items()})
+
+    def trainer(self, **changes: Any) -> HybridTrainer:
+        return HybridTrainer(self.make_model(), config=self.config(**changes))
+
+    def weights_after_steps(self, count: int = 3, **changes: Any) -> torch.Tensor:
+        trainer = self.trainer(**{"schedule__type": "constant", **changes})
+        for number in range(count):
+            trainer.step(self.make_batch(seed=number))
+        return nn.utils.parameters_to_vector(trainer.model.parameters()).detach()
+
+    def changes_training(self, name: str, one: Any, other: Any, **base: Any) -> None:
+        """Two values of a setting train to different weights, and one value twice to the same."""
+        first = self.weights_after_steps(**{name: one}, **base)
+        assert torch.equal(first, self.weights_after_steps(**{name: one}, **base))
+        second = self.weights_after_steps(**{name: other}, **base)
+        assert not torch.allclose(first, second, rtol=0, atol=1e-7)
+
+    def rates(self, **changes: Any) -> list[float]:
+        config = self.config(**{"max_steps": 20, "optimizer__learning_rate": 1.0, **changes})
+        rate = schedule.build(config.schedule, config.optimizer.learning_rate, config.max_steps)
+        return [rate(step) for step in range(25)]
+
+    def corpus(self, **changes: Any) -> tokens.Corpus:
+        return tokens.prepare(self.config(**{"data__path": str(self.text_file), **changes}).data)
+
+
+Check = Callable[[Bench], None]
+EFFECTS: dict[str, Check] = {}
+
+
+def effect(name: str) -> Callable[[Check], Check]:
+    def register(check: Check) -> Check:
+        assert name not in EFFECTS, f"two checks for {name}"
+        EFFECTS[name] = check
+        return check
+
+    return register
+
+
+@pytest.mark.parametrize("name", [setting.name for setting in settings()])
+def test_every_setting_has_an_effect(
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    text_file: Path,
+    make_config: Callable[..., Any],
+    make_model: Callable[..., Any],
+    make_batch: Callable[..., Any],
+    make_text: Callable[..., str],
+) -> None:
+    assert name in EFFECTS, f"{name} has no check: show here what it does, or remove the setting"
+    EFFECTS[name](Bench(tmp_path, monkeypatch, text_file, make_config, make_model, make_batch, make_text))
+
+
+def test_no_check_is_left_of_a_removed_setting() -> None:
+    assert set(EFFECTS) == {setting.name for setting in settings()}
+
+
+# --- top level -----------------------------------------------------------------------------------------------------
+
+
+@effect("preset")
+def _(bench: Bench) -> None:
+    assert bench.trainer(preset="small").rate.peak == 1e-4
+    assert bench.trainer(preset="large").rate.peak == 1e-5
+
+
+@effect("max_steps")
+def _(bench: Bench) -> None:
+    assert bench.train(max_steps=2)[0]["steps"] == 2
+    assert bench.train(max_steps=4)[0]["steps"] == 4
+
+
+@effect("batch_size")
+def _(bench: Bench) -> None:
+    assert bench.train(max_steps=2, batch_size=3)[0]["tokens"] == 2 * 3 * 16
+    assert bench.train(max_steps=2, batch_size=5)[0]["tokens"] == 2 * 5 * 16
+
+
+@effect("accumulation_steps")
+def _(bench: Bench) -> None:
+    for parts in (1, 2, 4):
+        rows: list[int] = []
+
+        def loss(model: nn.Module, batch: Any, rows: list[int] = rows) -> torch.Tensor:
+            rows.append(len(batch[0]))
+            return model(*batch)
+
+        trainer = HybridTrainer(bench.make_model(), None, loss, bench.config(accumulation_steps=parts))
+        trainer.step(bench.make_batch(rows=4))
+        assert rows == [4 // parts] * parts
+
+
+@effect("seed")
+def _(bench: Bench) -> None:
+    losses = [bench.train(max_steps=2, seed=seed)[0]["final_train_loss"] for seed in (1, 1, 2)]
+    assert losses[0] == losses[1] != losses[2]
+    first, second = (run.build_model(bench.config(seed=seed, model__vocab_size=64)) for seed in (1, 2))
+    assert not torch.equal(first.token_embedding.weight, second.token_embedding.weight)
+
+
+@effect("device")
+def _(bench: Bench) -> None:
+    bench.patch.setattr(torch.cuda, "is_available", lambda: False)
+    assert bench.trainer(device="cpu").device == torch.device("cpu")
+    with pytest.raises(ConfigError, match="sees no CUDA GPU"):
+        bench.trainer(device="cuda")
+
+
+# --- model ---------------------------------------------------------------------------------------------------------
+
+
+@effect("model.type")
+def _(bench: Bench) -> None:
+    shapes = [
+        gpt2.shape_from_config(bench.config(model__type=name).model.model_copy(update={"layers": None, "width": None}))
+        for name in ("gpt2-tiny", "gpt2-small", "gpt2-medium", "gpt2-large", "gpt2-xl")
+    ]
+    assert [(shape.layers, shape.width) for shape in shapes] == [
+        (4, 128),
+        (12, 768),
+        (24, 1024),
+        (36, 1280),
+        (48, 1600),
+    ]
+
+
+@effect("model.layers")
+def _(bench: Bench) -> None:
+    for layers in (1, 3):
+        assert len(run.build_model(bench.config(model__layers=layers, model__vocab_size=64)).blocks) == layers
+
+
+@effect("model.heads")
+def _(bench: Bench) -> None:
+    inputs = bench.make_batch()[0]
+    one, two = (run.build_model(bench.config(model__heads=heads, model__vocab_size=64)).eval() for heads in (1, 4))
+    assert torch.equal(one.blocks[0].attention.qkv.weight, two.blocks[0].attention.qkv.weight)
+    assert not torch.allclose(one(inputs), two(inputs), atol=1e-6)
+
+
+@effect("model.width")
+def _(bench: Bench) -> None:
+    for width in (16, 64):
+        model = run.build_model(bench.config(model__width=width, model__vocab_size=64))
+        assert model.hidden(bench.make_batch()[0]).shape[-1] == width
+
+
+@effect("model.context")
+def _(bench: Bench) -> None:
+    assert bench.train(max_steps=1, model__context=8)[0]["tokens"] == 4 * 8
+    short = run.build_model(bench.config(model__context=8, model__vocab_size=64))
+    with pytest.raises(ConfigError, match=r"model\.context = 8"):
+        short(bench.make_batch()[0])
+
+
+@effect("model.vocab_size")
+def _(bench: Bench) -> None:
+    assert bench.train(max_steps=1)[0]["config"]["model"]["vocab_size"] == 257  # that of the byte tokenizer
+    assert bench.train(max_steps=1, model__vocab_size=300)[0]["config"]["model"]["vocab_size"] == 300
+    assert run.build_model(bench.config(model__vocab_size=300))(bench.make_batch()[0]).shape[-1] == 300
+
+
+@effect("model.dropout")
+def _(bench: Bench) -> None:
+    batch = bench.make_batch()
+    for dropout, same in ((0.0, True), (0.5, False)):
+        model = run.build_model(bench.config(model__dropout=dropout, model__vocab_size=64)).train()
+        assert torch.equal(model(*batch), model(*batch)) is same
+        model.eval()
+        assert torch.equal(model(*batch), model(*batch))
+
+
+@effect("model.bias")
+def _(bench: Bench) -> None:
+    for bias in (True, False):
+        model = run.build_model(bench.config(model__bias=bias, model__vocab_size=64))
+        assert any(name.endswith("bias") for name, _ in model.named_parameters()) is bias
+
+
+@effect("model.normalization")
+def _(bench: Bench) -> None:
+    for name, kind in (("layernorm", nn.LayerNorm), ("rmsnorm", nn.RMSNorm)):
+        model = run.build_model(bench.config(model__normalization=name, model__vocab_size=64))
+        assert [type(module) for module in model.modules() if "Norm" in type(module).__name__] == [kind] * 5
+
+
+@effect("model.initialization")
+def _(bench: Bench) -> None:
+    weights = [
+        run.build_model(bench.config(model__initialization=name, model__vocab_size=64)).blocks[0].attention.qkv.weight
+        for name in ("gpt2", "xavier_uniform")
+    ]
+    assert weights[0].std().item() == pytest.approx(0.02, rel=0.1)
+    bound = math.sqrt(6 / (32 + 96))
+    assert weights[1].abs().max().item() == pytest.approx(bound, rel=0.02)
+
+
+@effect("model.weights")
+def _(bench: Bench) -> None:
+    saved = bench.make_model(seed=77)
+    huggingface.save(saved, bench.folder / "weights")
+    built = run.build_model(bench.config(model__vocab_size=64, model__weights=str(bench.folder / "weights")))
+    assert torch.equal(built.token_embedding.weight, saved.token_embedding.weight)
+    fresh = run.build_model(bench.config(model__vocab_size=64))
+    assert not torch.equal(fresh.token_embedding.weight, saved.token_embedding.weight)
+
+
+@effect("model.residual")
+def _(bench: Bench) -> None:
+    assert bench.config(model__residual=True)
+    with pytest.raises(ConfigError, match=r"model\.residual = False"):
+        bench.config(model__residual=False)
+
+
+# --- data ----------------------------------------------------------------------------------------------------------
+
+
+@effect("data.path")
+def _(bench: Bench) -> None:
+    other = bench.folder / "other.txt"
+    other.write_text("another text, and a longer one than that. " * 20, encoding="utf-8")
+    corpora = bench.corpus(), bench.corpus(data__path=str(other))
+    decoded = [corpus.tokenizer.decode(corpus.train[:12]) for corpus in corpora]
+    assert decoded == [bench.text_file.read_text()[:12], "another text"]
+
+
+@effect("data.tokenizer")
+def _(bench: Bench) -> None:
+    assert bench.corpus(data__tokenizer="byte").vocab_size == 257
+    characters = set(bench.text_file.read_text())
+    assert bench.corpus(data__tokenizer="char").vocab_size == len(characters) + 1
+
+
+@effect("data.vocabulary")
+def _(bench: Bench) -> None:
+    from foretrain.data.tokenizers import train_bpe
+
+    for name, size in (("one", 270), ("two", 285)):
+        (bench.folder / name).mkdir()
+        train_bpe(iter([bench.make_text(300)]), size).inner.model.save(str(bench.folder / name))
+        corpus = bench.corpus(data__tokenizer="gpt2", data__vocabulary=str(bench.folder / name))
+        assert corpus.vocab_size == size
+    with pytest.raises(DataError, match=r"data\.vocabulary"):
+        bench.corpus(data__tokenizer="gpt2", data__vocabulary=str(bench.folder))
+
+
+@effect("data.bpe_size")
+def _(bench: Bench) -> None:
+    for size in (260, 280):
+        assert bench.corpus(data__tokenizer="bpe", data__bpe_size=size).vocab_size == size
+
+
+@effect("data.text_field")
+def _(bench: Bench) -> None:
+    path = bench.folder / "records.jsonl"
+    path.write_text(json.dumps({"text": "a" * 50, "body": "b" * 50}) + "\n", encoding="utf-8")
+    for field, letter in (("text", "a"), ("body", "b")):
+        corpus = bench.corpus(data__path=str(path), data__text_field=field)
+        assert set(corpus.tokenizer.decode(corpus.train)) == {letter}
+
+
+@effect("data.held_out")
+def _(bench: Bench) -> None:
+    characters = len(bench.text_file.read_text())
+    for share in (0.1, 0.5):
+        assert len(bench.corpus(data__held_out=share).held_out) == pytest.approx(characters * share, abs=3)
+
+
+@effect("data.validation_path")
+def _(bench: Bench) -> None:
+    other = bench.folder / "validation.txt"
+    other.write_text("held out " * 30, encoding="utf-8")
+    corpus = bench.corpus(data__validation_path=str(other))
+    assert corpus.tokenizer.decode(corpus.held_out) == "held out " * 30
+    assert corpus.tokenizer.decode(corpus.train) == bench.text_file.read_text()
+
+
+@effect("data.max_documents")
+def _(bench: Bench) -> None:
+    path = bench.folder / "records.jsonl"
+    path.write_text("".join(json.dumps({"text": f"{n} " * 20}) + "\n" for n in range(9)), encoding="utf-8")
+    for limit, highest in ((None, "8"), (4, "3")):
+        changes = {} if limit is None else {"data__max_documents": limit}
+        corpus = bench.corpus(data__path=str(path), **changes)
+        assert max(corpus.tokenizer.decode(corpus.train) + corpus.tokenizer.decode(corpus.held_out)) == highest
+
+
+@effect("data.cache")
+def _(bench: Bench) -> None:
+    folder = bench.folder / "my cache"
+    bench.corpus(data__cache=str(folder))
+    assert [path.name for path in folder.rglob("train.bin")] == ["train.bin"]
+
+
+@effect("data.prefetch")
+def _(bench: Bench) -> None:
+    for prefetch, wanted in ((0, False), (2, True)):
+        seen: list[bool] = []
+
+        def look(event: Event, seen: list[bool] = seen) -> None:
+            if isinstance(event, Progress):
+                seen.append(any(thread.name == "foretrain-loader" for thread in threading.enumerate()))
+
+        config = bench.config(data__path=str(bench.text_file), data__prefetch=prefetch, max_steps=2)
+        run.train(config, bench.folder / f"prefetch-{prefetch}", progress=False, listeners=[look])
+        assert seen == [wanted, wanted]
+
+
+# --- optimizer -----------------------------------------------------------------------------------------------------
+
+
+@effect("optimizer.type")
+def _(bench: Bench) -> None:
+    kinds = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD, "muon": Muon}
+    for name, kind in kinds.items():
+        assert type(bench.trainer(optimizer__type=name).optimizer) is kind
+
+
+@effect("optimizer.learning_rate")
+def _(bench: Bench) -> None:
+    bench.changes_training("optimizer__learning_rate", 1e-3, 2e-3)
+    trainer = bench.trainer(optimizer__learning_rate=7e-3, schedule__type="constant")
+    assert trainer.step(bench.make_batch()).learning_rate == 7e-3
+
+
+@effect("optimizer.weight_decay")
+def _(bench: Bench) -> None:
+    models = []
+    for decay in (0.0, 50.0):
+        trainer = bench.trainer(optimizer__weight_decay=decay, schedule__type="constant")
+        for number in range(3):
+            trainer.step(bench.make_batch(seed=number))
+        models.append(trainer.model)
+    none, strong = (model.token_embedding.weight.norm().item() for model in models)
+    assert strong < 0.9 * none
+    none, strong = (model.final_norm.weight.norm().item() for model in models)
+    assert strong == pytest.approx(none, rel=1e-2)  # matrices only
+
+
+@effect("optimizer.beta1")
+def _(bench: Bench) -> None:
+    bench.changes_training("optimizer__beta1", 0.9, 0.5)
+
+
+@effect("optimizer.beta2")
+def _(bench: Bench) -> None:
+    bench.changes_training("optimizer__beta2", 0.95, 0.5)
+
+
+@effect("optimizer.epsilon")
+def _(bench: Bench) -> None:
+    bench.changes_training("optimizer__epsilon", 1e-8, 1e-2)
+
+
+@effect("optimizer.momentum")
+def _(bench: Bench) -> None:
+    for kind in ("sgd", "muon"):
+        bench.changes_training("optimizer__momentum", 0.9, 0.0, optimizer__type=kind)
+    unset = bench.weights_after_steps(optimizer__type="sgd")
+    assert torch.equal(unset, bench.weights_after_steps(optimizer__type="sgd", optimizer__momentum=0.9))
+    unset = bench.weights_after_steps(optimizer__type="muon")
+    assert torch.equal(unset, bench.weights_after_steps(optimizer__type="muon", optimizer__momentum=0.95))
+
+
+@effect("optimizer.nesterov")
+def _(bench: Bench) -> None:
+    for kind in ("sgd", "muon"):
+        bench.changes_training("optimizer__nesterov", True, False, optimizer__type=kind)
+
+
+@effect("optimizer.rest_learning_rate")
+def _(bench: Bench) -> None:
+    muon = {"optimizer__type": "muon", "optimizer__learning_rate": 2e-3}
+    bench.changes_training("optimizer__rest_learning_rate", 2e-3, 1e-2, **muon)
+    unset = bench.weights_after_steps(**muon)
+    assert torch.equal(unset, bench.weights_after_steps(optimizer__rest_learning_rate=2e-3, **muon))
+
+
+@effect("optimizer.muon_scale")
+def _(bench: Bench) -> None:
+    bench.changes_training("optimizer__muon_scale", "original", "match_rms_adamw", optimizer__type="muon")
+
+
+@effect("optimizer.gradient_clip_norm")
+def _(bench: Bench) -> None:
+    bench.changes_training("optimizer__gradient_clip_norm", 0.0, 1e-2, optimizer__type="sgd")
+
+
+# --- schedule ------------------------------------------------------------------------------------------------------
+
+
+@effect("schedule.type")
+def _(bench: Bench) -> None:
+    curves = [bench.rates(schedule__type=kind) for kind in ("wsd", "cosine", "constant", "warmup", "cyclic")]
+    assert len({tuple(curve) for curve in curves}) == 5
+
+
+@effect("schedule.warmup_steps")
+def _(bench: Bench) -> None:
+    for steps in (2, 8):
+        curve = bench.rates(schedule__warmup_steps=steps)
+        assert curve.index(1.0) == steps
+
+
+@effect("schedule.warmup_rate")
+def _(bench: Bench) -> None:
+    for start in (0.0, 0.25):
+        assert bench.rates(schedule__warmup_steps=4, schedule__warmup_rate=start)[0] == start
+
+
+@effect("schedule.stable_steps")
+def _(bench: Bench) -> None:
+    for stable in (3, 9):
+        curve = bench.rates(schedule__warmup_steps=2, schedule__stable_steps=stable)
+        assert curve.count(1.0) == stable + 1  # the first step of the decay is still at the peak
+
+
+@effect("schedule.decay_steps")
+def _(bench: Bench) -> None:
+    for decay in (4, 10):
+        curve = bench.rates(schedule__warmup_steps=0, schedule__decay_steps=decay)
+        assert curve[20 - decay] == 1.0 > curve[20 - decay + 1]
+        cosine = bench.rates(schedule__type="cosine", schedule__warmup_steps=0, schedule__decay_steps=decay)
+        assert cosine[decay - 1] > 0.0
+        assert cosine[decay] == pytest.approx(0.0, abs=1e-12)
+
+
+@effect("schedule.decay")
+def _(bench: Bench) -> None:
+    linear, cosine = (
+        bench.rates(schedule__decay=shape, schedule__warmup_steps=0, schedule__decay_steps=20)[5]
+        for shape in ("linear", "cosine")
+    )
+    assert linear == pytest.approx(0.75)
+    assert cosine == pytest.approx(0.5 * (1 + math.cos(math.pi / 4)))
+
+
+@effect("schedule.final_rate")
+def _(bench: Bench) -> None:
+    for final in (0.0, 0.1):
+        assert bench.rates(schedule__final_rate=final)[-1] == final
+
+
+@effect("schedule.base_rate")
+def _(bench: Bench) -> None:
+    for base in (0.1, 0.3):
+        assert bench.rates(schedule__type="cyclic", schedule__base_rate=base)[0] == base
+
+
+@effect("schedule.cycle_length")
+def _(bench: Bench) -> None:
+    for length in (4, 10):
+        curve = bench.rates(schedule__type="cyclic", schedule__cycle_length=length)
+        assert curve.index(max(curve)) == length // 2
+
+
+@effect("schedule.mode")
+def _(bench: Bench) -> None:
+    second_peaks = [
+        bench.rates(schedule__type="cyclic", schedule__cycle_length=8, schedule__mode=mode, schedule__gamma=0.9)[12]
+        for mode in ("triangular", "triangular2", "exp_range")
+    ]
+    assert second_peaks == pytest.approx([1.0, 0.5, 0.9**12], rel=1e-4)
+
+
+@effect("schedule.gamma")
+def _(bench: Bench) -> None:
+    for gamma in (0.9, 0.5):
+        curve = bench.rates(
+            schedule__type="cyclic", schedule__cycle_length=4, schedule__mode="exp_range", schedule__gamma=gamma
+        )
+        assert curve[2] == pytest.approx(gamma**2, rel=1e-4)
+
+
+# --- precision and engine ------------------------------------------------------------------------------------------
+
+
+@effect("precision.type")
+def _(bench: Bench) -> None:
+    dtypes = {"auto": torch.float32, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    for name, dtype in dtypes.items():
+        seen: list[torch.dtype] = []
+
+        def loss(model: nn.Module, batch: Any, seen: list[torch.dtype] = seen) -> torch.Tensor:
+            logits = model(batch[0])
+            seen.append(logits.dtype)
+            return nn.functional.cross_entropy(logits.float().flatten(0, 1), batch[1].flatten())
+
+        trainer = HybridTrainer(bench.make_model(), None, loss, bench.config(precision__type=name))
+        trainer.step(bench.make_batch())
+        assert seen == [dtype]
+        assert all(p.dtype is torch.float32 for p in trainer.model.parameters())
+
+
+@effect("precision.narrow_residual")
+def _(bench: Bench) -> None:
+    for narrow, dtype in ((True, torch.bfloat16), (False, torch.float32)):
+        config = bench.config(precision__narrow_residual=narrow, precision__type="bf16", model__vocab_size=64)
+        trainer = HybridTrainer(run.build_model(config), config=config)
+        seen: list[torch.dtype] = []
+        for block in trainer.model.blocks:
+            block.register_forward_hook(lambda block, inputs, output, seen=seen: seen.append(output.dtype))
+        trainer.step(bench.make_batch())
+        assert seen == [dtype, dtype]
+
+
+class TorchWithoutGpu:
+    """torch, but what is put on a GPU lands on the CPU."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def tensor(self, value: Any, device: Any = None) -> torch.Tensor:
+        return torch.tensor(value)
+
+    def zeros(self, *shape: Any, dtype: Any = None, device: Any = None) -> torch.Tensor:
+        return torch.zeros(*shape, dtype=dtype)
+
+
+@effect("precision.tf32")
+def _(bench: Bench) -> None:
+    bench.patch.setattr(precision, "torch", TorchWithoutGpu())
+    for tf32 in (True, False):
+        config = bench.config(precision__tf32=tf32, precision__type="fp32").precision
+        precision.Precision(config, torch.device("cuda"))
+        assert torch.backends.cuda.matmul.allow_tf32 is tf32
+        assert torch.backends.cudnn.allow_tf32 is tf32
+
+
+@effect("precision.loss_scale")
+def _(bench: Bench) -> None:
+    norms: dict[float, float] = {}
+    gradients: dict[float, float] = {}
+    for scale in (1.0, 128.0, 1024.0):
+        trainer = bench.trainer(precision__type="fp16", precision__loss_scale=scale)
+        bias = trainer.model.final_norm.bias
+        bias.register_hook(lambda gradient, scale=scale: gradients.update({scale: float(gradient.norm())}))
+        norms[scale] = trainer.step(bench.make_batch()).gradient_norm
+    for scale in (128.0, 1024.0):
+        assert gradients[scale] == pytest.approx(scale * gradients[1.0], rel=1e-2)
+        assert norms[scale] == pytest.approx(norms[1.0], rel=1e-2)
+
+
+@effect("precision.growth_interval")
+def _(bench: Bench) -> None:
+    for interval, doublings in ((1, 4), (2, 2), (5, 0)):
+        trainer = bench.trainer(precision__type="fp16", precision__loss_scale=8.0, precision__growth_interval=interval)
+        for number in range(4):
+            trainer.step(bench.make_batch(seed=number))
+        assert float(trainer.precision.scale) == 8.0 * 2**doublings
+
+
+@effect("engine.compile")
+def _(bench: Bench) -> None:
+    compiled: list[dict[str, Any]] = []
+
+    def fake_compile(function: Any, **options: Any) -> Any:
+        compiled.append(options)
+        return function
+
+    bench.patch.setattr(torch, "compile", fake_compile)
+    for wanted, count in ((False, 0), ("auto", 0), (True, 1)):
+        compiled.clear()
+        bench.trainer(engine__compile=wanted).step(bench.make_batch())
+        assert len(compiled) == count
+
+
+@effect("engine.cuda_graph")
+def _(bench: Bench) -> None:
+    for harmless in ("auto", False):
+        bench.trainer(engine__cuda_graph=harmless).step(bench.make_batch())
+    with pytest.raises(ConfigError, match=r"engine\.cuda_graph = true needs a CUDA GPU"):
+        bench.trainer(engine__cuda_graph=True).step(bench.make_batch())
+
+
+@effect("engine.fused_loss")
+def _(bench: Bench) -> None:
+    calls: list[int] = []
+    original = gpt2.linear_cross_entropy
+
+    def counted(*arguments: Any) -> torch.Tensor:
+        calls.append(1)
+        return original(*arguments)
+
+    bench.patch.setattr(gpt2, "linear_cross_entropy", counted)
+    losses = []
+    for wanted, count in ((False, 0), (True, 1), ("auto", 0)):
+        calls.clear()
+        model = run.build_model(bench.config(engine__fused_loss=wanted, model__vocab_size=64))
+        losses.append(model(*bench.make_batch()).item())
+        assert len(calls) == count
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    bench.patch.setattr(gpt2, "logits_bytes", lambda hidden, vocab_size: 2**60)
+    model(*bench.make_batch())  # "auto", and the logits are too large now
+    assert len(calls) == 1
+
+
+@effect("engine.activation_checkpointing")
+def _(bench: Bench) -> None:
+    calls: list[nn.Module] = []
+    original = gpt2.checkpoint
+
+    def counted(block: nn.Module, *arguments: Any, **options: Any) -> Any:
+        calls.append(block)
+        return original(block, *arguments, **options)
+
+    bench.patch.setattr(gpt2, "checkpoint", counted)
+    for wanted, count in ((False, 0), (True, 2)):
+        calls.clear()
+        config = bench.config(engine__activation_checkpointing=wanted, model__vocab_size=64)
+        run.build_model(config).train()(*bench.make_batch()).backward()
+        assert len(calls) == count
+
+
+@effect("engine.deterministic")
+def _(bench: Bench) -> None:
+    bench.trainer(engine__deterministic=False)
+    assert not torch.are_deterministic_algorithms_enabled()
+    bench.trainer(engine__deterministic=True)
+    assert torch.are_deterministic_algorithms_enabled()
+
+
+# --- evaluation, checkpoints, guard, log ---------------------------------------------------------------------------
+
+
+def evaluated_steps(events: list[Event]) -> list[int]:
+    return [event.step for event in events if isinstance(event, Evaluated)]
+
+
+@effect("evaluation.interval")
+def _(bench: Bench) -> None:
+    assert evaluated_steps(bench.train(evaluation__interval=2)[1]) == [2, 4, 6]
+    assert evaluated_steps(bench.train(evaluation__interval=0)[1]) == [6]
+    assert evaluated_steps(bench.train(max_steps=20)[1]) == list(range(2, 21, 2))
+
+
+@effect("evaluation.batches")
+def _(bench: Bench) -> None:
+    seen: list[int] = []
+    original = HybridTrainer.evaluate
+
+    def counted(trainer: HybridTrainer, batches: Any) -> float:
+        seen.append(len(batches))
+        return original(trainer, batches)
+
+    bench.patch.setattr(HybridTrainer, "evaluate", counted)
+    for wanted in (1, 3):
+        bench.train(max_steps=1, evaluation__batches=wanted)
+    assert seen == [1, 3]
+
+
+@effect("evaluation.ema_decay")
+def _(bench: Bench) -> None:
+    changes = {"max_steps": 4, "evaluation__interval": 0}
+    results = [bench.train(evaluation__ema_decay=decay, **changes) for decay in (0.0, 0.9)]
+    flags = [event.averaged_weights for _, events, _ in results for event in events if isinstance(event, Evaluated)]
+    assert flags == [False, True]
+    assert results[0][0]["final_train_loss"] == results[1][0]["final_train_loss"]
+    assert results[0][0]["final_val_loss"] != results[1][0]["final_val_loss"]
+
+
+@effect("evaluation.early_stopping_patience")
+def _(bench: Bench) -> None:
+    for patience, steps in ((0, 6), (1, 2), (3, 4)):
+        rising = iter(range(1, 100))
+        bench.patch.setattr(HybridTrainer, "evaluate", lambda trainer, batches, rising=rising: float(next(rising)))
+        changes = {"evaluation__interval": 1, "evaluation__early_stopping_patience": patience}
+        assert bench.train(**changes)[0]["steps"] == steps
+
+
+@effect("checkpoint.interval")
+def _(bench: Bench) -> None:
+    def saved(**changes: Any) -> list[int]:
+        return [event.step for event in bench.train(**changes)[1] if isinstance(event, CheckpointSaved)]
+
+    assert saved(checkpoint__interval=4) == [4, 6]
+    assert saved(checkpoint__interval=0) == [6]
+    assert saved(max_steps=10) == [2, 4, 6, 8, 10]
+
+
+@effect("checkpoint.keep")
+def _(bench: Bench) -> None:
+    for keep in (2, 4):
+        folder = bench.train(checkpoint__interval=1, checkpoint__keep=keep)[2]
+        names = sorted(path.name for path in (folder / "checkpoints").iterdir())
+        assert names == [f"step-{step:08d}" for step in range(7 - keep, 7)]
+
+
+def poisoned(bench: Bench, bad_from: int, **changes: Any) -> HybridTrainer:
+    """A trainer whose loss is NaN from step `bad_from` on."""
+    calls = iter(range(10**6))
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        return model(*batch) * (math.nan if next(calls) >= bad_from else 1.0)
+
+    return HybridTrainer(bench.make_model(), None, loss, bench.config(**changes))
+
+
+@effect("guard.nan_check")
+def _(bench: Bench) -> None:
+    for check in (True, False):
+        trainer = poisoned(bench, 1, guard__nan_check=check)
+        for number in range(2):
+            trainer.step(bench.make_batch(seed=number))
+        finite = all(bool(p.isfinite().all()) for p in trainer.model.parameters())
+        assert finite is check
+
+
+@effect("guard.max_skipped_steps")
+def _(bench: Bench) -> None:
+    for limit in (2, 4):
+        trainer = poisoned(bench, 3, guard__max_skipped_steps=limit, max_steps=20)
+        with pytest.raises(DivergenceError, match=f"{limit} steps in a row"):
+            trainer.fit([bench.make_batch()], progress=False)
+        assert trainer.global_step == 3 + limit
+
+
+@effect("log.interval")
+def _(bench: Bench) -> None:
+    for interval, steps in ((1, [1, 2, 3, 4, 5, 6]), (4, [4, 6])):
+        _, events, folder = bench.train(log__interval=interval)
+        assert [event.step for event in events if isinstance(event, Progress)] == steps
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        assert [line["step"] for line in lines if line["event"] == "Progress"] == steps
+        losses = [event.loss for event in events if isinstance(event, Progress)]
+        assert np.isfinite(losses).all()

@@ -1,0 +1,495 @@
+"""A whole run: what happens when, what is told, what is left on disk, and going on with it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from foretrain import (
+    Bus,
+    CheckpointError,
+    DivergenceError,
+    HybridTrainer,
+    InputError,
+    Loader,
+    MappedSamples,
+    supervised,
+)
+from foretrain.engine import checkpoint
+from foretrain.events import (
+    CheckpointSaved,
+    Evaluated,
+    Event,
+    Notice,
+    Progress,
+    Resumed,
+    RunEnded,
+    RunStarted,
+)
+
+Make = Callable[..., Any]
+
+
+class Small(nn.Module):
+    """Drops out, so that random states matter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(4, 2, generator=generator))
+        self.bias = nn.Parameter(torch.zeros(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(x, 0.3, self.training) @ self.weight + self.bias
+
+
+def data(count: int = 20) -> TensorDataset:
+    x = torch.randn(count, 4, generator=torch.Generator().manual_seed(1))
+    return TensorDataset(x, x[:, :2] * 2 + 1)
+
+
+def batches(count: int = 5, rows: int = 4) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    x, y = data(count * rows).tensors
+    return list(zip(x.split(rows), y.split(rows), strict=True))
+
+
+@pytest.fixture
+def make_trainer(make_config: Make) -> Callable[..., tuple[HybridTrainer, list[Event]]]:
+    """make_trainer({"max_steps": 3}) gives a trainer of a small module, and its events as they come."""
+
+    def make(
+        changes: dict[str, Any] | None = None, loss: Any = None, model: nn.Module | None = None
+    ) -> tuple[HybridTrainer, list[Event]]:
+        events: list[Event] = []
+        bus = Bus()
+        bus.subscribe(events.append)
+        config = make_config({"schedule.type": "constant", "optimizer.learning_rate": 0.02, **(changes or {})})
+        return HybridTrainer(model or Small(), None, loss or supervised(F.mse_loss), config, bus=bus), events
+
+    return make
+
+
+def of(events: list[Event], kind: type[Event]) -> list[Any]:
+    return [event for event in events if isinstance(event, kind)]
+
+
+def poisoned(bad: set[int]) -> Callable[[nn.Module, Any], torch.Tensor]:
+    """A loss that is NaN in the training steps numbered `bad` (from 0)."""
+    calls = iter(range(10**6))
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        value = F.mse_loss(model(batch[0]), batch[1])
+        return value * math.nan if model.training and next(calls) in bad else value
+
+    return loss
+
+
+# --- what happens when ---------------------------------------------------------------------------------------------
+
+
+def test_a_run_tells_its_story_in_order(make_trainer: Make, tmp_path: Path) -> None:
+    trainer, events = make_trainer({"max_steps": 4, "evaluation.interval": 2, "checkpoint.interval": 3})
+    summary = trainer.fit(batches(), batches(1), out=tmp_path / "run", progress=False, title="small")
+    assert [type(event).__name__ for event in events] == [
+        "RunStarted",
+        "Progress",
+        "Progress",
+        "Evaluated",
+        "Progress",
+        "CheckpointSaved",
+        "Progress",
+        "Evaluated",
+        "CheckpointSaved",
+        "RunEnded",
+    ]
+    start, end = events[0], events[-1]
+    assert (start.step, start.max_steps, start.parameters, start.title) == (0, 4, 10, "small")
+    assert (end.step, end.reason) == (4, "finished")
+    assert end.summary == summary
+    assert [event.step for event in of(events, Progress)] == [1, 2, 3, 4]
+    assert [event.tokens for event in of(events, Progress)] == [4, 8, 12, 16]
+
+
+def test_progress_is_the_mean_since_the_last_and_the_end_is_always_told(make_trainer: Make) -> None:
+    every, events_of_every = make_trainer({"max_steps": 7, "log.interval": 1})
+    every.fit(batches(), progress=False)
+    third, events_of_third = make_trainer({"max_steps": 7, "log.interval": 3})
+    third.fit(batches(), progress=False)
+    losses = [event.loss for event in of(events_of_every, Progress)]
+    assert [event.step for event in of(events_of_third, Progress)] == [3, 6, 7]
+    means = [sum(losses[:3]) / 3, sum(losses[3:6]) / 3, losses[6]]
+    assert [event.loss for event in of(events_of_third, Progress)] == pytest.approx(means, rel=1e-6)
+
+
+def test_best_and_last_held_out_loss(make_trainer: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = iter([3.0, 2.0, math.nan, 2.5, 1.5])
+    monkeypatch.setattr(HybridTrainer, "evaluate", lambda trainer, batches: next(values))
+    trainer, events = make_trainer({"max_steps": 5, "evaluation.interval": 1})
+    summary = trainer.fit(batches(), batches(1), progress=False)
+    assert [event.best for event in of(events, Evaluated)] == [True, True, False, False, True]
+    assert (summary["final_val_loss"], summary["best_val_loss"]) == (1.5, 1.5)
+
+
+def test_a_held_out_loss_that_is_no_number_at_first_does_not_stay_the_best(
+    make_trainer: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = iter([math.nan, 3.0, 4.0])
+    monkeypatch.setattr(HybridTrainer, "evaluate", lambda trainer, batches: next(values))
+    trainer, _ = make_trainer({"max_steps": 3, "evaluation.interval": 1})
+    assert trainer.fit(batches(), batches(1), progress=False)["best_val_loss"] == 3.0
+
+
+def test_early_stopping(make_trainer: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    values = iter([3.0, 2.0, 2.1, 1.9, 2.0, 2.2, 2.1, 9.0])
+    monkeypatch.setattr(HybridTrainer, "evaluate", lambda trainer, batches: next(values))
+    settings = {"max_steps": 20, "evaluation.interval": 1, "evaluation.early_stopping_patience": 3}
+    trainer, events = make_trainer(settings)
+    summary = trainer.fit(batches(), batches(1), out=tmp_path / "run", progress=False)
+    assert (summary["steps"], summary["reason"], summary["best_val_loss"]) == (7, "stopped early", 1.9)
+    assert of(events, CheckpointSaved)[-1].step == 7
+    again, _ = make_trainer(settings)
+    assert again.fit(batches(), batches(1), out=tmp_path / "run", resume=True, progress=False)["steps"] == 7
+
+
+def test_without_held_out_data_there_is_no_held_out_loss(make_trainer: Make) -> None:
+    trainer, events = make_trainer()
+    assert trainer.fit(batches(), progress=False)["final_val_loss"] is None
+    assert of(events, Evaluated) == []
+
+
+def test_training_lowers_the_loss(make_trainer: Make) -> None:
+    trainer, _ = make_trainer({"max_steps": 120, "optimizer.learning_rate": 0.05})
+    before = trainer.evaluate(batches())
+    summary = trainer.fit(batches(), batches(), progress=False)
+    assert summary["final_val_loss"] < 0.5 * before
+
+
+def test_a_cyclic_schedule_comes_with_a_warning(make_trainer: Make) -> None:
+    trainer, events = make_trainer({"schedule.type": "cyclic"})
+    trainer.fit(batches(), progress=False)
+    assert ["disturbs prediction" in event.message for event in of(events, Notice)] == [True]
+
+
+def test_a_finished_trainer_has_nothing_left_to_do(make_trainer: Make) -> None:
+    trainer, events = make_trainer({"max_steps": 2})
+    trainer.fit(batches(), progress=False)
+    weights = trainer.model.weight.detach().clone()
+    events.clear()
+    assert trainer.fit(batches(), progress=False)["steps"] == 2
+    assert of(events, Progress) == []
+    assert torch.equal(trainer.model.weight, weights)
+
+
+def test_steps_of_ones_own_before_fit_count(make_trainer: Make) -> None:
+    trainer, events = make_trainer({"max_steps": 5})
+    trainer.step(batches()[0])
+    trainer.fit(batches(), progress=False)
+    assert [event.step for event in of(events, Progress)] == [2, 3, 4, 5]
+
+
+# --- what is left on disk ------------------------------------------------------------------------------------------
+
+
+def test_a_run_folder_of_any_module(make_trainer: Make, tmp_path: Path) -> None:
+    trainer, _ = make_trainer({"max_steps": 4})
+    summary = trainer.fit(batches(), batches(1), out=tmp_path / "run", progress=False)
+    assert json.loads((tmp_path / "run" / "summary.json").read_text(encoding="utf-8")) == summary
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["event"] for line in lines][:2] == ["RunStarted", "Progress"]
+    state = checkpoint.read(tmp_path / "run" / "checkpoints" / "step-00000004")
+    assert torch.equal(state["model"]["weight"], trainer.model.weight)
+    assert state["meta"]["config"]["max_steps"] == 4
+
+
+def test_without_a_folder_nothing_is_written(
+    make_trainer: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_trainer()[0].fit(batches(), batches(1), progress=False)
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- loaders -------------------------------------------------------------------------------------------------------
+
+
+class Counted:
+    """An iterable that says how often it was started."""
+
+    def __init__(self) -> None:
+        self.starts = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.starts += 1
+        return iter(batches(3))
+
+
+def test_a_finite_loader_starts_over(make_trainer: Make) -> None:
+    loader = Counted()
+    trainer, _ = make_trainer({"max_steps": 8})
+    assert trainer.fit(loader, progress=False)["steps"] == 8
+    assert loader.starts == 3
+
+
+@pytest.mark.parametrize("loader", [[], iter([])])
+def test_a_loader_without_batches_is_an_error(loader: Any, make_trainer: Make) -> None:
+    with pytest.raises(InputError, match="no batch at all"):
+        make_trainer()[0].fit(loader, progress=False)
+
+
+def test_a_generator_that_ends_too_early_is_an_error(make_trainer: Make) -> None:
+    trainer, events = make_trainer({"max_steps": 8})
+    with pytest.raises(InputError):
+        trainer.fit((batch for batch in batches(3)), progress=False)
+    assert trainer.global_step == 3
+    assert events[-1].reason == "failed"
+
+
+LOADERS: dict[str, Callable[[], Any]] = {
+    "list": batches,
+    "own loader": lambda: Loader(MappedSamples(data()), 4, seed=3, prefetch=2),
+    "DataLoader in order": lambda: DataLoader(data(), batch_size=4),
+    "DataLoader with a generator": lambda: DataLoader(
+        data(), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(5)
+    ),
+    "DataLoader shuffled": lambda: DataLoader(data(), batch_size=4, shuffle=True),
+    "uneven DataLoader": lambda: DataLoader(data(18), batch_size=4),
+}
+
+
+@pytest.mark.parametrize("stop", [2, 5, 8])
+@pytest.mark.parametrize("name", LOADERS)
+def test_any_loader_is_resumed_exactly(name: str, stop: int, make_trainer: Make, tmp_path: Path) -> None:
+    """Five batches an epoch: stopped within the first, at its end, and within the second."""
+    straight, events = make_trainer({"max_steps": 12})
+    straight.fit(LOADERS[name](), progress=False)
+    losses = [event.loss for event in of(events, Progress)]
+
+    first, _ = make_trainer({"max_steps": stop})
+    first.fit(LOADERS[name](), out=tmp_path / "run", progress=False)
+    torch.rand(3)
+    second, events = make_trainer({"max_steps": 12})
+    second.fit(LOADERS[name](), out=tmp_path / "run", resume=True, progress=False)
+    assert of(events, Resumed)[0].step == of(events, RunStarted)[0].step == stop
+    assert [event.loss for event in of(events, Progress)] == losses[stop:]
+    assert torch.equal(second.model.weight, straight.model.weight)
+    assert second.tokens == straight.tokens
+
+
+def test_a_loader_that_has_to_be_read_past_says_so(make_trainer: Make, tmp_path: Path) -> None:
+    make_trainer({"max_steps": 3})[0].fit(batches(), out=tmp_path / "run", progress=False)
+    trainer, events = make_trainer({"max_steps": 5})
+    trainer.fit(batches(), out=tmp_path / "run", resume=True, progress=False)
+    assert any("reading past 3 batches" in event.message for event in of(events, Notice))
+
+
+def test_gpt2_on_token_windows(make_model: Make, make_config: Make, make_batch: Make, tmp_path: Path) -> None:
+    """Without a loss function the model's own is used."""
+    config = make_config({"max_steps": 30, "optimizer.learning_rate": 0.01})
+    trainer = HybridTrainer(make_model(), config=config)
+    summary = trainer.fit([make_batch(rows=4)], [make_batch(rows=4)], progress=False)
+    assert summary["final_val_loss"] < 3.0
+
+
+# --- going on ------------------------------------------------------------------------------------------------------
+
+
+def test_resume_without_a_folder_is_an_error(make_trainer: Make) -> None:
+    with pytest.raises(InputError, match="resume needs a run folder"):
+        make_trainer()[0].fit(batches(), resume=True, progress=False)
+
+
+def test_resume_in_an_empty_folder_starts_and_says_so(make_trainer: Make, tmp_path: Path) -> None:
+    trainer, events = make_trainer({"max_steps": 2})
+    assert trainer.fit(batches(), out=tmp_path / "run", resume=True, progress=False)["steps"] == 2
+    assert any("no checkpoint yet: starting at step 0" in event.message for event in of(events, Notice))
+
+
+def test_a_folder_that_holds_a_run_is_not_written_over(make_trainer: Make, tmp_path: Path) -> None:
+    make_trainer({"max_steps": 2})[0].fit(batches(), out=tmp_path / "run", progress=False)
+    before = (tmp_path / "run" / "summary.json").read_bytes()
+    with pytest.raises(InputError, match="already holds a run"):
+        make_trainer({"max_steps": 2})[0].fit(batches(), out=tmp_path / "run", progress=False)
+    assert (tmp_path / "run" / "summary.json").read_bytes() == before
+
+
+def test_resuming_a_finished_run_trains_no_further(make_trainer: Make, tmp_path: Path) -> None:
+    first, _ = make_trainer({"max_steps": 3})
+    summary = first.fit(batches(), batches(1), out=tmp_path / "run", progress=False)
+    second, events = make_trainer({"max_steps": 3})
+    again = second.fit(batches(), batches(1), out=tmp_path / "run", resume=True, progress=False)
+    assert of(events, Progress) == of(events, Evaluated) == []
+    for name in ("steps", "tokens", "final_val_loss", "final_train_loss", "best_val_loss"):
+        assert again[name] == summary[name], name
+
+
+def test_other_data_is_refused(make_trainer: Make, tmp_path: Path) -> None:
+    make_trainer({"max_steps": 2})[0].fit(batches(), out=tmp_path / "run", progress=False, data_fingerprint="one")
+    with pytest.raises(CheckpointError, match="trained on other data"):
+        make_trainer({"max_steps": 4})[0].fit(
+            batches(), out=tmp_path / "run", resume=True, progress=False, data_fingerprint="two"
+        )
+
+
+def test_changed_settings_are_named_and_in_force(make_trainer: Make, tmp_path: Path) -> None:
+    make_trainer({"max_steps": 2})[0].fit(batches(), out=tmp_path / "run", progress=False)
+    changes = {
+        "max_steps": 4,
+        "optimizer.weight_decay": 0.7,
+        "optimizer.learning_rate": 0.005,
+        "optimizer.beta1": 0.5,
+    }
+    trainer, events = make_trainer(changes)
+    trainer.fit(batches(), out=tmp_path / "run", resume=True, progress=False)
+    said = [event.message for event in of(events, Notice)]
+    assert any("optimizer.weight_decay was 0.1 when this checkpoint was saved and is 0.7 now" in text for text in said)
+    assert sum("when this checkpoint was saved" in text for text in said) == 4
+    groups = trainer.optimizer.param_groups
+    assert [group["weight_decay"] for group in groups] == [0.7, 0.0]
+    assert groups[0]["betas"] == (0.5, 0.95)
+    assert [event.learning_rate for event in of(events, Progress)] == pytest.approx([0.005, 0.005])
+    assert [group["lr"] for group in groups] == pytest.approx([0.005, 0.005])
+
+
+def test_an_unchanged_resume_says_nothing_of_settings(make_trainer: Make, tmp_path: Path) -> None:
+    make_trainer({"max_steps": 2})[0].fit(batches(), out=tmp_path / "run", progress=False)
+    trainer, events = make_trainer({"max_steps": 2})
+    trainer.fit(batches(), out=tmp_path / "run", resume=True, progress=False)
+    assert of(events, Notice) == []
+
+
+def test_the_log_of_a_resumed_run_stays_valid(make_trainer: Make, tmp_path: Path) -> None:
+    make_trainer({"max_steps": 2})[0].fit(batches(), out=tmp_path / "run", progress=False)
+    log = tmp_path / "run" / "metrics.jsonl"
+    with log.open("a", encoding="utf-8") as file:
+        file.write('{"event": "Progress", "st')  # what a crash leaves
+    make_trainer({"max_steps": 4})[0].fit(batches(), out=tmp_path / "run", resume=True, progress=False)
+    lines = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+    assert [line["step"] for line in lines if line["event"] == "Progress"] == [1, 2, 3, 4]
+    assert sum(line["event"] == "Resumed" for line in lines) == 1
+
+
+# --- steps that are not finite -------------------------------------------------------------------------------------
+
+
+def test_a_first_loss_that_is_no_number_is_an_error(make_trainer: Make, tmp_path: Path) -> None:
+    trainer, events = make_trainer({"max_steps": 4}, poisoned({0}))
+    with pytest.raises(InputError, match=r"the first loss is nan.*nothing can be learned"):
+        trainer.fit(batches(), out=tmp_path / "run", progress=False)
+    assert events[-1].reason == "failed"
+
+
+def test_skipped_steps_are_told_and_the_run_goes_on(make_trainer: Make) -> None:
+    trainer, events = make_trainer({"max_steps": 9, "log.interval": 3}, poisoned({4}))
+    summary = trainer.fit(batches(), progress=False)
+    assert (summary["steps"], summary["skipped_steps"], summary["reason"]) == (9, 1, "finished")
+    assert [event.skipped_steps for event in of(events, Progress)] == [0, 1, 1]
+    assert all(math.isfinite(event.loss) for event in of(events, Progress))
+    assert [event.message for event in of(events, Notice)] == [
+        "1 of the last 3 steps were not finite and changed nothing"
+    ]
+
+
+def test_an_interval_of_nothing_but_skipped_steps_is_told_too(make_trainer: Make) -> None:
+    trainer, events = make_trainer({"max_steps": 6, "log.interval": 2}, poisoned({2, 3}))
+    assert trainer.fit(batches(), progress=False)["skipped_steps"] == 2
+    assert [event.message for event in of(events, Notice)] == [
+        "2 of the last 2 steps were not finite and changed nothing"
+    ]
+
+
+def test_too_many_skipped_steps_end_the_run_with_a_checkpoint_of_the_last_good_weights(
+    make_trainer: Make, tmp_path: Path
+) -> None:
+    settings = {"max_steps": 50, "guard.max_skipped_steps": 3, "checkpoint.interval": 0}
+    good, _ = make_trainer({**settings, "max_steps": 4})
+    good.fit(batches(), progress=False)
+    trainer, events = make_trainer(settings, poisoned(set(range(4, 99))))
+    with pytest.raises(DivergenceError, match=r"3 steps in a row were not finite \(step 7\)"):
+        trainer.fit(batches(), out=tmp_path / "run", progress=False)
+    assert [event.step for event in of(events, CheckpointSaved)] == [7]
+    assert of(events, RunEnded)[0].reason == "failed"
+    state = checkpoint.read(tmp_path / "run" / "checkpoints" / "step-00000007")
+    assert torch.equal(state["model"]["weight"], good.model.weight)
+    assert state["progress"]["skipped_in_a_row"] == 3
+
+    again, events = make_trainer({**settings, "max_steps": 12})
+    summary = again.fit(batches(), out=tmp_path / "run", resume=True, progress=False)
+    assert (summary["steps"], summary["skipped_steps"]) == (12, 3)
+
+
+def test_skipped_steps_with_good_ones_between_do_not_end_the_run(make_trainer: Make) -> None:
+    bad = {number for number in range(2, 40) if number % 3}
+    trainer, _ = make_trainer({"max_steps": 40, "guard.max_skipped_steps": 3}, poisoned(bad))
+    assert trainer.fit(batches(), progress=False)["skipped_steps"] == len(bad)
+
+
+def test_with_the_check_off_a_loss_that_is_no_number_ends_the_run(make_trainer: Make) -> None:
+    trainer, _ = make_trainer({"max_steps": 20, "guard.nan_check": False}, poisoned({4}))
+    with pytest.raises(DivergenceError, match=r"the loss is NaN .* guard\.nan_check is off"):
+        trainer.fit(batches(), progress=False)
+    assert not bool(trainer.model.weight.isfinite().any())
+
+
+def test_fp16_may_overflow_at_first(make_trainer: Make) -> None:
+    settings = {"max_steps": 30, "precision.type": "fp16", "precision.loss_scale": 2.0**24}
+    trainer, _ = make_trainer(settings)
+    summary = trainer.fit(batches(), progress=False)
+    assert summary["steps"] == 30
+    assert 0 < summary["skipped_steps"] < 25
+    assert float(trainer.precision.scale) < 2.0**24
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adam", "sgd", "muon"])
+def test_every_optimizer_learns_after_overflowing_at_first(kind: str, make_trainer: Make) -> None:
+    settings = {"precision.type": "fp16", "precision.loss_scale": 2.0**24, "optimizer.type": kind}
+    trainer, _ = make_trainer({"max_steps": 100, **settings})
+    before = trainer.evaluate(batches())
+    summary = trainer.fit(batches(), batches(), progress=False)
+    assert summary["skipped_steps"] > 0
+    assert summary["final_val_loss"] < before
+
+
+# --- listeners and errors ------------------------------------------------------------------------------------------
+
+
+def test_a_listener_that_raises_is_dropped_and_training_goes_on(make_trainer: Make) -> None:
+    trainer, events = make_trainer({"max_steps": 5})
+    calls: list[Event] = []
+
+    def tracker(event: Event) -> None:
+        calls.append(event)
+        if isinstance(event, Progress):
+            raise ConnectionError("the tracker is down")
+
+    trainer.bus.subscribe(tracker)
+    assert trainer.fit(batches(), progress=False)["steps"] == 5
+    assert len(of(calls, Progress)) == 1
+    (notice,) = of(events, Notice)
+    assert "tracker stopped listening after ConnectionError: the tracker is down" in notice.message
+
+
+def test_listeners_of_a_run_leave_with_it(make_trainer: Make, tmp_path: Path) -> None:
+    trainer, _ = make_trainer({"max_steps": 2})
+    before = len(trainer.bus._listeners)
+    trainer.fit(batches(), out=tmp_path / "run")
+    assert len(trainer.bus._listeners) == before
+
+
+def test_an_error_in_the_loader_ends_the_run_as_failed(make_trainer: Make) -> None:
+    def broken() -> Iterator[Any]:
+        yield batches()[0]
+        raise OSError("the file is gone")
+
+    trainer, events = make_trainer({"max_steps": 5})
+    with pytest.raises(OSError, match="the file is gone"):
+        trainer.fit(broken(), progress=False)
+    assert (events[-1].step, events[-1].reason) == (1, "failed")

@@ -1,0 +1,57 @@
+"""What is written for people stays true."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from foretrain import config
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def test_configuration_page_is_generated_from_the_schema() -> None:
+    command = [sys.executable, ROOT / "docs" / "generate_configuration.py", "--check"]
+    assert subprocess.run(command).returncode == 0, "run `make docs`"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
+        assert target.startswith("https://") or (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_settings_named_in_the_pages_exist(page: Path) -> None:
+    sections = {name.partition(".")[0] for name in config.KNOWN if "." in name}
+    names = re.findall(r"`(?:--set )?([a-z_]+\.[a-z_0-9]+)(?: ?=[^`]*)?`", page.read_text(encoding="utf-8"))
+    from foretrain.names import KEY_ALIASES, RESERVED
+
+    for name in names:
+        if name.partition(".")[0] in sections and name.rpartition(".")[2] not in (
+            "json",
+            "toml",
+            "jsonl",
+            "safetensors",
+        ):
+            assert name in config.KNOWN or name in KEY_ALIASES or name in RESERVED, name
+
+
+@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.toml")), ids=lambda path: path.name)
+def test_example_configurations_load(example: Path) -> None:
+    tomllib.loads(example.read_text(encoding="utf-8"))
+    assert config.load(example).notices == ()
+
+
+def test_example_program_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(ROOT / "examples" / "own_model.py"), run_name="__main__")
+    printed = capsys.readouterr().out
+    accuracy = float(re.search(r"accuracy ([0-9.]+)%", printed)[1])
+    assert accuracy > 95, printed
