@@ -84,6 +84,7 @@ def plain_loop(
 
     def train(steps: int) -> None:
         nonlocal x, y, done
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32  # other arms share the process
         for _ in range(steps):
             done += 1
             rate = 6e-4 * (0.55 + 0.45 * math.cos(math.pi * min(1.0, done / 10_000)))

@@ -85,11 +85,12 @@ def train(
     say = _silent if quiet else _say
     for text in loaded.notices:
         say(f"note: {text}")
+    from foretrain.engine.runfolder import finite
     from foretrain.run import train as run
 
     summary = run(loaded.config, out, resume=resume, overwrite=overwrite, progress=not quiet, say=say)
     if json_:
-        _print(json.dumps(summary, indent=2))
+        _print(json.dumps(finite(summary), indent=2))
     if summary["reason"] == "interrupted":  # saved, but not finished: a shell's `&&` and a scheduler must know
         sys.exit(128 + signal.Signals[summary["signal"]])
 

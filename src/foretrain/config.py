@@ -336,8 +336,20 @@ def from_mapping(mapping: Mapping[str, Any], origin: str = "mapping") -> Config:
 
 
 def to_mapping(config: Config, changed_only: bool = False) -> dict[str, Any]:
-    """Plain nested values; unset ones are left out (TOML has no null)."""
-    return config.model_dump(mode="json", exclude_none=True, exclude_defaults=changed_only)
+    """Plain nested values; unset ones are left out (TOML has no null). changed_only: what differs from the preset."""
+    values = config.model_dump(mode="json", exclude_none=True)
+    if not changed_only:
+        return values
+    base = _build({"preset": config.preset}, "preset").model_dump(mode="json", exclude_none=True)
+    changed: dict[str, Any] = {} if config.preset == "measured" else {"preset": config.preset}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            value = {name: item for name, item in value.items() if name not in base[key] or base[key][name] != item}
+            if value:
+                changed[key] = value
+        elif value != base[key]:
+            changed[key] = value
+    return changed
 
 
 def to_toml(config: Config, comments: bool = True, changed_only: bool = False) -> str:

@@ -112,7 +112,8 @@ class Bus:
             except Exception as error:  # noqa: BLE001 - a tracker may raise anything
                 failed.append((listener, error))
         for listener, _ in failed:
-            self._listeners.remove(listener)
+            if listener in self._listeners:  # it may have left by itself before it failed
+                self._listeners.remove(listener)
         for listener, cause in failed:
             name = getattr(listener, "__qualname__", type(listener).__name__)
             self.emit(Notice(f"{name} stopped listening after {type(cause).__name__}: {cause}"))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import shlex
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,10 +14,10 @@ import torch
 from foretrain import environment
 from foretrain.config import to_mapping
 from foretrain.engine import checkpoint
+from foretrain.engine.batches import Batches
 from foretrain.engine.checkpoint import CheckpointStore
 from foretrain.engine.runfolder import RunFolder
 from foretrain.engine.signals import StopRequest
-from foretrain.engine.state import random_state, restore_random_state
 from foretrain.errors import CheckpointError, DivergenceError, InputError, SaveError
 from foretrain.events import (
     CheckpointRejected,
@@ -51,6 +53,8 @@ class Run:
         self.held_out = held_out
         self.stop = stop
         self.fingerprint = fingerprint
+        self.batches: Batches | None = None
+        self.loader_state: dict[str, Any] | None = None
         self.saved_step = -1
         self.logged_tokens = 0
         self.logged_seconds = 0.0
@@ -72,8 +76,9 @@ class Run:
             if self._patience_is_over():
                 reason = "stopped early"
             elif trainer.global_step < self.config.max_steps:
-                batches = _from_position(loader, trainer.position, self.emit)
-                reason = self._loop(batches)
+                self.batches = Batches(loader, self.emit)
+                with closing(self.batches.after(trainer.position, self.loader_state)) as batches:
+                    reason = self._loop(batches)
             self._finish(reason)
             trainer.clock.stop()
             summary = trainer.summary() | {"reason": reason}
@@ -115,19 +120,21 @@ class Run:
         """Last evaluation and last checkpoint; an interrupted run is saved at once."""
         if reason == "interrupted":
             self._save(must=True)
-            where = f" --out {self.folder.path}" if self.folder is not None else ""
-            self.emit(
-                Notice(
-                    f"{self.stop.requested}: stopped after step {self.trainer.global_step}"
-                    + (f"; go on with: foretrain train{where} --resume" if self.folder is not None else ""),
-                    level="info",
-                )
-            )
+            text = f"{self.stop.requested}: stopped after step {self.trainer.global_step}"
+            self.emit(Notice(text + self._how_to_go_on(), level="info"))
             return
         if reason == "finished" and self.held_out and self.saved_step != self.trainer.global_step:
             self._evaluate()
         if self.saved_step != self.trainer.global_step:
             self._save(must=True)
+
+    def _how_to_go_on(self) -> str:
+        if self.folder is None:
+            return ""
+        path = str(self.folder.path)
+        if "config.toml" in self.folder.files:
+            return f"; go on with: foretrain train --out {shlex.quote(path)} --resume"
+        return f"; go on with fit(..., out={path!r}, resume=True)"
 
     def _announce(self, title: str, details: dict[str, str]) -> None:
         trainer = self.trainer
@@ -223,7 +230,8 @@ class Run:
         with trainer.clock.paused():
             trainer.meter.fetch()
             started = time.perf_counter()
-            state = trainer.state_dict() | {"meta": self._meta()}
+            place = self.batches.state() if self.batches is not None else self.loader_state
+            state = trainer.state_dict() | {"loader": place, "meta": self._meta()}
             try:
                 path = self.store.save(trainer.global_step, state)
             except SaveError as error:
@@ -253,6 +261,7 @@ class Run:
             return
         self._compare(loaded)
         self.trainer.load_state_dict(loaded.state, str(loaded.path))
+        self.loader_state = loaded.state.get("loader")
         self.saved_step = loaded.step
         self.emit(Resumed(loaded.step, str(loaded.path)))
 
@@ -287,30 +296,3 @@ def _flat(mapping: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in mapping.items():
         flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
     return flat
-
-
-def _from_position(loader: Iterable[Any], position: int, emit: Callable[[Any], None]) -> Iterator[Any]:
-    """Endless batches from `position` on; a finite loader starts over at its end."""
-    if hasattr(loader, "seek"):
-        loader.seek(position)
-        yield from loader
-        return
-    if position:
-        emit(
-            Notice(
-                f"the loader has no seek(): reading past {position} batches to get to where the run was",
-                level="info",
-            )
-        )
-    seen, resumed_state = 0, random_state()
-    while True:
-        empty = True
-        for batch in loader:
-            empty = False
-            seen += 1
-            if seen == position:
-                restore_random_state(resumed_state)  # reading may have drawn from it
-            if seen > position:
-                yield batch
-        if empty:
-            raise InputError("the loader gave no batch at all")

@@ -38,12 +38,14 @@ def vocabulary_size(config: Config, corpus: Corpus) -> int:
             "raise or remove it"
         )
     if corpus.tokenizer is None:
-        largest = max(int(part.max()) for part in (corpus.train, corpus.held_out) if len(part))
-        if largest >= size:
+        parts = [part for part in (corpus.train, corpus.held_out) if len(part)]
+        if (largest := max(int(part.max()) for part in parts)) >= size:
             raise DataError(
                 f"vocabulary mismatch: the data holds token {largest}, but model.vocab_size = {size}; "
                 f"set it to at least {largest + 1}"
             )
+        if (smallest := min(int(part.min()) for part in parts)) < 0:
+            raise DataError(f"vocabulary mismatch: the data holds token {smallest}; tokens are numbers from 0 on")
     return size
 
 

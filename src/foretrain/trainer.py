@@ -33,6 +33,9 @@ from foretrain.fit import Run
 from foretrain.show.console import Console
 from foretrain.show.jsonl import JsonlLog
 
+_COUNTS = ("global_step", "position", "tokens", "evaluations_without_best")
+_LOSSES = ("best_val_loss", "last_val_loss", "last_train_loss")
+
 
 def supervised(criterion: Callable[[Tensor, Tensor], Tensor]) -> LossFunction:
     """Loss function for batches of (inputs, targets): `supervised(torch.nn.functional.cross_entropy)`."""
@@ -184,16 +187,11 @@ class HybridTrainer:
             "precision": self.precision.state_dict(),
             "random": random_state(),
             "progress": {
-                "global_step": self.global_step,
-                "position": self.position,
-                "tokens": self.tokens,
+                **{name: getattr(self, name) for name in _COUNTS + _LOSSES},
                 "seconds": self.clock.seconds,
                 "skipped": self.meter.skipped,
                 "skipped_in_a_row": self.meter.skipped_in_a_row,
-                "best_val_loss": self.best_val_loss,
-                "evaluations_without_best": self.evaluations_without_best,
-                "last_val_loss": self.last_val_loss,
-                "last_train_loss": self.last_train_loss,
+                "unread": self.meter.unread,
             },
         }
 
@@ -217,13 +215,13 @@ class HybridTrainer:
         self.precision.load_state_dict(state["precision"])
         restore_random_state(state["random"])
         self.rate.forget()
-        progress = dict(state["progress"])
-        self.clock = Stopwatch(progress.pop("seconds"))
-        self.meter = StepMeter()
-        self.meter.skipped = progress.pop("skipped")
-        self.meter.skipped_in_a_row = progress.pop("skipped_in_a_row")
-        for name, value in progress.items():
-            setattr(self, name, value)
+        progress = state["progress"]
+        self.clock = Stopwatch(float(progress["seconds"]))
+        self.meter = StepMeter(progress["skipped"], progress["skipped_in_a_row"], progress["unread"])
+        for name in _COUNTS:
+            setattr(self, name, int(progress[name]))
+        for name in _LOSSES:
+            setattr(self, name, None if progress[name] is None else float(progress[name]))
 
     # --- a whole run -------------------------------------------------------------------------------------------------
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import glob
 import gzip
+import itertools
 import json
 import lzma
 import sysconfig
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,10 +94,7 @@ def python_sources() -> tuple[Path, ...]:
 
 def read(source: Source, text_field: str, limit: int | None = None) -> Iterator[str]:
     """Every document of the source, in order, at most `limit` of them."""
-    for count, document in enumerate(_read_all(source, text_field)):
-        if limit is not None and count >= limit:
-            return
-        yield document
+    yield from itertools.islice(_read_all(source, text_field), limit)
 
 
 def _read_all(source: Source, text_field: str) -> Iterator[str]:
@@ -116,7 +115,7 @@ def _read_text(path: Path) -> str:
         with _OPENERS.get(path.suffix, open)(path, "rt", encoding="utf-8", errors="replace", newline="") as file:
             text: str = file.read()
             return text
-    except (OSError, EOFError, lzma.LZMAError) as error:
+    except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
         raise DataError(f"{path}: cannot be read ({error}); check the file and its permissions") from None
 
 
@@ -126,7 +125,7 @@ def _read_jsonl(path: Path, field: str) -> Iterator[str]:
             for number, line in enumerate(file, start=1):
                 if line.strip():
                     yield _record_text(json.loads(line), field, f"{path}, line {number}")
-    except (ValueError, OSError, EOFError, lzma.LZMAError) as error:
+    except (ValueError, OSError, EOFError, lzma.LZMAError, zlib.error) as error:
         raise DataError(f"{path}: not JSON lines ({error}); each line must be an object") from None
 
 

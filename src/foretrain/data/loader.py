@@ -163,13 +163,18 @@ class _Failure:
         self.error = error
 
 
+def _like(batch: Any, parts: list[Any]) -> Any:
+    """A tuple, named tuple or list of `parts`, as `batch` is one."""
+    return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+
+
 def _pin(batch: Any) -> Any:
     if isinstance(batch, Tensor):
         return batch.pin_memory()
     if isinstance(batch, dict):
         return {key: _pin(value) for key, value in batch.items()}
     if isinstance(batch, (tuple, list)):
-        return type(batch)(_pin(value) for value in batch)
+        return _like(batch, [_pin(value) for value in batch])
     return batch
 
 
@@ -183,7 +188,7 @@ def _join(pieces: Sequence[Any]) -> Any:
     if isinstance(first, dict):
         return {key: _join([piece[key] for piece in pieces]) for key in first}
     if isinstance(first, (tuple, list)):
-        return type(first)(_join([piece[place] for piece in pieces]) for place in range(len(first)))
+        return _like(first, [_join([piece[place] for piece in pieces]) for place in range(len(first))])
     raise DataError(f"a batch of {type(first).__name__} cannot span two epochs; return tensors, tuples or dicts")
 
 

@@ -34,7 +34,9 @@ def shuffled(indices: NDArray[np.int64], count: int, seed: int, epoch: int) -> N
         return np.zeros_like(indices)
     half = np.uint64(max(1, ((count - 1).bit_length() + 1) // 2))
     mask = np.uint64((1 << int(half)) - 1)
-    key = _mix(np.array([seed], dtype=np.uint64), np.uint64(epoch & 0xFFFFFFFFFFFFFFFF))[0]
+    # seed and epoch are mixed one after the other: from their sum, seed 2 would repeat seed 1 an epoch later
+    stream = np.array([epoch & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64)
+    key = _mix(stream, _mix(np.array([seed], dtype=np.uint64), np.uint64(0x0DE5))[0])[0]
     keys = _mix(np.arange(1, _ROUNDS + 1, dtype=np.uint64), key)
     values = indices.astype(np.uint64)
     outside = np.ones(values.shape, dtype=bool)

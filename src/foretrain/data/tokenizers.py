@@ -130,7 +130,10 @@ def _byte_level(vocabulary: str | None, merges: str | None) -> Any:
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers
 
-    model = models.BPE.from_file(vocabulary, merges) if vocabulary and merges else models.BPE()
+    try:
+        model = models.BPE.from_file(vocabulary, merges) if vocabulary and merges else models.BPE()
+    except Exception as error:  # noqa: BLE001 - the library raises bare Exception for a malformed file
+        raise DataError(f"data.vocabulary: {vocabulary} and {merges} are no GPT-2 vocabulary ({error})") from None
     inner = tokenizers.Tokenizer(model)
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
@@ -146,12 +149,12 @@ def load(path: str | Path) -> Tokenizer:
         raise DataError(
             f"data.tokenizer: {path} cannot be read ({error.strerror}); use byte, char, gpt2, bpe or a tokenizer.json"
         ) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"data.tokenizer: {path} is not JSON ({error})") from None
     kind = content.get("foretrain") if isinstance(content, dict) else None
     if kind == "byte":
         return ByteTokenizer()
-    if kind == "char":
+    if kind == "char" and isinstance(content.get("characters"), str):
         return CharacterTokenizer(content["characters"])
     import tokenizers
 

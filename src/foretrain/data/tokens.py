@@ -52,15 +52,26 @@ def prepare(config: DataConfig, say: Callable[[str], None] = lambda _: None) -> 
     if not (folder / "meta.json").is_file():
         say(f"tokenising {_title(config, source)} (kept in {folder.parent} for the next run)")
         _write(config, source, validation, folder)
-    meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-    return Corpus(
-        train=_map(folder / "train.bin", meta["dtype"], meta["train"]),
-        held_out=_map(folder / "held_out.bin", meta["dtype"], meta["held_out"]),
-        tokenizer=tokenizers.load(folder / "tokenizer.json"),
-        vocab_size=meta["vocab_size"],
-        fingerprint=meta["fingerprint"],
-        title=_title(config, source),
-    )
+    return _read_cache(folder, _title(config, source))
+
+
+def _read_cache(folder: Path, title: str) -> Corpus:
+    try:
+        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+        train = _map(folder / "train.bin", meta["dtype"], meta["train"])
+        held_out = _map(folder / "held_out.bin", meta["dtype"], meta["held_out"])
+        vocab_size, fingerprint = int(meta["vocab_size"]), str(meta["fingerprint"])
+    except (OSError, ValueError, KeyError, TypeError):
+        raise _damaged(folder / "meta.json") from None
+    try:
+        tokenizer = tokenizers.load(folder / "tokenizer.json")
+    except DataError:
+        raise _damaged(folder / "tokenizer.json") from None
+    return Corpus(train, held_out, tokenizer, vocab_size, fingerprint, title)
+
+
+def _damaged(path: Path) -> DataError:
+    return DataError(f"{path}: the token cache is damaged; delete the folder {path.parent} and start again")
 
 
 def _title(config: DataConfig, source: Source) -> str:
@@ -95,13 +106,16 @@ def _key(config: DataConfig, source: Source, validation: Source | None) -> str:
     for name in (config.tokenizer, config.vocabulary):
         path = Path(name).expanduser()
         if name and path.exists():
-            recipe[name] = [str(path.resolve()), path.stat().st_mtime_ns]
+            files = sorted(path.iterdir()) if path.is_dir() else [path]
+            recipe[name] = [[str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
     return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def _map(path: Path, dtype: str, count: int) -> TokenArray:
     if path.stat().st_size != count * np.dtype(dtype).itemsize:
-        raise DataError(f"{path}: the token cache is damaged; delete the folder {path.parent} and start again")
+        raise _damaged(path)
+    if count == 0:
+        return np.zeros(0, dtype=dtype)  # an empty file cannot be mapped
     return np.memmap(path, dtype=dtype, mode="r", shape=(count,))
 
 
@@ -165,9 +179,10 @@ def _write(config: DataConfig, source: Source, validation: Source | None, folder
             yield from ((True, text) for text in documents.read(validation, config.text_field))
 
     tokenizer = _make_tokenizer(config, parts)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=".tmp-", dir=folder.parent))
+    temporary: Path | None = None
     try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=".tmp-", dir=folder.parent))
         meta = _encode(tokenizer, parts(), temporary)
         (temporary / "tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8")
         (temporary / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
@@ -181,7 +196,8 @@ def _write(config: DataConfig, source: Source, validation: Source | None, folder
             f"{folder.parent}: cannot write token files ({error.strerror}); free some space or set data.cache"
         ) from None
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _make_tokenizer(config: DataConfig, parts: Callable[[], Iterator[tuple[bool, str]]]) -> Tokenizer:
@@ -245,15 +261,18 @@ def _read_tokens(source: Source) -> TokenArray:
 def _read_token_file(path: Path) -> TokenArray:
     try:
         if path.suffix == ".npy":
-            array: TokenArray = np.load(path, mmap_mode="r", allow_pickle=False)
+            array: Any = np.load(path, mmap_mode="r", allow_pickle=False)
         else:
             if path.stat().st_size == 0:
                 raise DataError(f"{path}: the token file is empty")
             array = np.memmap(path, dtype="<u2", mode="r")
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, EOFError) as error:
         raise DataError(
             f"{path}: not a token file ({error}); .npy must hold integers, .bin little-endian uint16"
         ) from None
+    if not isinstance(array, np.ndarray):  # an archive of several
+        array.close()
+        raise DataError(f"{path}: not a token file (it holds several arrays); .npy must hold integers")
     if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
         raise DataError(
             f"{path}: tokens must be a one-dimensional array of integers, found {array.dtype} {array.shape}"

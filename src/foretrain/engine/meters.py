@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -29,12 +29,15 @@ class Reading:
 class StepMeter:
     """Collects step outputs without looking at them. `read` is the only place that waits for the device."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, skipped: int = 0, skipped_in_a_row: int = 0, unread: Sequence[tuple[float, float, float]] = ()
+    ) -> None:
         self._outputs: list[Tensor] = []
-        self._read: list[tuple[float, float, float]] = []
-        self.skipped = 0
+        self.unread = [(float(loss), float(norm), float(bad)) for loss, norm, bad in unread]
+        """(loss, gradient norm, skipped) of the steps since the last reading, as far as they were fetched."""
+        self.skipped = int(skipped)
         """Skipped steps so far."""
-        self.skipped_in_a_row = 0
+        self.skipped_in_a_row = int(skipped_in_a_row)
 
     def add(self, output: StepOutput) -> None:
         self._outputs.extend((output.loss, output.gradient_norm, output.skipped))
@@ -50,19 +53,19 @@ class StepMeter:
         for _, _, skipped in rows:
             self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
             self.skipped += int(skipped)
-        self._read.extend(rows)
+        self.unread.extend(rows)
 
     def read(self) -> Reading | None:
         """Averages over good steps since the last call (all steps, if none was good); None if there was no step."""
         self.fetch()
-        rows, self._read = self._read, []
+        rows, self.unread = self.unread, []
         if not rows:
             return None
         good = [row for row in rows if not row[2]] or rows
         return Reading(
             loss=math.fsum(row[0] for row in good) / len(good),
             gradient_norm=math.fsum(row[1] for row in good) / len(good),
-            skipped=len(rows) - len(good),
+            skipped=sum(bool(bad) for _, _, bad in rows),
             steps=len(rows),
         )
 

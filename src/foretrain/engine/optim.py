@@ -28,7 +28,11 @@ def build(model: nn.Module, config: OptimizerConfig) -> Optimizer:
     betas = (config.beta1, config.beta2)
     if config.type == "sgd":
         momentum = 0.9 if config.momentum is None else config.momentum
-        return SGD(groups, rate, momentum=momentum, nesterov=config.nesterov and momentum > 0, fused=True)
+        sgd = SGD(groups, rate, momentum=momentum, nesterov=config.nesterov and momentum > 0, fused=True)
+        if momentum > 0:  # else a skipped first step, as fp16 has it, leaves unwritten memory as momentum
+            for p in trained.values():
+                sgd.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        return sgd
     if config.type in ("adam", "adamw"):
         capturable = isinstance(rate, Tensor)
         optimizer_class = Adam if config.type == "adam" else AdamW

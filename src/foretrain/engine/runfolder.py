@@ -39,15 +39,9 @@ class RunFolder:
             raise InputError(
                 f"--out {self.path}: cannot write there ({error.strerror}); choose another folder"
             ) from None
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not _take_lock(self._lock):
             self._release()
-            raise InputError(
-                f"--out {self.path}: another run is writing there; wait for it or choose another folder"
-            ) from None
-        except OSError:  # a file system without locks: nothing to keep two runs apart with
-            pass
+            raise InputError(f"--out {self.path}: another run is writing there; wait for it or choose another folder")
         if self.holds_run() and not (self.resume or self.overwrite):
             self._release()
             raise InputError(
@@ -86,8 +80,7 @@ class RunFolder:
             self.write(name, text)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Numbers that JSON does not have, such as NaN, become null."""
-        self.write("summary.json", json.dumps(_finite(summary), indent=2) + "\n")
+        self.write("summary.json", json.dumps(finite(summary), indent=2) + "\n")
 
     def _release(self) -> None:
         if self._lock is not None:
@@ -106,9 +99,10 @@ class RunFolder:
         self._release()
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """The same with None for numbers that JSON does not have."""
     if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

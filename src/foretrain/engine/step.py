@@ -53,6 +53,7 @@ class FullStep:
         self.nan_check = nan_check
         self.device = precision.device
         self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.buffers = list(model.buffers()) if nan_check else []
         self.device_skip = supports_device_skip(optimizer)
         self._loss = _bind(model, loss_function, compile_loss)
         self._attention = _attention_order(self.device)
@@ -65,8 +66,13 @@ class FullStep:
 
     def __call__(self, batch: Any) -> StepOutput:
         self.optimizer.zero_grad(set_to_none=True)
+        kept = [buffer.clone() for buffer in self.buffers]
         loss = self._accumulate(batch)
-        return self._update(loss)
+        output = self._update(loss)
+        with torch.no_grad():  # running statistics saw the bad batch too
+            for buffer, before in zip(self.buffers, kept, strict=True):
+                buffer.copy_(torch.where(output.skipped > 0, before, buffer))
+        return output
 
     def _accumulate(self, batch: Any) -> Tensor:
         """Gradients of the mean loss over the whole batch, part by part, each weighed by what it counts."""
@@ -75,10 +81,12 @@ class FullStep:
             self._backward(loss)
             return loss.detach().float()
         parts = [split(batch, self.accumulation, index) for index in range(self.accumulation)]
+        parts = [part for part in parts if rows_of(part)] or parts[:1]
         weights = part_weights(parts, self.device)
         total = torch.zeros((), device=self.device)
         for part, weight in zip(parts, weights, strict=True):
-            loss = self.loss(part) * weight
+            # the mean over a part in which no target counts is no number, and must not count either
+            loss = torch.where(weight > 0, self.loss(part), 0.0) * weight
             self._backward(loss)
             total = total + loss.detach().float()
         return total
@@ -179,15 +187,23 @@ def split(batch: Any, parts: int, index: int) -> Any:
     return map_tensors(batch, part)
 
 
+def rows_of(part: Any) -> int:
+    tensors = tensors_of(part)
+    return tensors[0].shape[0] if tensors and tensors[0].ndim else 1
+
+
 def part_weights(parts: list[Any], device: torch.device) -> Tensor:
-    """Each part's share of the whole batch: by targets that count for token batches, by rows otherwise."""
-    counts = []
-    for part in parts:
-        tensors = tensors_of(part)
-        target = tensors[-1] if tensors else None
-        if target is not None and len(tensors) >= 2 and target.ndim == 2 and not target.is_floating_point():
-            counts.append((target != IGNORED).sum().float())
-        else:
-            counts.append(torch.tensor(float(tensors[0].shape[0]) if tensors else 1.0, device=device))
-    stacked = torch.stack(counts)
-    return stacked / stacked.sum().clamp(min=1.0)
+    """Each part's share of the whole batch: by targets that count where there are targets, by rows otherwise."""
+    counts = torch.stack([_count(part, device) for part in parts])
+    return counts / counts.sum().clamp(min=1.0)
+
+
+def _count(part: Any, device: torch.device) -> Tensor:
+    """How much a part counts, computed where its tensors are: the host never waits for it."""
+    numbers = [t for t in reversed(tensors_of(part)) if t.ndim and not t.is_floating_point()]
+    if not numbers:
+        return torch.full((), float(rows_of(part)), device=device)
+    # Which of them are targets is not known: those are, of which most is ignored; else the last.
+    counted = torch.stack([(t != IGNORED).sum().float() for t in numbers])
+    shares = torch.stack([count / max(1, t.numel()) for count, t in zip(counted.unbind(), numbers, strict=True)])
+    return counted.gather(0, shares.argmin(0, keepdim=True)).squeeze(0)

@@ -55,13 +55,17 @@ def to_huggingface(model: GPT2) -> dict[str, Tensor]:
 @torch.no_grad()
 def from_huggingface(model: GPT2, weights: Mapping[str, Tensor], origin: str = "the given weights") -> None:
     """Copy a `GPT2LMHeadModel`'s (or `GPT2Model`'s) weights into `model`; both must have the same shape."""
+    layers = {int(name.removeprefix("transformer.").split(".")[1]) for name in weights if ".h." in f".{name}"}
+    if layers and max(layers) >= model.shape.layers:
+        raise CheckpointError(
+            f"{origin}: it has {max(layers) + 1} layers, the model {model.shape.layers}; set model.layers to the same"
+        )
+    copies: list[tuple[Tensor, Tensor]] = []
     for name, parameter in model.state_dict().items():
         foreign = _foreign_name(name)
         value = weights.get(foreign, weights.get(foreign.removeprefix("transformer.")))
         if value is None:
-            raise CheckpointError(
-                f"{origin}: no tensor {foreign}; is it a GPT-2 with at least {model.shape.layers} layers?"
-            )
+            raise CheckpointError(f"{origin}: no tensor {foreign}; is it a GPT-2 with {model.shape.layers} layers?")
         if _is_transposed(name):
             value = value.t()
         target = parameter[: model.shape.vocab_size] if name == "token_embedding.weight" else parameter
@@ -70,7 +74,33 @@ def from_huggingface(model: GPT2, weights: Mapping[str, Tensor], origin: str = "
                 f"{origin}: {foreign} has shape {list(value.shape)}, the model needs {list(target.shape)}; "
                 "choose the model.type, width, context and vocab_size of those weights"
             )
+        copies.append((target, value))
+    for target, value in copies:
         target.copy_(value)
+
+
+def _check_config(model: GPT2, path: Path) -> None:
+    """Weights of equal shapes may still mean another function; `config.json` tells."""
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"model.weights: {path} cannot be read ({error})") from None
+    wanted = {
+        "n_head": model.shape.heads,
+        "activation_function": "gelu_new",
+        "tie_word_embeddings": True,
+        "layer_norm_epsilon": 1e-5,
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
+    }
+    for name, value in wanted.items():
+        if config.get(name, value) != value:
+            raise CheckpointError(
+                f"model.weights: {path} says {name} = {config[name]}, the model needs {value}; "
+                "choose the settings of those weights, or other weights"
+            )
 
 
 def save(model: GPT2, folder: str | Path) -> Path:
@@ -109,4 +139,5 @@ def load(model: GPT2, folder: str | Path) -> None:
         weights = load_file(path)
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"model.weights: {path} is not a readable safetensors file ({error})") from None
+    _check_config(model, path.with_name("config.json"))
     from_huggingface(model, weights, str(path))

@@ -1,0 +1,50 @@
+"""Endless batches of any loader, and the way back to one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable
+from typing import Any
+
+from foretrain.engine.state import random_state, restore_random_state
+from foretrain.errors import InputError
+from foretrain.events import Event, Notice
+
+
+class Batches:
+    """A loader with `seek(position)` goes anywhere at once; any other is read again from its start.
+
+    A finite one starts over at its end. Where its order is drawn anew for each pass, as in a shuffled torch DataLoader,
+    it follows from the random state that the pass began with, which is why `state` holds that.
+    """
+
+    def __init__(self, loader: Iterable[Any], emit: Callable[[Event], None]) -> None:
+        self._loader = loader
+        self._emit = emit
+        self._pass: dict[str, Any] | None = None
+
+    def state(self) -> dict[str, Any] | None:
+        """Which pass over the loader this is. Nothing to know for one that can seek."""
+        return self._pass
+
+    def after(self, position: int, state: dict[str, Any] | None = None) -> Generator[Any, None, None]:
+        """The batches after the first `position` ones. `state`: as it was when the run was there."""
+        if hasattr(self._loader, "seek"):
+            self._loader.seek(position)
+            yield from self._loader
+            return
+        if position:
+            text = f"the loader has no seek(): reading past {position} batches to get to where the run was"
+            self._emit(Notice(text, level="info"))
+        seen, random_there = 0, random_state()
+        while True:
+            if state is not None and seen == state["start"] < position:
+                restore_random_state(state["random"])
+            self._pass = {"start": seen, "random": random_state()}
+            for batch in self._loader:
+                seen += 1
+                if seen == position:
+                    restore_random_state(random_there)  # reading has drawn from it
+                if seen > position:
+                    yield batch
+            if seen == self._pass["start"]:
+                raise InputError("the loader gave no batch at all; it must give the same batches every time it is read")

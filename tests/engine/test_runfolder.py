@@ -1,0 +1,234 @@
+"""The run folder: one run at a time, files that are whole, and nothing touched before it is sure."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from foretrain.engine import files, runfolder
+from foretrain.engine.files import make_folder, remove, write_atomic
+from foretrain.engine.runfolder import RunFolder
+from foretrain.errors import InputError, SaveError
+from foretrain.events import Notice, RunEnded
+from foretrain.show.jsonl import JsonlLog
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+# --- the lock --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{"resume": False}, {"resume": True}, {"resume": False, "overwrite": True}])
+def test_two_runs_never_share_a_folder(options: dict[str, bool], tmp_path: Path) -> None:
+    with RunFolder(tmp_path / "run", resume=False) as first:
+        first.write("config.toml", "mine")
+        with pytest.raises(InputError, match="another run is writing there; wait for it or choose another folder"):
+            RunFolder(tmp_path / "run", **options).__enter__()
+        assert (tmp_path / "run" / "config.toml").read_text() == "mine"
+    with RunFolder(tmp_path / "run", resume=True):
+        pass
+
+
+def test_the_lock_ends_with_the_run_even_after_an_error(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError), RunFolder(tmp_path, resume=False):
+        raise RuntimeError
+    with RunFolder(tmp_path, resume=False):
+        pass
+
+
+def test_a_file_system_without_locks_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsupported(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    with RunFolder(tmp_path / "run", resume=False) as folder:
+        folder.write("config.toml", "")
+
+
+# --- a folder that holds a run ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sign", ["metrics.jsonl", "checkpoints"])
+def test_a_run_is_not_overwritten_unasked(sign: str, tmp_path: Path) -> None:
+    (tmp_path / sign).mkdir()
+    with pytest.raises(InputError, match=r"already holds a run; go on with --resume, replace it with --overwrite"):
+        RunFolder(tmp_path, resume=False).__enter__()
+    with RunFolder(tmp_path, resume=True), pytest.raises(InputError, match="another run is writing"):
+        RunFolder(tmp_path, resume=True).__enter__()
+
+
+def test_overwriting_removes_the_files_of_a_run_and_no_other(tmp_path: Path) -> None:
+    for name in ("checkpoints/step-00000001", "model", "mine"):
+        (tmp_path / name).mkdir(parents=True)
+    for name in ("config.toml", "metrics.jsonl", "summary.json", "tokenizer.json", "notes.txt", "model/x", "mine/y"):
+        (tmp_path / name).write_text("")
+    with RunFolder(tmp_path, resume=False, overwrite=True) as folder:
+        assert folder.holds_run()  # nothing is removed before the new run is sure to begin
+        folder.clear()
+        assert not folder.holds_run()
+    assert names(tmp_path) == [".lock", "mine", "notes.txt"]
+    assert names(tmp_path / "mine") == ["y"]
+
+
+def test_overwriting_never_follows_a_link(tmp_path: Path) -> None:
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "file").write_text("")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").symlink_to(tmp_path / "precious")
+    with RunFolder(tmp_path / "run", resume=False, overwrite=True) as folder:
+        folder.clear()
+    assert names(tmp_path / "precious") == ["file"]
+    assert names(tmp_path / "run") == [".lock"]
+
+
+def test_what_cannot_be_removed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> None:
+        raise OSError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(runfolder, "remove", refuse)
+    with (
+        RunFolder(tmp_path, resume=False, overwrite=True) as folder,
+        pytest.raises(InputError, match="cannot delete the earlier run \\(Permission denied\\); choose another folder"),
+    ):
+        folder.clear()
+
+
+def test_a_run_that_never_began_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError), RunFolder(tmp_path / "new", resume=False):
+        raise RuntimeError
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_run_that_began_leaves_everything(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    with pytest.raises(RuntimeError), RunFolder(tmp_path / "there", resume=False):
+        raise RuntimeError
+    assert (tmp_path / "there").exists()
+    with contextlib.suppress(RuntimeError), RunFolder(tmp_path / "new", resume=False) as folder:
+        folder.write("config.toml", "")
+        raise RuntimeError
+    assert names(tmp_path / "new") == [".lock", "config.toml"]
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file", tmp_path / "file" / "run"):
+        with pytest.raises(InputError, match=r"cannot write there .*; choose another folder"):
+            RunFolder(path, resume=False).__enter__()
+
+
+# --- its files -------------------------------------------------------------------------------------------------------
+
+
+def test_its_description_is_written_when_asked_for(tmp_path: Path) -> None:
+    with RunFolder(tmp_path, resume=False) as folder:
+        folder.files["config.toml"] = "seed = 1"
+        assert names(tmp_path) == [".lock"]
+        folder.describe()
+    assert (tmp_path / "config.toml").read_text() == "seed = 1"
+
+
+def test_a_summary_is_json_whatever_the_numbers(tmp_path: Path) -> None:
+    with RunFolder(tmp_path, resume=False) as folder:
+        folder.write_summary({"loss": math.nan, "more": {"best": -math.inf, "list": [1.5, math.inf]}, "steps": 3})
+
+    def no_constant(text: str) -> float:
+        raise AssertionError(text)
+
+    content = json.loads((tmp_path / "summary.json").read_text(), parse_constant=no_constant)
+    assert content == {"loss": None, "more": {"best": None, "list": [1.5, None]}, "steps": 3}
+
+
+def test_a_file_that_cannot_be_replaced_keeps_its_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def half(path: Path, text: str) -> None:
+        path.write_text(text[: len(text) // 2])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with RunFolder(tmp_path, resume=False) as folder:
+        folder.write("config.toml", "old content")
+        monkeypatch.setattr(files, "write_synced", half)
+        with pytest.raises(SaveError, match=r"config\.toml: cannot write it: the disk is full .* Free some space"):
+            folder.write("config.toml", "new content")
+    assert (tmp_path / "config.toml").read_text() == "old content"
+    assert names(tmp_path) == [".lock", "config.toml"]
+
+
+def test_write_atomic_leaves_no_trace(tmp_path: Path) -> None:
+    write_atomic(tmp_path / "a.txt", "ä")
+    write_atomic(tmp_path / "a.txt", "ö")
+    assert (tmp_path / "a.txt").read_text(encoding="utf-8") == "ö"
+    assert names(tmp_path) == ["a.txt"]
+
+
+def test_make_folder_and_remove(tmp_path: Path) -> None:
+    make_folder(tmp_path / "a" / "b")
+    make_folder(tmp_path / "a" / "b")
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    (tmp_path / "file").write_text("")
+    remove(tmp_path / "link")
+    assert (tmp_path / "a" / "b").is_dir()
+    for name in ("a", "file", "none"):
+        remove(tmp_path / name)
+    assert names(tmp_path) == []
+
+
+# --- metrics.jsonl ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("before", "kept"),
+    [
+        (b"", b""),
+        (b'{"a": 1}\n', b'{"a": 1}\n'),
+        (b'{"a": 1}\n{"b": 2}\n{"c', b'{"a": 1}\n{"b": 2}\n'),
+        (b'{"a', b""),
+        (b'{"a": 1}\n' + b"\x00" * 500, b'{"a": 1}\n'),
+        (b'{"a": 1}\n{"b": "' + b"x" * 300_000, b'{"a": 1}\n'),
+        (b"\n", b"\n"),
+    ],
+    ids=["empty", "whole", "torn", "torn first", "zeros", "long", "blank"],
+)
+def test_a_torn_line_of_the_log_is_cut_off(before: bytes, kept: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(before)
+    log = JsonlLog(path)
+    log(Notice("on it goes"))
+    log.close()
+    line = {"event": "Notice", "message": "on it goes", "level": "warning"}
+    assert path.read_bytes().startswith(kept)
+    assert json.loads(path.read_bytes()[len(kept) :]) == line
+
+
+def test_the_log_holds_no_numbers_that_json_lacks(tmp_path: Path) -> None:
+    log = JsonlLog(tmp_path / "metrics.jsonl")
+    log(RunEnded(3, "failed", {"loss": math.nan}))
+    log.close()
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"event": "RunEnded", "step": 3, "reason": "failed"}
+
+
+def test_a_log_that_cannot_be_opened_is_an_error_of_one_line(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(InputError, match=r"metrics\.jsonl: cannot write the log"):
+        JsonlLog(tmp_path / "metrics.jsonl")
+
+
+def test_closing_a_log_on_a_full_disk_raises_nothing(tmp_path: Path) -> None:
+    log: Any = JsonlLog(tmp_path / "metrics.jsonl")
+    inner = log._file
+
+    class Full:
+        def close(self) -> None:
+            inner.close()
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    log._file = Full()
+    log.close()
