@@ -180,6 +180,7 @@ def main() -> int:
     os.environ["PATH"] = (
         f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # this environment's foretrain
     )
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # the runs are side by side
     os.environ["COLUMNS"] = "300"
     matrices: dict[str, list[Row]] = {}
     for name, keep in SETUPS.items():

@@ -80,6 +80,28 @@ def test_a_signal_stops_and_saves_and_the_printed_command_goes_on(
     assert ends[0].read_bytes() == ends[1].read_bytes()
 
 
+def test_a_kill_needs_no_goodbye(workshop: Any, foretrain: Callable[..., tuple[int, str]]) -> None:
+    out = workshop.folder / "run"
+    process = start(FORETRAIN, "train", "tiny.toml", "--out", "run", *settings(*ENDLESS, "checkpoint.interval=7"))
+    try:
+        wait_until(lambda: steps_in(out / "metrics.jsonl") >= 20, process)
+    finally:
+        process.kill()
+        assert process.wait(60) == -signal.SIGKILL
+    steps = steps_in(out / "metrics.jsonl")
+    assert not (out / "summary.json").exists()
+
+    last = f"max_steps={steps + 10}"
+    code, printed = foretrain("train", "--out", "run", "--resume", "--set", last)
+    assert code == 0
+    match = re.search(r"resumed from step (\d+)", printed)
+    assert match is not None
+    assert steps - 7 <= int(match[1]) <= steps + 1
+    run.train(config.load("tiny.toml", [*ENDLESS, last]).config, "straight", progress=False)
+    ends = [workshop.folder / name / "model" / "model.safetensors" for name in ("run", "straight")]
+    assert ends[0].read_bytes() == ends[1].read_bytes()
+
+
 STUCK = """
 import signal, sys, time
 import torch

@@ -99,6 +99,17 @@ class RunFolder:
         self._release()
 
 
+def _take_lock(descriptor: int) -> bool:
+    """False if another run holds it. Where the file system has no locks, nothing keeps two runs apart."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
 def finite(value: Any) -> Any:
     """The same with None for numbers that JSON does not have."""
     if isinstance(value, Mapping):

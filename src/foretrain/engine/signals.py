@@ -24,7 +24,7 @@ class StopRequest:
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:
-                if signal.getsignal(number) is not signal.SIG_IGN:
+                if signal.getsignal(number) not in (signal.SIG_IGN, None):  # None: not Python's to give back
                     self._before[number] = signal.signal(number, self._handle)
         return self
 
