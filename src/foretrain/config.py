@@ -1,308 +1,55 @@
-"""Every setting: its name, its default, its limits and what it does. TOML in and out, presets, `--set`."""
+"""Configurations: TOML in and out, presets, other names, `--set`. The settings themselves are in `schema.py`."""
 
 from __future__ import annotations
 
 import difflib
-import json
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import ValidationError
 
 from foretrain.errors import ConfigError
 from foretrain.names import BARE_ALIASES, KEY_ALIASES, PRESETS, RESERVED, SECTION_ALIASES, VALUE_ALIASES
+from foretrain.schema import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    EngineConfig,
+    EvaluationConfig,
+    GuardConfig,
+    LogConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    ScheduleConfig,
+    Setting,
+    settings,
+)
 
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Fraction = Annotated[float, Field(ge=0, lt=1)]
-Count = Annotated[int, Field(ge=1)]
-CountOrZero = Annotated[int, Field(ge=0)]
-Switch = Literal["auto", True, False]
-
-
-class Section(BaseModel):
-    """One section of the configuration file."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-
-
-class ModelConfig(Section):
-    """What is trained: a GPT-2 of a named size; single numbers can be changed."""
-
-    type: Literal["gpt2-tiny", "gpt2-small", "gpt2-medium", "gpt2-large", "gpt2-xl"] = "gpt2-tiny"
-    """Size: tiny 0.8M, small 124M, medium 355M, large 774M, xl 1558M parameters."""
-    layers: Count | None = None
-    """Number of transformer blocks. Unset: as in `type`."""
-    heads: Count | None = None
-    """Attention heads per block; must divide `width`. Unset: as in `type`, or width / 64 for another width."""
-    width: Count | None = None
-    """Size of the residual stream. Unset: as in `type`."""
-    context: Count | None = None
-    """Tokens per sequence. Unset: as in `type`."""
-    vocab_size: Count | None = None
-    """Number of different tokens. Unset: as many as the tokenizer knows."""
-    dropout: Fraction = 0.0
-    """Share of activations dropped while training. Helps against overfitting on small data."""
-    bias: bool = True
-    """Bias terms in linear layers and norms, as GPT-2 has them."""
-    normalization: Literal["layernorm", "rmsnorm"] = "layernorm"
-    """Norm before each attention and feed-forward part. Only `layernorm` can be exported as GPT-2."""
-    initialization: Literal["gpt2", "xavier_uniform"] = "gpt2"
-    """First weights: normal with std 0.02 and scaled residual projections, or Xavier uniform."""
-    weights: str = ""
-    """Folder with a GPT-2 in Hugging Face's format (`model.safetensors`) to start from. Empty: fresh weights."""
-    residual: Literal[True] = True
-    """Residual connections. GPT-2 always has them; `false` is refused."""
-
-
-class DataConfig(Section):
-    """What it is trained on, and what is held out."""
-
-    path: str | list[str] = ""
-    """File, folder or glob, or a list of them: text, .jsonl, .parquet, .bin/.npy tokens (also .gz/.xz for text and
-    JSONL), or `hf:NAME[:SPLIT]` for a Hugging Face dataset. Empty: the Python standard library's source files."""
-    tokenizer: str = "byte"
-    """`byte`, `char`, `gpt2` (needs `vocabulary`), `bpe` (trained on the data), or the path of a tokenizer.json."""
-    vocabulary: str = ""
-    """Folder that holds GPT-2's `encoder.json` and `vocab.bpe` (or `vocab.json` and `merges.txt`)."""
-    bpe_size: Annotated[int, Field(ge=257, le=1_000_000)] = 4096
-    """Vocabulary size when `tokenizer = "bpe"`."""
-    text_field: str = "text"
-    """Name of the text field in JSONL, Parquet and Hugging Face records."""
-    held_out: Annotated[float, Field(gt=0, lt=1)] = 0.1
-    """Share that is never trained on: whole documents where there are at least 100, else the end of the text."""
-    validation_path: str | list[str] = ""
-    """Separate held-out data; then all of `path` is trained on."""
-    max_documents: Count | None = None
-    """Read only this many documents."""
-    cache: str = ""
-    """Folder for token files. Empty: the user's cache folder."""
-    prefetch: CountOrZero = 4
-    """Batches prepared ahead by a background thread. 0: none, prepared when needed."""
-
-
-class OptimizerConfig(Section):
-    """How the weights are updated."""
-
-    type: Literal["adamw", "adam", "sgd", "muon"] = "adamw"
-    """`muon` orthogonalises the updates of hidden matrices and uses AdamW for everything else."""
-    learning_rate: Positive = 2e-3
-    """Peak learning rate."""
-    weight_decay: NonNegative = 0.1
-    """Pull towards zero, on matrices only. Decoupled from the gradient, except for `adam` and `sgd`."""
-    beta1: Fraction = 0.9
-    """Averaging of the gradient in Adam and AdamW."""
-    beta2: Fraction = 0.95
-    """Averaging of the squared gradient in Adam and AdamW."""
-    epsilon: Positive = 1e-8
-    """Added to the denominator in Adam and AdamW."""
-    momentum: Fraction | None = None
-    """Momentum of `sgd` (0.9 if unset) and `muon` (0.95 if unset)."""
-    nesterov: bool = True
-    """Nesterov momentum in `sgd` and `muon`."""
-    rest_learning_rate: Positive | None = None
-    """Peak learning rate of the AdamW part of `muon`. Unset: `learning_rate`."""
-    muon_scale: Literal["original", "match_rms_adamw"] = "original"
-    """How `muon` scales its step by matrix shape: sqrt(max(1, rows/columns)), or 0.2 sqrt(max(rows, columns)), which
-    makes AdamW's learning rates fit."""
-    gradient_clip_norm: NonNegative = 1.0
-    """Largest allowed global gradient norm. 0: no clipping."""
-
-
-class ScheduleConfig(Section):
-    """The learning rate over the run. Steps left unset follow from `max_steps`."""
-
-    type: Literal["wsd", "cosine", "constant", "warmup", "cyclic"] = "wsd"
-    """`wsd`: warm-up, stable, decay. `warmup`: warm-up, then constant. `cyclic` disturbs prediction."""
-    warmup_steps: CountOrZero | None = None
-    """Steps of linear warm-up. Unset: 5 % of `max_steps`, 1000 at most (none for `constant` and `cyclic`)."""
-    warmup_rate: NonNegative = 0.0
-    """Learning rate the warm-up starts from."""
-    stable_steps: CountOrZero | None = None
-    """Steps at the peak in `wsd`. Unset: what warm-up and decay leave."""
-    decay_steps: Count | None = None
-    """Steps of decay in `wsd` (unset: 30 % of `max_steps`, or what is left after `stable_steps`), and in `cosine`
-    (unset: all after the warm-up)."""
-    decay: Literal["cosine", "linear"] = "linear"
-    """Shape of the decay in `wsd`."""
-    final_rate: NonNegative = 0.0
-    """Learning rate at the end of the decay, and ever after."""
-    base_rate: Positive = 1e-5
-    """Lowest rate of `cyclic`; the highest is `optimizer.learning_rate`."""
-    cycle_length: Annotated[int, Field(ge=2)] = 1000
-    """Steps per cycle in `cyclic`."""
-    mode: Literal["triangular", "triangular2", "exp_range"] = "triangular"
-    """`cyclic`: constant height, half the height after each cycle, or height shrinking by `gamma` each step."""
-    gamma: Annotated[float, Field(gt=0, le=1)] = 0.9999
-    """Shrinking per step in `exp_range`."""
-
-
-class PrecisionConfig(Section):
-    """Number formats."""
-
-    type: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Format of the forward and backward pass; weights stay fp32. `auto`: bf16 on a GPU that has it, else fp32."""
-    narrow_residual: bool = True
-    """With bf16 or fp16: keep the sum that runs through the blocks in that format too. Less memory, faster."""
-    tf32: bool = True
-    """Let fp32 matrix products on the GPU use TF32."""
-    loss_scale: Positive = 65536.0
-    """First loss scale with fp16; it then adapts: halved on overflow, doubled after `growth_interval` good steps."""
-    growth_interval: Count = 2000
-    """Good steps before the fp16 loss scale doubles."""
-
-
-class EngineConfig(Section):
-    """How a step is executed. None of these changes what is computed, only how fast and in how much memory."""
-
-    compile: Switch = "auto"
-    """`torch.compile`. `auto`: on a CUDA GPU."""
-    cuda_graph: Switch = "auto"
-    """Record the whole step as one CUDA graph. `auto`: where launching kernels takes longer than running them."""
-    fused_loss: Switch = "auto"
-    """Output layer and cross-entropy in slices, so that all logits never exist at once. `auto`: when they would take
-    more than 256 MB on a CUDA GPU (where it is also faster) or 1 GB elsewhere."""
-    activation_checkpointing: bool = False
-    """Recompute each block in the backward pass instead of keeping its activations."""
-    deterministic: bool = False
-    """Refuse operations whose result can differ between two runs (slower on a GPU)."""
-
-
-class EvaluationConfig(Section):
-    """How the held-out loss is measured."""
-
-    interval: CountOrZero | None = None
-    """Steps between evaluations. Unset: ten per run. 0: only at the end."""
-    batches: Count = 40
-    """Held-out batches per evaluation, always the same ones; all of them if there are fewer."""
-    ema_decay: Fraction = 0.0
-    """Evaluate (and export) an exponential moving average of the weights with this decay. 0: the weights themselves."""
-    early_stopping_patience: CountOrZero = 0
-    """Stop after this many evaluations in a row without a new best held-out loss. 0: never."""
-
-
-class CheckpointConfig(Section):
-    """When the whole state is saved, and how much is kept."""
-
-    interval: CountOrZero | None = None
-    """Steps between checkpoints. Unset: five per run. 0: only at the end and on Ctrl-C or SIGTERM."""
-    keep: Annotated[int, Field(ge=2)] = 2
-    """Newest checkpoints that stay on disk; at least 2, so that a damaged one can be replaced by the one before."""
-
-
-class GuardConfig(Section):
-    """What happens when a loss or gradient is not a number."""
-
-    nan_check: bool = True
-    """Skip the update of a step whose loss or gradient is NaN or infinite. The check costs no host synchronisation."""
-    max_skipped_steps: Count = 25
-    """Give up, with a saved checkpoint, after this many skipped steps in a row."""
-
-
-class LogConfig(Section):
-    """What is written while the run goes on."""
-
-    interval: Count = 10
-    """Steps between entries in `metrics.jsonl` and updates of the progress line."""
-
-
-class Config(Section):
-    """The whole configuration of a run."""
-
-    preset: Literal[
-        "measured",
-        "small",
-        "medium",
-        "large",
-        "specialist",
-        "generalist",
-        "conservative",
-        "balanced",
-        "aggressive",
-    ] = "measured"
-    """A set of values to start from; everything else in the file overrides it."""
-    max_steps: Count = 800
-    """Length of the run in optimizer steps."""
-    batch_size: Count = 16
-    """Sequences per optimizer step."""
-    accumulation_steps: Count = 1
-    """Split each batch into this many parts and add up their gradients: same result, less memory."""
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 1
-    """Decides first weights, data order and dropout."""
-    device: str = "auto"
-    """`auto` (a GPU if there is one), `cpu`, `cuda`, `cuda:1`, `mps`."""
-    model: ModelConfig = ModelConfig()
-    data: DataConfig = DataConfig()
-    optimizer: OptimizerConfig = OptimizerConfig()
-    schedule: ScheduleConfig = ScheduleConfig()
-    precision: PrecisionConfig = PrecisionConfig()
-    engine: EngineConfig = EngineConfig()
-    evaluation: EvaluationConfig = EvaluationConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    guard: GuardConfig = GuardConfig()
-    log: LogConfig = LogConfig()
-
-    @model_validator(mode="after")
-    def _parts_fit_together(self) -> Config:
-        if self.batch_size % self.accumulation_steps:
-            raise ValueError(
-                f"accumulation_steps = {self.accumulation_steps} does not divide batch_size = {self.batch_size}"
-            )
-        warmup = self.schedule.warmup_steps or 0
-        if self.schedule.type in ("wsd", "cosine") and warmup >= self.max_steps > 1:
-            raise ValueError(f"schedule.warmup_steps = {warmup} leaves nothing of max_steps = {self.max_steps}")
-        if self.schedule.type == "cyclic" and self.schedule.base_rate > self.optimizer.learning_rate:
-            raise ValueError(
-                f"schedule.base_rate = {self.schedule.base_rate} is above "
-                f"optimizer.learning_rate = {self.optimizer.learning_rate}"
-            )
-        return self
-
-
-@dataclass(frozen=True)
-class Setting:
-    """One setting, for listings."""
-
-    name: str
-    default: Any
-    kind: str
-    meaning: str
-
-
-def settings(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[Setting]:
-    """Every setting in schema order."""
-    for key, info in section.model_fields.items():
-        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
-            yield from settings(info.annotation, f"{prefix}{key}.")
-        else:
-            kind = _describe(info.annotation, info.metadata)
-            yield Setting(prefix + key, info.default, kind, " ".join((info.description or "").split()))
-
-
-def _describe(annotation: Any, metadata: Sequence[Any]) -> str:
-    origin = get_origin(annotation)
-    if origin is Annotated:
-        return _describe(get_args(annotation)[0], annotation.__metadata__)
-    arguments = get_args(annotation)
-    if origin is Literal:
-        return " | ".join(json.dumps(value) for value in arguments)
-    if arguments and origin is not list:
-        kinds = [_describe(part, metadata) for part in arguments if part is not type(None)]
-        return " or ".join(kinds)
-    name = {int: "integer", float: "number", str: "string", bool: "true | false"}.get(annotation)
-    limits = []
-    for item in metadata:
-        for part in getattr(item, "metadata", [item]):
-            for sign, attribute in (("≥", "ge"), (">", "gt"), ("≤", "le"), ("<", "lt")):
-                if getattr(part, attribute, None) is not None:
-                    limits.append(f"{sign} {getattr(part, attribute)}")
-    if name is None:
-        name = "list of strings"
-    return f"{name} {', '.join(limits)}".strip()
-
+__all__ = [
+    "KNOWN",
+    "CheckpointConfig",
+    "Config",
+    "DataConfig",
+    "EngineConfig",
+    "EvaluationConfig",
+    "GuardConfig",
+    "Loaded",
+    "LogConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "PrecisionConfig",
+    "ScheduleConfig",
+    "Setting",
+    "from_mapping",
+    "load",
+    "settings",
+    "to_mapping",
+    "to_toml",
+]
 
 KNOWN = frozenset(setting.name for setting in settings())
 
