@@ -33,40 +33,43 @@ Settings = Annotated[
         help="Change one setting, for example `--set optimizer.learning_rate=3e-4`. Repeatable.",
     ),
 ]
-Json = Annotated[bool, Parameter(name="--json", negative=(), help="Print the result as JSON on standard output.")]
+
+
+def flag(text: str, name: str | None = None) -> Parameter:
+    return Parameter(name=name, negative=(), show_default=False, help=text)
+
+
+Json = Annotated[bool, flag("Print the result as JSON on standard output.", "--json")]
 
 
 @app.command
 def train(
-    config: Path | None = None,
+    config: Annotated[
+        Path | None,
+        Parameter(
+            help="TOML file; `foretrain config init FILE` writes one. None: the defaults, which train a small GPT on "
+            "Python's own source code; with `--resume`, the run folder's own file."
+        ),
+    ] = None,
     /,
     *,
     set_: Settings = None,
     out: Annotated[Path | None, Parameter(help="Run folder. Unset: a new one in `runs/`.")] = None,
-    resume: Annotated[bool, Parameter(negative=(), help="Go on from the newest intact checkpoint in `--out`.")] = False,
-    overwrite: Annotated[bool, Parameter(negative=(), help="Replace an earlier run in `--out`.")] = False,
-    quiet: Annotated[bool, Parameter(negative=(), help="No progress, only errors.")] = False,
+    resume: Annotated[bool, flag("Go on from the newest intact checkpoint in `--out`.")] = False,
+    overwrite: Annotated[bool, flag("Replace an earlier run in `--out`.")] = False,
+    quiet: Annotated[bool, flag("No progress, only errors.")] = False,
     json_: Json = False,
 ) -> None:
     """Train a model.
 
-    Examples:
-
-    `foretrain train` trains a small GPT on Python's own source code.
-
     `foretrain train my.toml --out runs/mine` trains what `my.toml` says.
 
-    `foretrain train --out runs/mine --resume` goes on after a stop, a crash or a kill.
+    `foretrain train --out runs/mine --resume` goes on after a stop, a crash or a kill, and ends with the same bits.
 
     `foretrain train --set data.path=book.txt --set max_steps=2000` trains on your text.
 
     Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP stop it after the step it is in: everything is saved, and the exit code is 128
     plus the signal's number (Ctrl-C 130, SIGTERM 143). A second signal ends it at once.
-
-    Parameters
-    ----------
-    config:
-        TOML file; `foretrain config init FILE` writes one. With `--resume` and no file, the run folder's own is used.
     """
     from foretrain.config import load
 
@@ -96,16 +99,12 @@ def train(
 
 
 @app.command
-def export(source: Path, folder: Path, /) -> None:
-    """Write a checkpoint as a Hugging Face GPT-2 folder (config.json, model.safetensors).
-
-    Parameters
-    ----------
-    source:
-        A run folder (its newest checkpoint is taken) or one checkpoint folder.
-    folder:
-        Where to write.
-    """
+def export(
+    source: Annotated[Path, Parameter(help="A run folder (its newest checkpoint is taken) or one checkpoint folder.")],
+    folder: Annotated[Path, Parameter(help="Where to write.")],
+    /,
+) -> None:
+    """Write a checkpoint as a Hugging Face GPT-2 folder (config.json, model.safetensors)."""
     from foretrain.run import export_checkpoint
 
     _print(str(export_checkpoint(source, folder)))
