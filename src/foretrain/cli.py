@@ -13,6 +13,7 @@ from typing import Annotated, Any
 from cyclopts import App, CycloptsError, Parameter
 
 from foretrain.errors import ConfigError, ForetrainError, InputError
+from foretrain.events import CheckpointRejected, Event, Notice
 
 app = App(
     name="foretrain",
@@ -57,7 +58,7 @@ def train(
     out: Annotated[Path | None, Parameter(help="Run folder. Unset: a new one in `runs/`.")] = None,
     resume: Annotated[bool, flag("Go on from the newest intact checkpoint in `--out`.")] = False,
     overwrite: Annotated[bool, flag("Replace an earlier run in `--out`.")] = False,
-    quiet: Annotated[bool, flag("No progress, only errors.")] = False,
+    quiet: Annotated[bool, flag("No progress, only warnings and errors.")] = False,
     json_: Json = False,
 ) -> None:
     """Train a model.
@@ -91,7 +92,10 @@ def train(
     from foretrain.engine.runfolder import finite
     from foretrain.run import train as run
 
-    summary = run(loaded.config, out, resume=resume, overwrite=overwrite, progress=not quiet, say=say)
+    listeners = [_warn] if quiet else []
+    summary = run(
+        loaded.config, out, resume=resume, overwrite=overwrite, progress=not quiet, listeners=listeners, say=say
+    )
     if json_:
         _print(json.dumps(finite(summary), indent=2))
     if summary["reason"] == "interrupted":  # saved, but not finished: a shell's `&&` and a scheduler must know
@@ -186,6 +190,14 @@ def _print(text: str) -> None:
 def _say(text: str) -> None:
     sys.stderr.write(text + "\n")
     sys.stderr.flush()
+
+
+def _warn(event: Event) -> None:
+    """What even a quiet run must say."""
+    if isinstance(event, CheckpointRejected):
+        _say(f"warning: damaged checkpoint put aside as {event.path}: {event.reason}")
+    elif isinstance(event, Notice) and event.level == "warning":
+        _say(f"warning: {event.message}")
 
 
 def _silent(text: str) -> None:

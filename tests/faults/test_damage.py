@@ -132,3 +132,12 @@ def test_export_refuses_a_damaged_checkpoint(workshop: Any) -> None:
     assert code == 2
     assert "step-00000009/model.safetensors is damaged" in printed
     assert not (workshop.folder / "refused").exists()
+
+
+def test_a_quiet_run_still_says_that_a_checkpoint_is_damaged(workshop: Any) -> None:
+    (workshop.newest / "model.safetensors").write_bytes(b"")
+    code, printed = workshop.resume("--quiet")
+    assert code == 0
+    assert "model.safetensors is damaged" in printed
+    assert "held-out loss" not in printed
+    assert workshop.is_as_undisturbed()
