@@ -259,14 +259,15 @@ class Run:
         if loaded is None:
             self.emit(Notice(f"{self.store.root} holds no checkpoint yet: starting at step 0", level="info"))
             return
-        self._compare(loaded)
+        meta = self._check_origin(loaded)
         self.trainer.load_state_dict(loaded.state, str(loaded.path))
         self.loader_state = loaded.state.get("loader")
         self.saved_step = loaded.step
         self.emit(Resumed(loaded.step, str(loaded.path)))
+        self._tell_changes(meta)
 
-    def _compare(self, loaded: checkpoint.Loaded) -> None:
-        """Say what changed since the checkpoint; refuse what would make it another run."""
+    def _check_origin(self, loaded: checkpoint.Loaded) -> dict[str, Any]:
+        """Refuse a checkpoint of another kind or of other data."""
         meta = loaded.state.get("meta")
         if not isinstance(meta, dict) or not isinstance(meta.get("config"), dict):
             raise CheckpointError(f"{loaded.path}: no run of `fit` has saved it; start a new run in another folder")
@@ -275,6 +276,10 @@ class Run:
                 f"{loaded.path}: it was trained on other data than data.path gives now; use "
                 "the same data, or start a new run"
             )
+        return meta
+
+    def _tell_changes(self, meta: dict[str, Any]) -> None:
+        """Say what changed since the checkpoint was saved."""
         before, now = _flat(meta["config"]), _flat(to_mapping(self.config))
         for name in sorted(before.keys() | now.keys()):
             if before.get(name) != now.get(name):
