@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console as RichConsole
 from rich.markup import escape
-from rich.progress import BarColumn, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, TaskID, TextColumn
 from rich.progress import Progress as ProgressBar
 from rich.table import Table
 
@@ -98,9 +98,8 @@ class Console:
             return
         self._bar = ProgressBar(
             TextColumn("step {task.completed}/{task.total}"),
-            BarColumn(bar_width=20),
+            BarColumn(bar_width=10),
             TextColumn("{task.fields[numbers]}"),
-            TimeRemainingColumn(elapsed_when_finished=True),
             console=self.console,
             transient=False,
         )
@@ -113,7 +112,7 @@ class Console:
         val = "" if math.isnan(self._val) else f" | val {self._val:.4f}"
         numbers = f"loss {event.loss:.4f}{val} | {short(event.tokens_per_second)} tok/s"
         if self._bar is not None:
-            self._bar.update(self._task, completed=event.step, numbers=numbers)
+            self._bar.update(self._task, completed=event.step, numbers=f"{numbers} | eta {self._eta(event)}")
             return
         if event.step < self._next_line and event.step < self._max_steps:
             return
