@@ -145,6 +145,7 @@ def cuda(data: np.ndarray, rounds: int, batch: int) -> dict[str, Any]:
     report["batch 4 x 64"] = measure(
         {
             "plain loop, fp32 eager": plain(small, 4, torch.float32, False, False),
+            "plain loop, bf16 eager": plain(small, 4, torch.bfloat16, False, True),
             "plain loop, bf16 compiled": plain(small, 4, torch.bfloat16, True, True),
             "foretrain, eager": ours(small, 4, **eager),
             "foretrain": ours(small, 4),
