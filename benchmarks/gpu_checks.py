@@ -97,8 +97,9 @@ def precisions_learn() -> str:
 
 
 def no_step_waits() -> str:
-    """torch raises on every synchronising call while the mode is "error"."""
-    for settings in ({"engine.cuda_graph": False}, {"engine.cuda_graph": True}, {"precision.type": "fp16"}):
+    """torch raises on every synchronising call while the mode is "error". Watched steps wait once per window."""
+    plain = ({"engine.cuda_graph": False}, {"engine.cuda_graph": True}, {"precision.type": "fp16"})
+    for settings in (*({"hybrid.mode": "off", **each} for each in plain), {"hybrid.window_steps": 30}):
         for optimizer in ("adamw", "muon"):
             made, loader = trainer(**{"optimizer.type": optimizer, "evaluation.ema_decay": 0.9, **settings})
             batches = iter(loader)
@@ -111,7 +112,54 @@ def no_step_waits() -> str:
                     made.step(next(batches))
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-    return "20 steps each: adamw and muon, with and without graph, fp16, with averaging"
+    return "20 steps each: adamw and muon, with and without graph, fp16, with averaging, and inside a watched window"
+
+
+def idle_equals_plain() -> str:
+    """Watching changes nothing: the same weights as the plain loop, bit for bit, with and without graphs."""
+    for graph in (False, True):
+        weights = []
+        for mode in ("off", "leap"):
+            settings = {"hybrid.mode": mode, "hybrid.warmup_steps": 20, "audit.time_budget": 0.0, "max_steps": 120}
+            made, loader = trainer(**settings, **{"engine.cuda_graph": graph, "engine.deterministic": True})
+            for _, batch in zip(range(120), loader, strict=False):
+                made.step(batch)
+            weights.append(torch.nn.utils.parameters_to_vector(made.model.parameters()).detach())
+        assert torch.equal(*weights), f"graph {graph}: they differ by {float((weights[0] - weights[1]).abs().max())}"
+    return "120 steps with prediction idle end with the plain loop's bits, eager and as a graph"
+
+
+def moves_work() -> str:
+    """All four phases on the GPU: leaps and rollouts with audits, and quasi-Newton leaps on an exact loss."""
+    told = []
+    for mode in ("leap", "rollout"):
+        settings = {"hybrid.mode": mode, "hybrid.warmup_steps": 50, "max_steps": 600, "schedule.type": "constant"}
+        settings |= {"hybrid.confidence_threshold": 0.0, "audit.time_budget": 0.2, "optimizer.learning_rate": 1e-4}
+        made, loader = trainer(**settings)
+        phases = set()
+        for batch in loader:
+            phases.add(made.step(batch).phase)
+            if made.global_step >= 600 and not made.judging:
+                break
+        assert phases == {"warmup", "full", "predict", "correct"}, phases
+        told.append(f"{mode}: {made.summary()['moves']}")
+    config = {"device": "cuda", "max_steps": 300, "optimizer.type": "adam", "optimizer.weight_decay": 0.0}
+    config |= {"schedule.type": "constant", "optimizer.learning_rate": 1e-3, "precision.type": "fp32"}
+    torch.manual_seed(0)
+    inputs = torch.randn(200, 5, device="cuda")
+    targets = torch.sin(inputs.sum(1, keepdim=True))
+    final = {}
+    for mode in ("off", "leap"):
+        torch.manual_seed(1)
+        model = torch.nn.Sequential(torch.nn.Linear(5, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
+        made = HybridTrainer(
+            model, None, lambda m, b: F.mse_loss(m(b[0]), b[1]), from_mapping({**config, "hybrid.mode": mode})
+        )
+        while made.global_step < 300 or made.judging:
+            made.step((inputs, targets))
+        final[mode] = made.probe((inputs, targets))
+    assert final["leap"] < 0.5 * final["off"], final
+    return f"{'; '.join(told)}; exact loss after 300 steps {final['leap']:.2e} against {final['off']:.2e} without leaps"
 
 
 def resume_is_exact() -> str:
@@ -155,6 +203,8 @@ def main() -> None:
         graph_equals_eager,
         precisions_learn,
         no_step_waits,
+        idle_equals_plain,
+        moves_work,
         resume_is_exact,
     )
     record: dict[str, Any] = {

@@ -33,6 +33,7 @@ def engine(size: Size, batch: int, device: str, data: np.ndarray, **settings: An
     """foretrain's whole step: loader, schedule, forward, backward, check, clip, update, metering every ten steps."""
     values = {
         "max_steps": 10_000,
+        "hybrid.mode": "off",
         "batch_size": batch,
         "device": device,
         "model.layers": size.layers,

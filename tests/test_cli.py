@@ -125,9 +125,9 @@ def test_check_prints_notices_and_exits_with_0(
     command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "my.toml"
-    file.write_text("[hybrid_trainer_config]\nfull_steps = 3\n", encoding="utf-8")
+    file.write_text('[dataset]\ndomain = "code"\n', encoding="utf-8")
     assert command("config", "check", file) == 0
-    assert "note: hybrid_trainer_config.full_steps has no effect" in capsys.readouterr().out
+    assert "note: dataset.domain has no effect" in capsys.readouterr().out
     assert command("config", "check", file, "--json") == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["ok"] is True
@@ -202,7 +202,7 @@ def test_a_run_leaves_its_files(
     assert printed == summary
     wanted = {"final_val_loss", "final_train_loss", "seconds", "tokens", "steps", "config", "environment"}
     assert wanted <= summary.keys()
-    assert (summary["steps"], summary["tokens"], summary["reason"]) == (6, 6 * 4 * 16, "finished")
+    assert (summary["global_step"], summary["tokens"], summary["reason"]) == (6, 6 * 4 * 16, "finished")
     assert 0 < summary["final_val_loss"] < 7
     assert 0 < summary["final_train_loss"] < 7
     assert summary["config"]["model"] | {"layers": 2, "width": 32, "vocab_size": 257} == summary["config"]["model"]
@@ -242,7 +242,7 @@ def test_numbers_that_json_does_not_have_are_null_on_the_screen_too(
 def test_quiet_prints_nothing(
     command: Command, tmp_path: Path, text_file: Path, tiny_settings: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = [*tiny_settings, "--set", f"data.path={text_file}", "--set", "hybrid.full_steps=3"]
+    arguments = [*tiny_settings, "--set", f"data.path={text_file}", "--set", "data.domain=code"]
     assert command("train", *arguments, "--out", tmp_path / "run", "--quiet") == 0
     assert capfd.readouterr() == ("", "")
 
@@ -250,11 +250,11 @@ def test_quiet_prints_nothing(
 def test_progress_goes_to_standard_error(
     command: Command, tmp_path: Path, text_file: Path, tiny_settings: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = [*tiny_settings, "--set", f"data.path={text_file}", "--set", "hybrid.full_steps=3"]
+    arguments = [*tiny_settings, "--set", f"data.path={text_file}", "--set", "data.domain=code"]
     assert command("train", *arguments, "--out", tmp_path / "run") == 0
     output = capfd.readouterr()
     assert output.out == ""
-    for words in ("note: hybrid.full_steps has no effect", "step 6/6", "held-out loss", "run finished"):
+    for words in ("note: data.domain has no effect", "step 6/6", "held-out loss", "run finished"):
         assert words in output.err
 
 
@@ -266,7 +266,7 @@ def test_a_run_from_a_file_with_overrides(
     out = tmp_path / "run"
     assert command("train", file, *tiny_settings, "--set", "max_steps=2", "--out", out, "--quiet") == 0
     summary = json.loads((out / "summary.json").read_text(encoding="utf-8"))
-    assert (summary["config"]["seed"], summary["steps"]) == (5, 2)
+    assert (summary["config"]["seed"], summary["global_step"]) == (5, 2)
 
 
 def test_without_out_a_new_folder_in_runs_is_made(
@@ -287,7 +287,7 @@ def test_a_second_run_in_the_same_folder_needs_overwrite(
     assert command(*arguments) == 2
     assert "already holds a run" in capsys.readouterr().err
     assert command(*arguments, "--set", "max_steps=2", "--overwrite") == 0
-    assert json.loads((out / "summary.json").read_text(encoding="utf-8"))["steps"] == 2
+    assert json.loads((out / "summary.json").read_text(encoding="utf-8"))["global_step"] == 2
     assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["step-00000001", "step-00000002"]
     assert (out / "notes.txt").read_text(encoding="utf-8") == "mine"
 
@@ -301,7 +301,7 @@ def test_resume_goes_on_with_the_run_folders_own_configuration(
     assert command("train", "--out", out, "--resume", "--set", "max_steps=6", "--quiet") == 0
     assert command(*arguments, "--out", straight, "--quiet") == 0
     resumed, plain = (json.loads((path / "summary.json").read_text()) for path in (out, straight))
-    assert resumed["steps"] == plain["steps"] == 6
+    assert resumed["global_step"] == plain["global_step"] == 6
     assert resumed["final_val_loss"] == plain["final_val_loss"]
     weights = [(path / "model" / "model.safetensors").read_bytes() for path in (out, straight)]
     assert weights[0] == weights[1]
@@ -367,5 +367,5 @@ def test_a_whole_run_in_its_own_process(tmp_path: Path, text_file: Path, tiny_se
     arguments = ["train", *tiny_settings, "--set", f"data.path={text_file}", "--out", tmp_path / "run", "--json"]
     answer = subprocess.run([program, *arguments], capture_output=True, text=True)
     assert answer.returncode == 0, answer.stderr
-    assert json.loads(answer.stdout)["steps"] == 6
+    assert json.loads(answer.stdout)["global_step"] == 6
     assert "run finished" in answer.stderr

@@ -26,9 +26,8 @@ def load_text(folder: Path, text: str, *overrides: str) -> configuration.Loaded:
 
 # --- the blocks the methodology prints -----------------------------------------------------------------------------
 
-HYBRID = "hybrid_trainer_config"
 BLOCKS: dict[str, tuple[str, dict[str, Any], int]] = {
-    # name: the block as printed, what it sets, how many of its keys belong to parts still to come
+    # name: the block as printed, what it sets, how many of its keys only describe and change nothing
     "small models": (
         """
 [hybrid_trainer_config]
@@ -48,12 +47,18 @@ warmup_steps = 100
 stable_steps = 5000
 """,
         {
-            "optimizer.learning_rate": 1e-4,
+            "hybrid.warmup_steps": 100,
+            "hybrid.full_steps": 20,
+            "hybrid.max_predict_steps": 60,
+            "hybrid.confidence_threshold": 0.85,
+            "hybrid.divergence_threshold": 3.0,
+            "predictor.type": "linear",
+            "optimizer.learning_rate": 0.0001,
             "schedule.type": "wsd",
             "schedule.warmup_steps": 100,
             "schedule.stable_steps": 5000,
         },
-        6,
+        0,
     ),
     "medium models": (
         """
@@ -78,12 +83,22 @@ warmup_steps = 200
 stable_steps = 10000
 """,
         {
+            "hybrid.warmup_steps": 200,
+            "hybrid.full_steps": 30,
+            "hybrid.max_predict_steps": 80,
+            "hybrid.confidence_threshold": 0.87,
+            "hybrid.divergence_threshold": 2.5,
+            "predictor.type": "rssm",
+            "predictor.deterministic_dim": 256,
+            "predictor.stochastic_dim": 32,
+            "predictor.num_categoricals": 32,
+            "predictor.ensemble_size": 3,
             "optimizer.learning_rate": 5e-5,
             "schedule.type": "wsd",
             "schedule.warmup_steps": 200,
             "schedule.stable_steps": 10000,
         },
-        10,
+        0,
     ),
     "large models": (
         """
@@ -114,6 +129,16 @@ beta2 = 0.999
 weight_decay = 0.01
 """,
         {
+            "hybrid.warmup_steps": 500,
+            "hybrid.full_steps": 50,
+            "hybrid.max_predict_steps": 100,
+            "hybrid.confidence_threshold": 0.9,
+            "hybrid.divergence_threshold": 2.0,
+            "predictor.type": "rssm",
+            "predictor.deterministic_dim": 512,
+            "predictor.stochastic_dim": 64,
+            "predictor.num_categoricals": 32,
+            "predictor.ensemble_size": 5,
             "optimizer.learning_rate": 1e-5,
             "schedule.type": "wsd",
             "schedule.warmup_steps": 500,
@@ -123,7 +148,7 @@ weight_decay = 0.01
             "optimizer.beta2": 0.999,
             "optimizer.weight_decay": 0.01,
         },
-        10,
+        0,
     ),
     "low confidence": (
         """
@@ -138,8 +163,14 @@ full_steps = 50     # was 20
 type = "RSSM"       # was "Linear"
 ensemble_size = 5   # was 1
 """,
-        {"schedule.warmup_steps": None},
-        4,
+        {
+            "predictor.type": "rssm",
+            "predictor.ensemble_size": 5,
+            "hybrid.warmup_steps": 500,
+            "hybrid.full_steps": 50,
+            "schedule.warmup_steps": None,
+        },
+        0,
     ),
     "frequent divergence": (
         # TOML puts the last two keys into [learning_rate]; they keep their meaning
@@ -157,8 +188,13 @@ batch_size = 64             # was 32
 # More conservative prediction
 max_predict_steps = 40      # was 100
 """,
-        {"optimizer.learning_rate": 5e-5, "batch_size": 64},
-        2,
+        {
+            "hybrid.divergence_threshold": 4.0,
+            "hybrid.max_predict_steps": 40,
+            "optimizer.learning_rate": 5e-5,
+            "batch_size": 64,
+        },
+        0,
     ),
     "overfitting": (
         # TOML puts all of it into [optimizer]
@@ -256,8 +292,14 @@ domain = "medical"
 num_examples = 50000
 diversity_score = 0.3       # Low diversity
 """,
-        {"data.max_documents": 50000},
-        6,
+        {
+            "hybrid.warmup_steps": 100,
+            "hybrid.full_steps": 15,
+            "hybrid.max_predict_steps": 120,
+            "hybrid.confidence_threshold": 0.82,
+            "data.max_documents": 50000,
+        },
+        2,
     ),
     "generalist": (
         """
@@ -272,8 +314,14 @@ domain = "general"
 num_examples = 10000000
 diversity_score = 0.9       # High diversity
 """,
-        {"data.max_documents": 10000000},
-        6,
+        {
+            "hybrid.warmup_steps": 500,
+            "hybrid.full_steps": 50,
+            "hybrid.max_predict_steps": 80,
+            "hybrid.confidence_threshold": 0.9,
+            "data.max_documents": 10000000,
+        },
+        2,
     ),
     "warm-up, stable, decay": (
         """
@@ -356,6 +404,10 @@ learning_rate = 5e-5
 weight_decay = 0.01
 """,
         {
+            "hybrid.warmup_steps": 200,
+            "hybrid.full_steps": 30,
+            "hybrid.max_predict_steps": 80,
+            "hybrid.confidence_threshold": 0.87,
             "model.width": 2048,
             "model.layers": 24,
             "model.vocab_size": 50000,
@@ -363,7 +415,7 @@ weight_decay = 0.01
             "optimizer.learning_rate": 5e-5,
             "optimizer.weight_decay": 0.01,
         },
-        4,
+        0,
     ),
 }
 
@@ -380,8 +432,9 @@ def test_every_printed_block_loads_as_it_stands(name: str, tmp_path: Path) -> No
 
 def test_a_notice_names_the_key_and_why_it_changes_nothing(tmp_path: Path) -> None:
     notices = load_text(tmp_path, BLOCKS["specialist"][0]).notices
-    assert notices[0] == f"{HYBRID}.warmup_steps has no effect: the predicted phases are not in this version yet"
-    assert "dataset.domain has no effect: it only describes the data" in notices
+    assert notices == tuple(
+        f"dataset.{key} has no effect: it only describes the data" for key in ("domain", "diversity_score")
+    )
 
 
 @pytest.mark.parametrize("name", sorted(RESERVED))
@@ -428,7 +481,24 @@ def test_a_preset_gives_its_values(name: str) -> None:
     keys = ("warmup_steps", "full_steps", "max_predict_steps", "confidence_threshold", "divergence_threshold")
     expected = dict(zip((f"hybrid.{key}" for key in keys), HYBRID_VALUES[name], strict=False))
     assert {key: PRESETS[name][key] for key in expected} == expected
+    assert {key: value(config, key) for key in expected} == expected
     assert {key for key in PRESETS[name] if key.startswith("hybrid.")} == set(expected)
+
+
+RSSM = {"medium": (256, 32, 32, 3), "large": (512, 64, 32, 5), "generalist": (256, 32, 32, 3)}
+
+
+@pytest.mark.parametrize("name", sorted(HYBRID_VALUES))
+def test_a_preset_gives_its_predictor(name: str) -> None:
+    predictor = load(None, [f"preset={name}"]).config.predictor
+    assert predictor.type == ("rssm" if name in RSSM else "linear")
+    sizes = (
+        predictor.deterministic_dim,
+        predictor.stochastic_dim,
+        predictor.num_categoricals,
+        predictor.ensemble_size,
+    )
+    assert sizes == RSSM.get(name, (256, 32, 32, 3))
 
 
 def test_the_file_overrides_its_preset_and_the_command_line_overrides_the_file(tmp_path: Path) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,15 @@ import torch
 from torch import nn
 
 from foretrain import run
-from foretrain.config import settings
+from foretrain import trainer as trainer_module
+from foretrain.config import from_mapping, settings
 from foretrain.data import tokens
+from foretrain.dynamics.predictor import Followed, Forecast, Predictor, Situation
 from foretrain.engine import precision, schedule
 from foretrain.engine.muon import Muon
+from foretrain.engine.state import take_apart
 from foretrain.errors import ConfigError, DataError, DivergenceError
-from foretrain.events import CheckpointSaved, Evaluated, Event, Progress
+from foretrain.events import CheckpointSaved, Evaluated, Event, Moved, PhaseChanged, Progress, Recovered
 from foretrain.models import gpt2, huggingface
 from foretrain.trainer import HybridTrainer
 
@@ -118,8 +122,8 @@ def _(bench: Bench) -> None:
 
 @effect("max_steps")
 def _(bench: Bench) -> None:
-    assert bench.train(max_steps=2)[0]["steps"] == 2
-    assert bench.train(max_steps=4)[0]["steps"] == 4
+    assert bench.train(max_steps=2)[0]["global_step"] == 2
+    assert bench.train(max_steps=4)[0]["global_step"] == 4
 
 
 @effect("batch_size")
@@ -717,7 +721,7 @@ def _(bench: Bench) -> None:
         rising = iter(range(1, 100))
         bench.patch.setattr(HybridTrainer, "evaluate", lambda trainer, batches, rising=rising: float(next(rising)))
         changes = {"evaluation__interval": 1, "evaluation__early_stopping_patience": patience}
-        assert bench.train(**changes)[0]["steps"] == steps
+        assert bench.train(**changes)[0]["global_step"] == steps
 
 
 @effect("checkpoint.interval")
@@ -776,3 +780,532 @@ def _(bench: Bench) -> None:
         assert [line["step"] for line in lines if line["event"] == "Progress"] == steps
         losses = [event.loss for event in events if isinstance(event, Progress)]
         assert np.isfinite(losses).all()
+
+
+# --- prediction ----------------------------------------------------------------------------------------------------
+
+
+class Bowl(nn.Module):
+    """A quadratic loss of a vector. The batch is one number that multiplies it; 1 in every step makes it exact."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(20, generator=torch.Generator().manual_seed(0)))
+        self.b = nn.Parameter(torch.ones(3))
+        self.register_buffer("curvature", torch.logspace(-2, 0, 20))
+
+    def loss(self, batch: torch.Tensor) -> torch.Tensor:
+        return batch.mean() * (0.5 * (self.curvature * self.w.square()).sum() + 0.025 * self.b.square().sum())
+
+
+class Regression(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 1)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def loss(self, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return (self.linear(batch[0])[:, 0] - batch[1]).square().mean()
+
+
+def one(position: int) -> torch.Tensor:
+    return torch.ones(1)
+
+
+def random_rows(position: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 + position)
+    inputs = torch.randn(8, 6, generator=generator)
+    return inputs, inputs @ torch.linspace(-1, 1, 6) + 0.5 * torch.randn(8, generator=generator)
+
+
+class Repeating(Predictor):
+    """Repeats `factor` times the last window, `far` times at the horizon of 15 steps, which is never scored."""
+
+    name = "repeating"
+
+    def __init__(self, factor: float = 1.0, far: float | None = None, hope: float = 1.0) -> None:
+        self.factor = factor
+        self.hope = hope  # predicted loss / present loss
+        self.far = factor if far is None else far
+
+    def forecast(self, situation: Situation, horizons: Sequence[int]) -> Forecast:
+        asked = tuple(sorted({15, *horizons}))
+        coefficients = np.zeros((len(asked), *situation.gram.shape[:2]))
+        for index, horizon in enumerate(asked):
+            coefficients[index, :, 1] = (self.far if horizon == 15 else self.factor) * horizon / situation.window
+        return Forecast(asked, coefficients, np.full(len(asked), self.hope * situation.loss), np.zeros(len(asked)))
+
+    def observe(self, situation: Situation, followed: Sequence[Followed]) -> None:
+        pass
+
+    def reset(self) -> None:
+        pass
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+BASE = {
+    "device": "cpu",
+    "max_steps": 200,
+    "schedule.type": "constant",
+    "hybrid.warmup_steps": 40,
+    "hybrid.full_steps": 10,
+    "hybrid.max_predict_steps": 15,
+    "hybrid.confidence_threshold": 0.0,
+    "hybrid.secant_pairs": 0,
+    "optimizer.type": "sgd",
+    "optimizer.momentum": 0.0,
+    "optimizer.weight_decay": 0.0,
+    "optimizer.gradient_clip_norm": 0.0,
+    "optimizer.learning_rate": 0.02,
+}
+
+
+@dataclass
+class Hybrid:
+    """A run in an own loop, and what came of it."""
+
+    trainer: HybridTrainer
+    events: list[Event]
+    phases: list[str]
+    losses: list[float]
+
+    @property
+    def moves(self) -> list[Moved]:
+        return [event for event in self.events if isinstance(event, Moved)]
+
+    @property
+    def recovered(self) -> list[Recovered]:
+        return [event for event in self.events if isinstance(event, Recovered)]
+
+    @property
+    def weights(self) -> torch.Tensor:
+        return nn.utils.parameters_to_vector(self.trainer.model.parameters()).detach()
+
+    @property
+    def forecast(self) -> np.ndarray[Any, Any]:
+        assert self.trainer.observer.forecast is not None
+        return self.trainer.observer.forecast.coefficients
+
+    def runs_of(self, phase: str) -> list[int]:
+        """Lengths of all unbroken stretches of a phase."""
+        return [len(list(group)) for name, group in itertools.groupby(self.phases) if name == phase]
+
+
+def hybrid(
+    steps: int = 200,
+    model: Callable[[], nn.Module] = Bowl,
+    batch: Callable[[int], Any] = one,
+    predictor: Predictor | None = None,
+    **changes: Any,
+) -> Hybrid:
+    settings = BASE | {"max_steps": steps} | {name.replace("__", "."): value for name, value in changes.items()}
+    trainer = HybridTrainer(model(), config=from_mapping(settings), predictor=predictor)
+    result = Hybrid(trainer, [], [], [])
+    trainer.bus.subscribe(result.events.append)
+    while trainer.global_step < steps or trainer.judging:
+        made = trainer.step(batch(trainer.position))
+        result.phases.append(made.phase)
+        result.losses.append(made.loss)
+    return result
+
+
+def noisy(steps: int = 200, **changes: Any) -> Hybrid:
+    return hybrid(steps, Regression, random_rows, **changes)
+
+
+def harmful(**changes: Any) -> Hybrid:
+    """The first move leads uphill."""
+    return hybrid(predictor=Repeating(1.0, far=-30.0), **changes)
+
+
+def biased(**changes: Any) -> Hybrid:
+    """Forecasts go half as far as the weights really go: past residuals tell by how much to correct a move."""
+    settings = {"hybrid__warmup_steps": 100, "hybrid__full_steps": 30, **changes}
+    return hybrid(300, predictor=Repeating(0.5), **settings)
+
+
+@effect("hybrid.mode")
+def _(bench: Bench) -> None:
+    plain, leap, rollout = (hybrid(hybrid__mode=mode) for mode in ("off", "leap", "rollout"))
+    assert plain.phases == ["full"] * 200
+    assert set(leap.phases) == set(rollout.phases) == {"warmup", "full", "predict", "correct"}
+    assert set(leap.runs_of("predict")) == {1}
+    assert max(rollout.runs_of("predict")) > 1
+    for moved in (leap, rollout):  # no steps are spared for moves that are not nearly exact, but the loss is lower
+        assert moved.trainer.backward_passes <= plain.trainer.backward_passes + 10
+        assert moved.losses[-1] < plain.losses[-1]
+
+
+@effect("hybrid.warmup_steps")
+def _(bench: Bench) -> None:
+    for steps in (40, 80):
+        assert hybrid(hybrid__warmup_steps=steps).phases.index("full") == steps
+
+
+@effect("hybrid.full_steps")
+def _(bench: Bench) -> None:
+    for steps in (10, 30):
+        between = hybrid(hybrid__full_steps=steps).runs_of("full")[1:-1]
+        assert set(between) == {steps}
+
+
+@effect("hybrid.max_predict_steps")
+def _(bench: Bench) -> None:
+    for steps in (12, 25):
+        run = hybrid(300, hybrid__max_predict_steps=steps, hybrid__mode="rollout")
+        assert max(run.runs_of("predict")) == max(move.horizon for move in run.moves) == steps
+
+
+@effect("hybrid.correct_steps")
+def _(bench: Bench) -> None:
+    for steps in (3, 7):
+        assert set(hybrid(hybrid__correct_steps=steps).runs_of("correct")) == {steps}
+
+
+@effect("hybrid.confidence_threshold")
+def _(bench: Bench) -> None:
+    first = noisy(audit__time_budget=1.0).moves[0]
+    assert first.step == 70
+    threshold = first.confidence
+    later = noisy(audit__time_budget=1.0, hybrid__confidence_threshold=threshold).moves
+    assert all(move.step > first.step and move.confidence > threshold for move in later)
+    assert not noisy(audit__time_budget=1.0, hybrid__confidence_threshold=0.99).moves
+
+
+@effect("hybrid.divergence_threshold")
+def _(bench: Bench) -> None:
+    """Of a loss right after a leap: what is tolerated is judged later."""
+    for threshold, verdict in ((3.0, "refused"), (1e6, "rolled back")):
+        assert harmful(hybrid__search=False, hybrid__divergence_threshold=threshold).moves[0].verdict == verdict
+
+
+@effect("hybrid.correction_interval")
+def _(bench: Bench) -> None:
+    never, often = (biased(hybrid__mode="rollout", hybrid__correction_interval=steps) for steps in (0, 3))
+    pairs = enumerate(zip(never.losses, often.losses, strict=False))
+    differing = next(place for place, (one, other) in pairs if one != other)
+    assert never.phases[differing - 2 : differing + 1] == ["predict"] * 3
+    assert often.losses[differing] < never.losses[differing]  # half of the way was missing
+
+
+@effect("hybrid.monitor_interval")
+def _(bench: Bench) -> None:
+    for interval in (1, 4):
+        run = hybrid(hybrid__mode="rollout", hybrid__monitor_interval=interval, hybrid__max_predict_steps=12)
+        place = run.phases.index("predict")
+        watched = [math.isfinite(loss) for loss in run.losses[place : place + run.runs_of("predict")[0]]]
+        expected = [(step + 1) % interval == 0 for step in range(len(watched))]
+        assert watched == [*expected[:-1], True]  # the last always is
+
+
+@effect("hybrid.window_steps")
+def _(bench: Bench) -> None:
+    for steps in (5, 20):
+        run = hybrid(100, hybrid__window_steps=steps, hybrid__warmup_steps=200)
+        assert run.trainer.observer.trajectory.windows == 100 // steps
+
+
+@effect("hybrid.basis_type")
+def _(bench: Bench) -> None:
+    types = {"fp32": torch.float32, "bf16": torch.bfloat16, "auto": torch.float32}
+    for name, dtype in types.items():
+        assert hybrid(20, hybrid__basis_type=name).trainer.observer.trajectory.basis.dtype is dtype
+    bench.patch.setattr(trainer_module, "_LARGEST_FP32_BASIS", 10)
+    assert hybrid(20).trainer.observer.trajectory.basis.dtype is torch.bfloat16
+
+
+@effect("hybrid.search")
+def _(bench: Bench) -> None:
+    for wanted, searched in (("auto", True), (True, True), (False, False)):
+        assert any(move.share > 1 for move in hybrid(hybrid__search=wanted).moves) is searched
+    for wanted, searched in (("auto", False), (True, True), (False, False)):
+        run = noisy(audit__time_budget=1.0, hybrid__search=wanted)
+        assert run.moves
+        assert any(move.share > 1 for move in run.moves) is searched
+
+
+@effect("hybrid.secant_pairs")
+def _(bench: Bench) -> None:
+    """Quasi-Newton leaps on an exact loss, with as many pairs as there are curvatures: nearly its minimum."""
+    none, some = (hybrid(100, hybrid__secant_pairs=pairs) for pairs in (0, 30))
+    assert torch.equal(none.weights, hybrid(100, hybrid__secant_pairs=0).weights)
+    assert some.losses[-1] < 0.1 * none.losses[-1]
+
+
+@effect("hybrid.secant_memory_mb")
+def _(bench: Bench) -> None:
+    """Without memory there are no pairs."""
+    none, starved, fed = (
+        hybrid(100, hybrid__secant_pairs=pairs, hybrid__secant_memory_mb=memory)
+        for pairs, memory in ((0, 256.0), (30, 0.0), (30, 1.0))
+    )
+    assert torch.equal(none.weights, starved.weights)
+    assert not torch.allclose(none.weights, fed.weights, rtol=0, atol=1e-3)
+
+
+def swinging(position: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What is to be learned turns round every 40 steps: more than a linear forecast can know."""
+    inputs, targets = random_rows(position)
+    return inputs, targets * (1.0 if position // 40 % 2 else -1.0)
+
+
+def watched(**changes: Any) -> Hybrid:
+    """A run that only forecasts, long enough for a network to be listened to."""
+    return hybrid(800, Regression, swinging, **{"hybrid__warmup_steps": 2000, "hybrid__window_steps": 5, **changes})
+
+
+def changes_forecasts(name: str, first: Any, second: Any, **base: Any) -> tuple[Hybrid, Hybrid]:
+    """Two values of a setting lead to different forecasts of one and the same motion."""
+    one, other = (watched(**base, **{name: value}) for value in (first, second))
+    assert torch.equal(one.weights, other.weights)  # a forecast alone changes nothing
+    assert not np.allclose(one.forecast, other.forecast, rtol=1e-6, atol=0)
+    return one, other
+
+
+def size(run: Hybrid) -> int:
+    """Numbers that the predictor consists of."""
+    state = take_apart(run.trainer.observer.predictor.state_dict())
+    return sum(tensor.numel() for tensor in state.tensors.values())
+
+
+SMALL = {
+    "predictor__deterministic_dim": 11,
+    "predictor__stochastic_dim": 3,
+    "predictor__num_categoricals": 5,
+    "predictor__ensemble_size": 2,
+    "predictor__hidden_dims": [13],
+}
+
+
+@effect("predictor.type")
+def _(bench: Bench) -> None:
+    names = ("momentum", "linear", "mlp", "rssm")
+    runs = [watched(predictor__type=name, **SMALL) for name in names]
+    assert [run.trainer.summary()["predictor"] for run in runs] == list(names)
+    assert len({run.forecast.tobytes() for run in runs}) == 4
+    again = watched(predictor__type="rssm", **SMALL)
+    assert np.array_equal(runs[-1].forecast, again.forecast)
+
+
+@effect("predictor.beta")
+def _(bench: Bench) -> None:
+    runs = [hybrid(100, hybrid__mode="off", predictor__beta=beta) for beta in (0.0, 0.0, 0.9)]
+    assert torch.equal(runs[0].weights, runs[1].weights)
+    assert runs[0].losses[:40] == runs[2].losses[:40]  # off during the warm-up
+    assert not torch.allclose(runs[0].weights, runs[2].weights, rtol=0, atol=1e-5)
+
+
+@effect("predictor.gamma")
+def _(bench: Bench) -> None:
+    runs = [hybrid(100, hybrid__mode="off", predictor__beta=0.9, predictor__gamma=gamma) for gamma in (0.99, 0.9)]
+    assert not torch.allclose(runs[0].weights, runs[1].weights, rtol=0, atol=1e-5)
+
+
+@effect("predictor.l2")
+def _(bench: Bench) -> None:
+    changes_forecasts("predictor__l2", 1.0, 10.0)
+
+
+@effect("predictor.forgetting")
+def _(bench: Bench) -> None:
+    changes_forecasts("predictor__forgetting", 0.97, 0.5)
+
+
+@effect("predictor.hidden_dims")
+def _(bench: Bench) -> None:
+    first, second = changes_forecasts("predictor__hidden_dims", [13], [17, 9], predictor__type="mlp")
+    assert size(first) < size(second)
+
+
+RSSM = {name: value for name, value in SMALL.items() if "hidden" not in name} | {"predictor__type": "rssm"}
+
+
+def without(name: str) -> dict[str, Any]:
+    return {key: value for key, value in RSSM.items() if key != name}
+
+
+@effect("predictor.deterministic_dim")
+def _(bench: Bench) -> None:
+    name = "predictor__deterministic_dim"
+    first, second = changes_forecasts(name, 11, 37, **without(name))
+    assert size(first) < size(second)
+
+
+@effect("predictor.stochastic_dim")
+def _(bench: Bench) -> None:
+    name = "predictor__stochastic_dim"
+    first, second = changes_forecasts(name, 3, 7, **without(name))
+    assert size(first) < size(second)
+
+
+@effect("predictor.num_categoricals")
+def _(bench: Bench) -> None:
+    name = "predictor__num_categoricals"
+    first, second = changes_forecasts(name, 5, 19, **without(name))
+    assert size(first) < size(second)
+
+
+@effect("predictor.ensemble_size")
+def _(bench: Bench) -> None:
+    name = "predictor__ensemble_size"
+    for kind in ("mlp", "rssm"):
+        settings = {key: value for key, value in SMALL.items() if key != name}
+        single, several = changes_forecasts(name, 1, 4, **settings, predictor__type=kind)
+        assert size(single) < size(several)
+        assert single.trainer.observer.forecast.disagreement == 0
+
+
+@effect("predictor.bptt_steps")
+def _(bench: Bench) -> None:
+    changes_forecasts("predictor__bptt_steps", 1, 4, **RSSM)
+
+
+@effect("predictor.learning_rate")
+def _(bench: Bench) -> None:
+    for kind in ("mlp", "rssm"):
+        changes_forecasts("predictor__learning_rate", 1e-3, 1e-2, **{**SMALL, "predictor__type": kind})
+
+
+@effect("correction.residuals")
+def _(bench: Bench) -> None:
+    for count in (3, 6):
+        state = hybrid(correction__residuals=count, hybrid__warmup_steps=200).trainer.state_dict()
+        assert len(state["hybrid"]["pilot"]["correction"]["residuals"]) == count
+
+
+@effect("correction.similarity")
+def _(bench: Bench) -> None:
+    assert biased(correction__similarity=-1.0).trainer.summary()["corrections"]["applied"] > 0
+    assert biased(correction__similarity=0.999999).trainer.summary()["corrections"]["applied"] == 0
+
+
+@effect("correction.neighbors")
+def _(bench: Bench) -> None:
+    runs = [biased(correction__neighbors=count, correction__similarity=-1.0) for count in (1, 1, 5)]
+    assert torch.equal(runs[0].weights, runs[1].weights)
+    assert not torch.equal(runs[0].weights, runs[2].weights)
+
+
+@effect("correction.limit")
+def _(bench: Bench) -> None:
+    settings = {"hybrid__mode": "rollout", "hybrid__correction_interval": 1, "correction__similarity": -1.0}
+    falls = []
+    for limit in (0.0, 0.2, 1.0):
+        run = biased(correction__limit=limit, **settings)
+        place = run.phases.index("predict")
+        falls.append(run.losses[place - 1] - run.losses[place + 5])
+    assert 0 < falls[0] < falls[1] < falls[2]
+    assert biased(correction__limit=0.0).trainer.summary()["corrections"]["applied"] == 0
+
+
+@effect("audit.time_budget")
+def _(bench: Bench) -> None:
+    assert not noisy(audit__time_budget=0.0).moves
+    assert noisy(audit__time_budget=0.5).moves[0].audited
+
+
+@effect("audit.steps")
+def _(bench: Bench) -> None:
+    for steps in (8, 14):
+        run = noisy(audit__time_budget=1.0, audit__steps=steps)
+        assert run.moves[0].audited
+        assert run.runs_of("correct")[0] == steps
+
+
+# --- guard ---------------------------------------------------------------------------------------------------------
+
+
+def disturbed(factors: Sequence[float], start: int = 80, steps: int = 120, **changes: Any) -> Hybrid:
+    """A plain quadratic run whose losses are multiplied by `factors` from a step on."""
+
+    def batch(position: int) -> torch.Tensor:
+        place = position - start
+        return torch.full((1,), factors[place] if 0 <= place < len(factors) else 1.0)
+
+    return hybrid(steps, batch=batch, hybrid__warmup_steps=1000, optimizer__learning_rate=1e-4, **changes)
+
+
+@effect("guard.explosion_factor")
+def _(bench: Bench) -> None:
+    for factor, expected in ((10.0, ["force_full"]), (50.0, [])):
+        recovered = disturbed([20.0] * 3, guard__explosion_factor=factor).recovered
+        assert [event.action for event in recovered if "learning rate" in event.text] == expected
+
+
+class Steep(Bowl):
+    """The batch multiplies the gradient, not the loss."""
+
+    def loss(self, batch: torch.Tensor) -> torch.Tensor:
+        loss = super().loss(torch.ones(1))
+        return loss.detach() + batch.mean() * (loss - loss.detach())
+
+
+@effect("guard.vanishing_factor")
+def _(bench: Bench) -> None:
+    vanished = [0.001] * 5
+    noticed = disturbed(vanished, model=Steep).recovered
+    assert noticed
+    assert all("the gradient norm" in event.text for event in noticed)
+    assert not disturbed(vanished, model=Steep, guard__vanishing_factor=0.0001).recovered
+
+
+@effect("guard.prediction_error")
+def _(bench: Bench) -> None:
+    """A tenth of the loss is promised: a move is cut short, or goes on to its horizon."""
+    strict, mild = (
+        hybrid(predictor=Repeating(hope=0.1), hybrid__mode="rollout", guard__prediction_error=limit)
+        for limit in (0.2, 1e6)
+    )
+    assert strict.runs_of("predict")[0] < mild.runs_of("predict")[0] == mild.moves[0].horizon
+    reasons = [event.reason for event in strict.events if isinstance(event, PhaseChanged)]
+    assert any("above its prediction, more than 20%" in reason for reason in reasons)
+
+
+@effect("guard.oscillation_changes")
+def _(bench: Bench) -> None:
+    """Nine changes of direction out of ten, for a long time: 3.9 more in 10 steps than noise has."""
+    up_and_down = [1.0 + 0.2 * (-1) ** (step + step // 9) for step in range(100)]
+    for limit, noticed in ((3.0, True), (4.9, False)):
+        run = disturbed(up_and_down, steps=180, guard__oscillation_changes=limit)
+        assert any("goes up and down" in event.text for event in run.recovered) is noticed
+
+
+@effect("guard.patience")
+def _(bench: Bench) -> None:
+    for patience in (2, 4):
+        noticed = disturbed([20.0] * patience, model=Steep, guard__patience=patience).recovered
+        assert [f"{patience} warnings in a row" in event.text for event in noticed] == [True]
+        assert not disturbed([20.0] * (patience - 1), model=Steep, guard__patience=patience).recovered
+
+
+@effect("guard.max_rollbacks")
+def _(bench: Bench) -> None:
+    for most in (0, 2):
+        calls = iter(range(10**6))
+
+        def loss(model: nn.Module, batch: Any, calls: Any = calls) -> torch.Tensor:
+            return model.loss(batch) * (math.nan if next(calls) >= 60 else 1.0)
+
+        settings = from_mapping(BASE | {"guard.max_rollbacks": most, "hybrid.warmup_steps": 1000})
+        trainer = HybridTrainer(Bowl(), None, loss, settings)
+        events: list[Event] = []
+        trainer.bus.subscribe(events.append)
+        with pytest.raises(DivergenceError, match=f"in spite of {most} rollbacks"):
+            [trainer.step(one(0)) for _ in range(1000)]
+        assert [e.action for e in events if isinstance(e, Recovered)].count("roll_back") == most
+
+
+@effect("guard.auto_tune")
+def _(bench: Bench) -> None:
+    for tuned, factor in ((False, 1.0), (True, 2.0)):
+        run = hybrid(560, hybrid__warmup_steps=1000, optimizer__learning_rate=1e-7, guard__auto_tune=tuned)
+        assert run.trainer.rate_factor == factor
+        assert run.trainer.optimizer.param_groups[0]["lr"] == pytest.approx(1e-7 * factor)
+        plateaus = [event for event in run.recovered if "no better than" in event.text]
+        assert [event.advice for event in plateaus] == [not tuned]  # said in either case

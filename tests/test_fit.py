@@ -154,10 +154,10 @@ def test_early_stopping(make_trainer: Make, monkeypatch: pytest.MonkeyPatch, tmp
     settings = {"max_steps": 20, "evaluation.interval": 1, "evaluation.early_stopping_patience": 3}
     trainer, events = make_trainer(settings)
     summary = trainer.fit(batches(), batches(1), out=tmp_path / "run", progress=False)
-    assert (summary["steps"], summary["reason"], summary["best_val_loss"]) == (7, "stopped early", 1.9)
+    assert (summary["global_step"], summary["reason"], summary["best_val_loss"]) == (7, "stopped early", 1.9)
     assert of(events, CheckpointSaved)[-1].step == 7
     again, _ = make_trainer(settings)
-    assert again.fit(batches(), batches(1), out=tmp_path / "run", resume=True, progress=False)["steps"] == 7
+    assert again.fit(batches(), batches(1), out=tmp_path / "run", resume=True, progress=False)["global_step"] == 7
 
 
 def test_without_held_out_data_there_is_no_held_out_loss(make_trainer: Make) -> None:
@@ -184,7 +184,7 @@ def test_a_finished_trainer_has_nothing_left_to_do(make_trainer: Make) -> None:
     trainer.fit(batches(), progress=False)
     weights = trainer.model.weight.detach().clone()
     events.clear()
-    assert trainer.fit(batches(), progress=False)["steps"] == 2
+    assert trainer.fit(batches(), progress=False)["global_step"] == 2
     assert of(events, Progress) == []
     assert torch.equal(trainer.model.weight, weights)
 
@@ -235,7 +235,7 @@ class Counted:
 def test_a_finite_loader_starts_over(make_trainer: Make) -> None:
     loader = Counted()
     trainer, _ = make_trainer({"max_steps": 8})
-    assert trainer.fit(loader, progress=False)["steps"] == 8
+    assert trainer.fit(loader, progress=False)["global_step"] == 8
     assert loader.starts == 3
 
 
@@ -309,7 +309,7 @@ def test_resume_without_a_folder_is_an_error(make_trainer: Make) -> None:
 
 def test_resume_in_an_empty_folder_starts_and_says_so(make_trainer: Make, tmp_path: Path) -> None:
     trainer, events = make_trainer({"max_steps": 2})
-    assert trainer.fit(batches(), out=tmp_path / "run", resume=True, progress=False)["steps"] == 2
+    assert trainer.fit(batches(), out=tmp_path / "run", resume=True, progress=False)["global_step"] == 2
     assert any("no checkpoint yet: starting at step 0" in event.message for event in of(events, Notice))
 
 
@@ -390,7 +390,7 @@ def test_a_first_loss_that_is_no_number_is_an_error(make_trainer: Make, tmp_path
 def test_skipped_steps_are_told_and_the_run_goes_on(make_trainer: Make) -> None:
     trainer, events = make_trainer({"max_steps": 9, "log.interval": 3}, poisoned({4}))
     summary = trainer.fit(batches(), progress=False)
-    assert (summary["steps"], summary["skipped_steps"], summary["reason"]) == (9, 1, "finished")
+    assert (summary["global_step"], summary["skipped_steps"], summary["reason"]) == (9, 1, "finished")
     assert [event.skipped_steps for event in of(events, Progress)] == [0, 1, 1]
     assert all(math.isfinite(event.loss) for event in of(events, Progress))
     assert [event.message for event in of(events, Notice)] == [
@@ -423,7 +423,7 @@ def test_too_many_skipped_steps_end_the_run_with_a_checkpoint_of_the_last_good_w
 
     again, events = make_trainer({**settings, "max_steps": 12})
     summary = again.fit(batches(), out=tmp_path / "run", resume=True, progress=False)
-    assert (summary["steps"], summary["skipped_steps"]) == (12, 3)
+    assert (summary["global_step"], summary["skipped_steps"]) == (12, 3)
 
 
 def test_skipped_steps_with_good_ones_between_do_not_end_the_run(make_trainer: Make) -> None:
@@ -443,7 +443,7 @@ def test_fp16_may_overflow_at_first(make_trainer: Make) -> None:
     settings = {"max_steps": 30, "precision.type": "fp16", "precision.loss_scale": 2.0**24}
     trainer, _ = make_trainer(settings)
     summary = trainer.fit(batches(), progress=False)
-    assert summary["steps"] == 30
+    assert summary["global_step"] == 30
     assert 0 < summary["skipped_steps"] < 25
     assert float(trainer.precision.scale) < 2.0**24
 
@@ -471,7 +471,7 @@ def test_a_listener_that_raises_is_dropped_and_training_goes_on(make_trainer: Ma
             raise ConnectionError("the tracker is down")
 
     trainer.bus.subscribe(tracker)
-    assert trainer.fit(batches(), progress=False)["steps"] == 5
+    assert trainer.fit(batches(), progress=False)["global_step"] == 5
     assert len(of(calls, Progress)) == 1
     (notice,) = of(events, Notice)
     assert "tracker stopped listening after ConnectionError: the tracker is down" in notice.message

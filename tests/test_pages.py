@@ -14,7 +14,7 @@ import pytest
 from foretrain import config
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def test_configuration_page_is_generated_from_the_schema() -> None:
@@ -55,3 +55,32 @@ def test_example_program_runs(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out
     accuracy = float(re.search(r"accuracy ([0-9.]+)%", printed)[1])
     assert accuracy > 95, printed
+
+
+def test_every_predictor_has_a_page_that_opens_with_its_verdict() -> None:
+    from foretrain.dynamics.registry import NAMES
+    from foretrain.verdicts import VERDICTS
+
+    assert set(VERDICTS) == set(NAMES)
+    for name in NAMES:
+        title, _, first = (ROOT / "docs" / "predictors" / f"{name}.md").read_text(encoding="utf-8").split("\n")[:3]
+        assert title == f"# {name}"
+        assert first.startswith("**Verdict: ")
+        pays = "pay" in VERDICTS[name] or "time not shown" in VERDICTS[name]
+        assert pays, "a verdict says whether it pays"
+
+
+def test_a_run_can_be_drawn(tmp_path: Path) -> None:
+    events = [
+        '{"event": "Progress", "step": 1, "loss": 3.0}',
+        '{"event": "PhaseChanged", "step": 2, "phase": "full", "reason": ""}',
+        '{"event": "Moved", "step": 3, "horizon": 10, "verdict": "kept"}',
+        '{"event": "Evaluated", "step": 4, "loss": 2.0}',
+        '{"event": "Progress", "step": 4, "loss": 2.5}',
+    ]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(events), encoding="utf-8")
+    command = [sys.executable, ROOT / "docs" / "draw_run.py", tmp_path, tmp_path / "run.svg"]
+    assert subprocess.run(command).returncode == 0
+    picture = (tmp_path / "run.svg").read_text(encoding="utf-8")
+    assert picture.count("polyline") == 1
+    assert "10 steps ahead: kept" in picture

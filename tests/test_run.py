@@ -91,7 +91,7 @@ def test_what_is_no_gpt2_is_trained_but_not_exported(make_config: Make, text_fil
 def test_token_files_need_no_tokenizer(make_config: Make, tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.arange(500) % 40)
     config = make_config({"data.path": str(tmp_path / "a.npy"), "model.vocab_size": 40})
-    assert run.train(config, tmp_path / "run", progress=False)["steps"] == 6
+    assert run.train(config, tmp_path / "run", progress=False)["global_step"] == 6
     assert not (tmp_path / "run" / "tokenizer.json").exists()
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from foretrain.config import Config, load
     from foretrain.data.loader import Loader, MappedSamples, TokenWindows
+    from foretrain.dynamics.predictor import Followed, Forecast, Predictor, Situation
     from foretrain.engine.checkpoint import CheckpointStore
     from foretrain.engine.muon import Muon
     from foretrain.errors import (
@@ -34,6 +35,8 @@ _HOMES = {
     "ConfigError": "errors",
     "DataError": "errors",
     "DivergenceError": "errors",
+    "Followed": "dynamics.predictor",
+    "Forecast": "dynamics.predictor",
     "ForetrainError": "errors",
     "GPT2": "models.gpt2",
     "GPT2Shape": "models.gpt2",
@@ -42,6 +45,8 @@ _HOMES = {
     "Loader": "data.loader",
     "MappedSamples": "data.loader",
     "Muon": "engine.muon",
+    "Predictor": "dynamics.predictor",
+    "Situation": "dynamics.predictor",
     "StepResult": "trainer",
     "TokenWindows": "data.loader",
     "load": "config",
@@ -58,6 +63,8 @@ __all__ = [
     "ConfigError",
     "DataError",
     "DivergenceError",
+    "Followed",
+    "Forecast",
     "ForetrainError",
     "GPT2Shape",
     "HybridTrainer",
@@ -65,6 +72,8 @@ __all__ = [
     "Loader",
     "MappedSamples",
     "Muon",
+    "Predictor",
+    "Situation",
     "StepResult",
     "TokenWindows",
     "load",

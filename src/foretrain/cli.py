@@ -13,11 +13,12 @@ from typing import Annotated, Any
 from cyclopts import App, CycloptsError, Parameter
 
 from foretrain.errors import ConfigError, ForetrainError, InputError
-from foretrain.events import CheckpointRejected, Event, Notice
+from foretrain.events import CheckpointRejected, Event, Notice, Recovered
 
 app = App(
     name="foretrain",
-    help="Train PyTorch language models fast, exactly and safely; stop and resume at any moment, bit for bit.\n\n"
+    help="Hybrid predictive training for PyTorch: learns how the weights move, moves them ahead where that is shown to "
+    "pay, and says honestly what it was worth. Stop and resume at any moment, bit for bit.\n\n"
     "Start with `foretrain train`: with no file it trains a small GPT on Python's own source code.",
     version=lambda: metadata.version("foretrain"),
     version_flags=["--version"],
@@ -133,6 +134,27 @@ def doctor(*, json_: Json = False) -> None:
         sys.exit(1)
 
 
+@app.command
+def predictors(
+    *, state: Annotated[bool, flag("List the 64 features that predictors see instead.")] = False, json_: Json = False
+) -> None:
+    """List the predictors, each with its measured verdict; `predictor.type` chooses one."""
+    from foretrain.verdicts import VERDICTS
+
+    rows: list[dict[str, Any]] = [{"name": name, "verdict": verdict} for name, verdict in VERDICTS.items()]
+    if state:
+        from foretrain.dynamics.state import FEATURES
+
+        rows = [{"index": f.index, "group": f.group, "name": f.name, "meaning": f.meaning} for f in FEATURES]
+    if json_:
+        _print(json.dumps(rows, indent=2))
+        return
+    widths = {key: max(len(str(row[key])) for row in rows) for key in rows[0]}
+    last = list(widths)[-1]
+    for row in rows:
+        _print("  ".join(str(row[key]) if key == last else f"{row[key]!s:<{widths[key]}}" for key in widths))
+
+
 @config_app.command
 def init(
     file: Path,
@@ -198,6 +220,8 @@ def _warn(event: Event) -> None:
         _say(f"warning: damaged checkpoint put aside as {event.path}: {event.reason}")
     elif isinstance(event, Notice) and event.level == "warning":
         _say(f"warning: {event.message}")
+    elif isinstance(event, Recovered) and event.action in ("roll_back", "abort"):
+        _say(f"warning: step {event.step}: {event.text}")
 
 
 def _silent(text: str) -> None:

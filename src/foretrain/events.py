@@ -37,6 +37,58 @@ class Progress(Event):
     tokens_per_second: float
     seconds: float
     skipped_steps: int
+    phase: str = "full"
+    predicted_loss: float | None = None
+    """What the predictor said a window ago that the smoothed loss would be now."""
+    smoothed_loss: float | None = None
+    confidence: float | None = None
+    kept: int = 0
+    refused: int = 0
+    """Moves that were refused or rolled back."""
+    gain_percent: float | None = None
+    """Time saved by prediction so far, by its own audits."""
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseChanged(Event):
+    step: int
+    phase: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Moved(Event):
+    """A predicted move and what became of it."""
+
+    step: int
+    horizon: int
+    verdict: str
+    """"kept", "shrunk", "refused" or "rolled back"."""
+    share: float
+    """Of the forecast displacement."""
+    audited: bool
+    chained: bool
+    """A chain of quasi-Newton leaps, with a gradient each."""
+    anchor: float
+    """Probe loss before the move."""
+    predicted_loss: float
+    loss: float
+    """Probe loss it was judged by; not a number where it was refused."""
+    confidence: float
+    worth_steps: float
+    """Full steps that it saved, as measured."""
+    cost_steps: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered(Event):
+    """A recovery action that was carried out, or advice."""
+
+    step: int
+    action: str
+    text: str
+    advice: bool = False
 
 
 @dataclass(frozen=True, slots=True)

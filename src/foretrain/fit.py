@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
@@ -55,6 +55,8 @@ class Run:
         self.fingerprint = fingerprint
         self.batches: Batches | None = None
         self.loader_state: dict[str, Any] | None = None
+        self.rewound = False
+        """The data was turned back by a rollback and is not opened there yet."""
         self.saved_step = -1
         self.logged_tokens = 0
         self.logged_seconds = 0.0
@@ -76,9 +78,10 @@ class Run:
             if self._patience_is_over():
                 reason = "stopped early"
             elif trainer.global_step < self.config.max_steps:
-                self.batches = Batches(loader, self.emit)
-                with closing(self.batches.after(trainer.position, self.loader_state)) as batches:
-                    reason = self._loop(batches)
+                batches = self.batches = Batches(loader, self.emit)
+                if trainer.pilot is not None:
+                    trainer.mover.loader_state = batches.state
+                reason = self._loop(batches)
             self._finish(reason)
             trainer.clock.stop()
             summary = trainer.summary() | {"reason": reason}
@@ -94,27 +97,58 @@ class Run:
         self.emit(RunEnded(trainer.global_step, reason, summary))
         return summary
 
-    def _loop(self, batches: Iterator[Any]) -> str:
-        trainer, first = self.trainer, self.trainer.global_step == 0
-        for batch in batches:
-            result = trainer.step(batch)
-            trainer.position += 1
-            if first:
-                self._check_first(result)
-                first = False
-            step = trainer.global_step
-            last = step >= self.config.max_steps
-            if step % self.config.log.interval == 0 or last:
-                self._log(result)
-            if self.evaluate_every and step % self.evaluate_every == 0 and not last and self._evaluate():
+    def _loop(self, source: Batches) -> str:
+        trainer = self.trainer
+        first = trainer.global_step == 0 and trainer.position == 0
+        self._plan_ahead()
+        while True:
+            with closing(source.after(trainer.position, self.loader_state)) as batches:
+                for batch in batches:
+                    self.rewound = False
+                    position = trainer.position
+                    try:
+                        result = trainer.step(batch)
+                    except DivergenceError:  # given up, but not lost
+                        self._save(must=False)
+                        raise
+                    if trainer.position <= position:  # a rollback went back in the data too
+                        self.loader_state, self.rewound = trainer.mover.rewound_loader_state(), True
+                    if first:
+                        self._check_first(result)
+                        first = False
+                    reason = self._after(result)
+                    if reason is not None:
+                        return reason
+                    if self.rewound:
+                        break
+
+    def _plan_ahead(self) -> None:
+        """A leap can jump over a step that is a multiple of an interval: each is due at the first step from it on."""
+        step = self.trainer.global_step
+        self.next_log, self.next_evaluation, self.next_save = (
+            (step // every + 1) * every if every else math.inf
+            for every in (self.config.log.interval, self.evaluate_every, self.save_every)
+        )
+
+    def _after(self, result: StepResult) -> str | None:
+        """What is due after a step; the reason to stop, if there is one."""
+        trainer, step = self.trainer, self.trainer.global_step
+        last = step >= self.config.max_steps and not trainer.judging
+        if step >= self.next_log or last:
+            self._log(result)
+            self.next_log = (step // self.config.log.interval + 1) * self.config.log.interval
+        if step >= self.next_evaluation and not last:
+            self.next_evaluation = (step // self.evaluate_every + 1) * self.evaluate_every
+            if self._evaluate():
                 return "stopped early"
-            if last:
-                return "finished"
-            if self.stop.requested:
-                return "interrupted"
-            if self.save_every and step % self.save_every == 0:
-                self._save(must=False)
-        return "finished"
+        if last:
+            return "finished"
+        if self.stop.requested:
+            return "interrupted"
+        if step >= self.next_save and not trainer.judging:  # a rollback would leave it with a step that was taken back
+            self.next_save = (step // self.save_every + 1) * self.save_every
+            self._save(must=False)
+        return None
 
     def _finish(self, reason: str) -> None:
         """Last evaluation and last checkpoint; an interrupted run is saved at once."""
@@ -182,6 +216,8 @@ class Run:
                 tokens_per_second=round(speed, 1),
                 seconds=round(seconds, 3),
                 skipped_steps=trainer.meter.skipped,
+                phase=result.phase,
+                **trainer.prediction_progress(),
             )
         )
         if reading.skipped:
@@ -230,7 +266,7 @@ class Run:
         with trainer.clock.paused():
             trainer.meter.fetch()
             started = time.perf_counter()
-            place = self.batches.state() if self.batches is not None else self.loader_state
+            place = self.loader_state if self.batches is None or self.rewound else self.batches.state()
             state = trainer.state_dict() | {"loader": place, "meta": self._meta()}
             try:
                 path = self.store.save(trainer.global_step, state)

@@ -70,45 +70,47 @@ VALUE_ALIASES: dict[str, dict[Any, Any]] = {
     "model.normalization": {},
     "model.initialization": {},
     "schedule.mode": {},
+    "hybrid.mode": {},
+    "predictor.type": {},
     "schedule.decay": {},
 }
 """Other spellings of values. Names listed here are also accepted in upper case."""
 
-_HYBRID = (
-    "mode warmup_steps full_steps max_predict_steps confidence_threshold divergence_threshold "
-    "correction_interval monitor_interval"
-)
-_PREDICTOR = (
-    "type beta gamma l2 forgetting hidden_dims deterministic_dim stochastic_dim num_categoricals "
-    "ensemble_size bptt_steps"
-)
-
 RESERVED: dict[str, str] = {
-    **{f"hybrid.{key}": "the predicted phases are not in this version yet" for key in _HYBRID.split()},
-    **{f"predictor.{key}": "the predictors are not in this version yet" for key in _PREDICTOR.split()},
     "data.domain": "it only describes the data",
     "data.diversity_score": "it only describes the data",
 }
 """Known names without a setting behind them (yet): they load, and a notice says that they change nothing and why."""
 
-_PRESET_KEYS = (
-    "hybrid.warmup_steps",
-    "hybrid.full_steps",
-    "hybrid.max_predict_steps",
-    "hybrid.confidence_threshold",
-    "hybrid.divergence_threshold",
-    "optimizer.learning_rate",
+_LINEAR = {"predictor.type": "linear"}
+_RSSM_KEYS = ("type", "deterministic_dim", "stochastic_dim", "num_categoricals", "ensemble_size")
+_RSSM, _RSSM_LARGE = (
+    {f"predictor.{key}": value for key, value in zip(_RSSM_KEYS, ("rssm", *sizes), strict=True)}
+    for sizes in ((256, 32, 32, 3), (512, 64, 32, 5))
 )
+
+
+def _preset(predictor: dict[str, Any], *values: float) -> dict[str, Any]:
+    keys = (
+        "hybrid.warmup_steps",
+        "hybrid.full_steps",
+        "hybrid.max_predict_steps",
+        "hybrid.confidence_threshold",
+        "hybrid.divergence_threshold",
+        "optimizer.learning_rate",
+    )
+    return dict(zip(keys, values, strict=False)) | predictor
+
 
 PRESETS: dict[str, dict[str, Any]] = {
     "measured": {},
-    "small": dict(zip(_PRESET_KEYS, (100, 20, 60, 0.85, 3.0, 1e-4), strict=True)),
-    "medium": dict(zip(_PRESET_KEYS, (200, 30, 80, 0.87, 2.5, 5e-5), strict=True)),
-    "large": dict(zip(_PRESET_KEYS, (500, 50, 100, 0.90, 2.0, 1e-5), strict=True)),
-    "specialist": dict(zip(_PRESET_KEYS, (100, 15, 120, 0.82, 3.0, 1e-4), strict=True)),
-    "generalist": dict(zip(_PRESET_KEYS, (500, 50, 80, 0.90, 2.5, 1e-4), strict=True)),
-    "conservative": dict(zip(_PRESET_KEYS[:4], (200, 30, 25, 0.90), strict=True)),
-    "balanced": dict(zip(_PRESET_KEYS[:4], (100, 20, 40, 0.85), strict=True)),
-    "aggressive": dict(zip(_PRESET_KEYS[:4], (50, 15, 80, 0.75), strict=True)),
+    "small": _preset(_LINEAR, 100, 20, 60, 0.85, 3.0, 1e-4),
+    "medium": _preset(_RSSM, 200, 30, 80, 0.87, 2.5, 5e-5),
+    "large": _preset(_RSSM_LARGE, 500, 50, 100, 0.90, 2.0, 1e-5),
+    "specialist": _preset(_LINEAR, 100, 15, 120, 0.82, 3.0, 1e-4),
+    "generalist": _preset(_RSSM, 500, 50, 80, 0.90, 2.5, 1e-4),
+    "conservative": _preset({}, 200, 30, 25, 0.90),
+    "balanced": _preset({}, 100, 20, 40, 0.85),
+    "aggressive": _preset({}, 50, 15, 80, 0.75),
 }
 """What each preset sets. `measured`, the default, is the schema's own defaults."""

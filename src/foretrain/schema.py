@@ -187,13 +187,116 @@ class CheckpointConfig(Section):
     """Newest checkpoints that stay on disk; at least 2, so that a damaged one can be replaced by the one before."""
 
 
+class HybridConfig(Section):
+    """The four phases: WARMUP, FULL, PREDICT, CORRECT."""
+
+    mode: Literal["leap", "rollout", "off"] = "leap"
+    """`leap` moves a whole horizon at once and probes it; `rollout` moves one predicted step at a time; `off` is the
+    plain loop."""
+    warmup_steps: Count = 100
+    """Full steps before anything is predicted."""
+    full_steps: Count = 20
+    """Full steps between two predicted phases, at the least."""
+    max_predict_steps: Count = 60
+    """Longest predicted phase, in steps."""
+    correct_steps: Annotated[int, Field(ge=1, le=100)] = 5
+    """Full steps that validate a move before it is kept."""
+    confidence_threshold: Fraction = 0.5
+    """Predict only when a move is more likely than this to be kept."""
+    divergence_threshold: Positive = 3.0
+    """A loss this many standard deviations above its average is a warning."""
+    correction_interval: CountOrZero = 0
+    """Predicted steps between corrections inside a long rollout. 0: only at its end."""
+    monitor_interval: Count = 1
+    """Predicted steps between forward passes that watch a rollout."""
+    window_steps: Annotated[int, Field(ge=2)] = 10
+    """Full steps whose total displacement is one observation."""
+    basis_type: Literal["auto", "fp32", "bf16"] = "auto"
+    """Number format of the stored directions. `auto`: fp32 up to 32M trained parameters, bf16 above."""
+    search: Switch = "auto"
+    """Choose the length and direction of a leap by probing several. `auto`: where batches hardly differ, because
+    elsewhere the loss right after a move misleads."""
+    secant_pairs: CountOrZero = 50
+    """Where the loss is exact (full batch, `optimizer.weight_decay = 0`): pairs of weight and gradient changes kept for
+    quasi-Newton leaps, one gradient each. 0: none, leaps are then searched along the forecast only."""
+    secant_memory_mb: NonNegative = 256.0
+    """Memory for these pairs; large models keep fewer of them, or none."""
+
+
+class PredictorConfig(Section):
+    """What forecasts the motion of the weights."""
+
+    type: Literal["momentum", "linear", "mlp", "rssm"] = "linear"
+    """`momentum`: geometric continuation; `linear`: ridge regression; `mlp`: small network; `rssm`: recurrent
+    state-space model."""
+    beta: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Look-ahead: full steps take their gradient this far ahead along the average motion. 0: off."""
+    gamma: Fraction = 0.99
+    """Averaging of the motion per step, for the look-ahead."""
+    l2: NonNegative = 1.0
+    """Pull of `linear` towards its prior, in windows' worth of evidence."""
+    forgetting: Annotated[float, Field(gt=0, le=1)] = 0.97
+    """How much of the past `linear` keeps per window."""
+    hidden_dims: list[Count] = [64, 64]
+    """Layers of `mlp`."""
+    deterministic_dim: Count = 256
+    """Size of the recurrent state of `rssm`."""
+    stochastic_dim: Count = 32
+    """Number of categorical variables of `rssm`."""
+    num_categoricals: Annotated[int, Field(ge=2)] = 32
+    """Classes of each of them."""
+    ensemble_size: Count = 3
+    """Members of `mlp` and `rssm`; they differ in first weights and in the data they see."""
+    bptt_steps: Count = 4
+    """Windows that `rssm` is trained through."""
+    learning_rate: Positive = 1e-3
+    """Learning rate of `mlp` and `rssm` themselves."""
+
+
+class CorrectionConfig(Section):
+    """How errors of past forecasts correct a move."""
+
+    residuals: Count = 1000
+    """Residuals that are remembered."""
+    similarity: Annotated[float, Field(ge=-1, lt=1)] = 0.7
+    """Cosine of two training states above which a residual of one counts for the other."""
+    neighbors: Count = 5
+    """Most similar residuals that are used."""
+    limit: NonNegative = 0.2
+    """Largest correction, as a share of the move, per group of weights."""
+
+
+class AuditConfig(Section):
+    """Trying a move against not making it, from one snapshot."""
+
+    time_budget: Annotated[float, Field(ge=0, le=1)] = 0.02
+    """Share of the run that audits and unproven moves may cost. 0: nothing is tried where noise is high."""
+    steps: Annotated[int, Field(ge=2)] = 20
+    """Full steps after which the two forks of an audit are compared."""
+
+
 class GuardConfig(Section):
-    """What happens when a loss or gradient is not a number."""
+    """What counts as going wrong, and how much of it is borne."""
 
     nan_check: bool = True
     """Skip the update of a step whose loss or gradient is NaN or infinite. The check costs no host synchronisation."""
     max_skipped_steps: Count = 25
     """Give up, with a saved checkpoint, after this many skipped steps in a row."""
+    explosion_factor: Annotated[float, Field(gt=1, allow_inf_nan=False)] = 10.0
+    """A gradient norm this many times the usual one is a warning."""
+    vanishing_factor: Fraction = 0.01
+    """A gradient norm below this share of the usual one is a warning."""
+    prediction_error: Positive = 0.2
+    """A loss this share above the predicted one ends a predicted phase; half of it is a caution."""
+    oscillation_changes: Annotated[float, Field(gt=0, lt=5)] = 3.0
+    """Changes of sign of the loss around its trend, in 10 steps, above the 5 that independent noise would give, from
+    which on it oscillates."""
+    patience: Count = 3
+    """Warnings in a row that make a critical state, and skipped steps in a row after which the run is rolled back."""
+    max_rollbacks: CountOrZero = 5
+    """Give up, with a saved checkpoint, when a run goes wrong again after this many rollbacks."""
+    auto_tune: bool = False
+    """Double the learning rate by itself on a plateau of 500 steps, rather than only advise it."""
 
 
 class LogConfig(Section):
@@ -236,6 +339,10 @@ class Config(Section):
     engine: EngineConfig = EngineConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    hybrid: HybridConfig = HybridConfig()
+    predictor: PredictorConfig = PredictorConfig()
+    correction: CorrectionConfig = CorrectionConfig()
+    audit: AuditConfig = AuditConfig()
     guard: GuardConfig = GuardConfig()
     log: LogConfig = LogConfig()
 

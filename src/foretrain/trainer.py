@@ -1,13 +1,9 @@
-"""HybridTrainer: `step()` for your own loop, `fit()` for a whole run.
-
-The trainer runs the FULL phase: forward, backward, update. The predicted phases will be added around it here.
-"""
+"""HybridTrainer: `step()` for your own loop, `fit()` for a whole run. The four phases stand here in reading order."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,23 +14,31 @@ from torch.optim import Optimizer
 
 from foretrain import environment
 from foretrain.config import Config, to_mapping
-from foretrain.engine import optim, schedule
-from foretrain.engine.averaging import WeightAverage
-from foretrain.engine.graph import GraphedStep, launch_bound
-from foretrain.engine.meters import StepMeter, Stopwatch
-from foretrain.engine.precision import Precision, choose_device
+from foretrain.control.machine import Phase
+from foretrain.control.mover import Move, Mover
+from foretrain.control.pilot import Pilot
+from foretrain.control.recovery import Action, Kind
+from foretrain.dynamics import registry
+from foretrain.dynamics.lookahead import LookAhead
+from foretrain.dynamics.observer import Moment, Observer
+from foretrain.dynamics.predictor import Predictor
+from foretrain.dynamics.trajectory import Trajectory
+from foretrain.engine.loop import Engine
 from foretrain.engine.runfolder import RunFolder
 from foretrain.engine.signals import StopRequest
-from foretrain.engine.state import random_state, restore_model, restore_optimizer, restore_random_state, seed_random
-from foretrain.engine.step import FullStep, LossFunction, StepOutput, map_tensors, part_weights, tensors_of
-from foretrain.errors import CheckpointError, ConfigError, InputError
-from foretrain.events import Bus
+from foretrain.engine.step import LossFunction, StepOutput
+from foretrain.errors import DivergenceError
+from foretrain.events import Bus, PhaseChanged, Recovered
 from foretrain.fit import Run
 from foretrain.show.console import Console
 from foretrain.show.jsonl import JsonlLog
 
-_COUNTS = ("global_step", "position", "tokens", "evaluations_without_best")
-_LOSSES = ("best_val_loss", "last_val_loss", "last_train_loss")
+_LARGEST_FP32_BASIS = 32_000_000
+_SAY_EVERY = 100
+_LOOK_EVERY = 100
+"""Steps after which the losses of unwatched steps are looked at."""
+_LOOK_AHEAD_ENDS = 2 / 3
+"""Share of a run after which nothing looks ahead: forward moves harm while the learning rate decays."""
 
 
 def supervised(criterion: Callable[[Tensor, Tensor], Tensor]) -> LossFunction:
@@ -47,10 +51,15 @@ class StepResult:
     """What one step did. Reading `loss` or `gradient_norm` waits for the device; not reading costs nothing."""
 
     phase: str
+    """"warmup", "full", "predict" or "correct"."""
     global_step: int
-    """Steps done so far, this one included."""
+    """Virtual steps done so far, this one included: full steps, and predicted ones as far as they were worth one."""
     learning_rate: float
     output: StepOutput
+    predicted_loss: float | None = None
+    """What the predictor said this loss would be, in PREDICT."""
+    confidence: float | None = None
+    """Probability that the open move will be kept, in PREDICT and CORRECT."""
 
     @property
     def loss(self) -> float:
@@ -58,6 +67,7 @@ class StepResult:
 
     @property
     def gradient_norm(self) -> float:
+        """Not a number in PREDICT, where there is no gradient."""
         return float(self.output.gradient_norm)
 
     @property
@@ -66,10 +76,11 @@ class StepResult:
         return bool(self.output.skipped)
 
 
-class HybridTrainer:
+class HybridTrainer(Engine):
     """Trains any module with any optimizer and a loss function `(model, batch) -> mean loss`.
 
-    Without an optimizer the configuration's is built; without a loss function `model.loss(batch)` is called.
+    Without an optimizer the configuration's is built; without a loss function `model.loss(batch)` is called; without a
+    predictor the configuration's. With `hybrid.mode = "off"` it is the plain loop.
     """
 
     def __init__(
@@ -79,149 +90,255 @@ class HybridTrainer:
         loss_fn: LossFunction | None = None,
         config: Config | None = None,
         *,
+        predictor: Predictor | None = None,
         bus: Bus | None = None,
     ) -> None:
-        self.config = config = config or Config()
+        super().__init__(model, optimizer, loss_fn, config or Config())
+        config = self.config
         self.bus = bus or Bus()
-        self.device = choose_device(config.device)
-        if config.engine.deterministic:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs to repeat itself
-            torch.use_deterministic_algorithms(True)
-        seed_random(config.seed)
-        self.model = model.to(self.device)
-        self.model.train()
-        self._optimizer_is_configured = optimizer is None
-        self.optimizer = optimizer or optim.build(self.model, config.optimizer)
-        self.loss_fn = loss_fn or _own_loss
-        self.precision = Precision(config.precision, self.device)
-        self.rate = optim.RateControl(self.optimizer)
-        self.schedule = schedule.build(config.schedule, self.rate.peak, config.max_steps)
-        self.average = WeightAverage(self.model, config.evaluation.ema_decay) if config.evaluation.ema_decay else None
-        self.full_step = FullStep(
-            self.model,
-            self.optimizer,
-            self.loss_fn,
-            self.precision,
-            clip=config.optimizer.gradient_clip_norm,
-            accumulation=config.accumulation_steps,
-            nan_check=config.guard.nan_check,
-            compile_loss=_switch(config.engine.compile, auto=self.device.type == "cuda"),
-        )
-        self._run_step: Callable[[Any], StepOutput] | None = None
-        self.meter = StepMeter()
-        self.clock = Stopwatch()
-        self.global_step = 0
-        self.tokens = 0
-        self.position = 0
-        self.best_val_loss: float | None = None
-        self.evaluations_without_best = 0
-        self.last_val_loss: float | None = None
-        self.last_train_loss: float | None = None
+        parameters = self.full_step.parameters
+        self.look_ahead: LookAhead | None = None
+        if config.predictor.beta > 0:
+            self.look_ahead = LookAhead(parameters, config.predictor.beta, config.predictor.gamma)
+        self._said: dict[str, int] = {}
+        self.pilot: Pilot | None = None
+        if config.hybrid.mode == "off" or not parameters:
+            return
+        names = [name for name, p in self.model.named_parameters() if p.requires_grad]
+        trajectory = Trajectory(parameters, names, window=config.hybrid.window_steps, dtype=self._basis_type())
+        predictor = predictor or registry.build(config.predictor, config.seed)
+        self.observer = Observer(trajectory, predictor, parameters, self.optimizer)
+        self.pilot = Pilot(config, self.observer, "adapters" if self._trains_adapters() else "full weights")
+        self.mover = Mover(self, self.pilot, self.bus.emit)
 
-    # --- one step ----------------------------------------------------------------------------------------------------
+    def _basis_type(self) -> torch.dtype:
+        wanted = self.config.hybrid.basis_type
+        trained = sum(p.numel() for p in self.full_step.parameters)
+        narrow = wanted == "bf16" or (wanted == "auto" and trained > _LARGEST_FP32_BASIS)
+        return torch.bfloat16 if narrow else torch.float32
+
+    def _trains_adapters(self) -> bool:
+        trained = sum(p.numel() for p in self.full_step.parameters)
+        return trained < 0.2 * sum(p.numel() for p in self.model.parameters())
+
+    # --- one step, in one of four phases -----------------------------------------------------------------------------
 
     def step(self, batch: Any) -> StepResult:
-        """One full step on `batch`. Never waits for the device."""
-        batch = self._to_device(batch)
-        rate = self.schedule(self.global_step)
-        self.rate.set(rate)
-        if self._run_step is None:
-            self._run_step = self._choose_step(batch)
-        output = self._run_step(batch)
-        if self.average is not None:
-            self.average.update()
-        self.meter.add(output)
-        self.tokens += _count(batch)
+        """One step of the phase the run is in. Full steps never wait for the device, except at the end of a window."""
+        batch = self.to_device(batch)
+        position = self.position
+        match self.phase:
+            case Phase.WARMUP | Phase.FULL:
+                result = self._train(batch)
+            case Phase.PREDICT:
+                result = self._predict(batch)
+            case Phase.CORRECT:
+                result = self._correct(batch)
+        if self.position >= position:  # else a rollback went back in the data
+            self.position += 1
+        return result
+
+    @property
+    def phase(self) -> Phase:
+        return self.pilot.machine.phase if self.pilot is not None else Phase.FULL
+
+    @property
+    def judging(self) -> bool:
+        """A move was made and is not judged yet."""
+        return self.pilot is not None and self.mover.move is not None
+
+    def _train(self, batch: Any) -> StepResult:
+        """WARMUP and FULL: full steps, watched. Only the end of a window can lead to another phase."""
+        phase = self.phase
+        if self.pilot is None:
+            return self._result(phase, self._full_step(batch))
+        if self.pilot.rest_steps:
+            return self._rest(self.pilot, batch)
+        self.observer.before_step()
+        output = self.mover.full(batch, self._full_step)
+        self.pilot.count(1, phase)
+        self.mover.remember(batch)
+        result = self._result(phase, output)
+        if self.observer.after_step(output):
+            self._end_window(self.pilot)
+        return result
+
+    def _rest(self, pilot: Pilot, batch: Any) -> StepResult:
+        """FULL while nothing would come of watching the weights: only now and then the losses are looked at."""
+        if self.meter.noted is None:
+            self.meter.fetch()  # what is older was watched
+            self.meter.noted = []
+        result = self._result(Phase.FULL, self._full_step(batch))
+        pilot.count(1, Phase.FULL)
+        pilot.rest_steps -= 1
+        if pilot.rest_steps % _LOOK_EVERY == 0:
+            numbers = [(torch.nan if skipped else loss, norm) for loss, norm, skipped in self.meter.take_noted()]
+            for action in pilot.rested(self.global_step, numbers, fp16=self.precision.scaled):
+                self._carry_out(action)
+            self._follow_recovery(pilot)
+            self.mover.keep_safe()
+        if pilot.rest_steps == 0:
+            self.meter.noted = None
+            pilot.wake()
+        return result
+
+    def _predict(self, batch: Any) -> StepResult:
+        """PREDICT: the weights move as forecast, forward only. A refused move leaves everything as it was."""
+        position = self.position
+        move = self.mover.begin(batch)
+        loss = None
+        if move.chained:
+            return self._chain(batch, move)
+        if not move.refused:
+            loss = self.mover.leap() if self.config.hybrid.mode == "leap" else self.mover.roll(batch)
+        if self.phase is not Phase.PREDICT:
+            self._tell_phase()
+        if loss is None:  # refused: the batch it began with is still there to learn from
+            result = self._train(move.batch)
+            self.position += self.position < position
+            return result
+        output = StepOutput(torch.tensor(loss), torch.tensor(torch.nan), torch.zeros(()))
+        return self._result(Phase.PREDICT, output, move.predicted_loss, move.confidence)
+
+    def _chain(self, batch: Any, move: Move) -> StepResult:
+        """PREDICT where the loss is exact: leaps to where the gradient should vanish, each judged by its own loss."""
+        output = self.mover.leap_on(batch)
+        if self.phase is not Phase.PREDICT:
+            self._tell_phase()
+        if output is not None:
+            return self._result(Phase.PREDICT, output, move.predicted_loss, move.confidence)
+        return self._train(move.batch) if move.refused else self._correct(batch)
+
+    def _correct(self, batch: Any) -> StepResult:
+        """CORRECT: the residual correction, then full steps that validate the move; then it is kept or taken back."""
+        confidence = self.mover.open_move.confidence
+        output = self.mover.validate(batch, self._full_step)
+        result = self._result(Phase.CORRECT, output, confidence=confidence)
+        if self.mover.due:
+            for action in self.mover.judge(self._full_step):
+                self._carry_out(action)
+            self._follow_recovery(self.mover.pilot)
+            self._tell_phase()
+        return result
+
+    def _full_step(self, batch: Any, between: Callable[[], None] | None = None) -> StepOutput:
+        if self.look_ahead is not None:
+            self.look_ahead.before_step(self._look_ahead_share())
+        output = self.full(batch, between)
+        if self.look_ahead is not None:
+            self.look_ahead.after_step()
         self.global_step += 1
-        return StepResult("full", self.global_step, rate, output)
+        return output
 
-    def _to_device(self, batch: Any) -> Any:
-        if self.device.type == "cpu":
-            return batch
-        return map_tensors(batch, lambda tensor: tensor.to(self.device, non_blocking=True))
+    def _look_ahead_share(self) -> float:
+        """On after the warm-up, off for the last third, and only as far as the learning rate is up."""
+        step, config = self.global_step, self.config
+        if step < config.hybrid.warmup_steps or step >= _LOOK_AHEAD_ENDS * config.max_steps or not self.rate.peak:
+            return 0.0
+        return self.schedule(step) / self.rate.peak
 
-    def _choose_step(self, batch: Any) -> Callable[[Any], StepOutput]:
-        """The step as it is, or recorded as a CUDA graph where launches dominate."""
-        wanted = self.config.engine.cuda_graph
-        possible = self.device.type == "cuda" and self.full_step.device_skip
-        if wanted is True and not possible:
-            raise ConfigError(
-                "engine.cuda_graph = true needs a CUDA GPU and a fused optimizer (adamw, adam, sgd or muon); use 'auto'"
-            )
-        parameters = sum(p.numel() for p in self.full_step.parameters)
-        if possible and _switch(wanted, auto=launch_bound(parameters, batch)):
-            return GraphedStep(self.full_step)
-        return self.full_step
+    def _result(
+        self, phase: Phase, output: StepOutput, predicted_loss: float | None = None, confidence: float | None = None
+    ) -> StepResult:
+        rate = self.schedule(max(0, self.global_step - 1)) * self.rate_factor
+        return StepResult(phase.value, self.global_step, rate, output, predicted_loss, confidence)
 
-    # --- evaluation --------------------------------------------------------------------------------------------------
+    # --- the end of a window -----------------------------------------------------------------------------------------
 
-    @torch.no_grad()
-    def evaluate(self, batches: Iterable[Any]) -> float:
-        """Mean loss over `batches`, each weighed by what it counts; at averaged weights if there is an average."""
-        batches = list(batches)
-        if not batches:
-            raise InputError("evaluation needs at least one held-out batch")
-        weights = part_weights(batches, self.device)
-        total = torch.zeros((), device=self.device)
-        self.model.eval()
-        try:
-            with self.averaged_weights():
-                for batch, weight in zip(batches, weights, strict=True):
-                    total = total + self.full_step.loss(self._to_device(batch)).float() * weight.to(self.device)
-        finally:
-            self.model.train()
-        return float(total)
+    def _end_window(self, pilot: Pilot) -> None:
+        moment = Moment(
+            step=self.global_step,
+            max_steps=self.config.max_steps,
+            full_steps=self.backward_passes,
+            learning_rate=self.schedule(max(0, self.global_step - 1)) * self.rate_factor,
+            peak_rate=self.rate.peak,
+            phase=pilot.phase_record(),
+            acceptance_rate=pilot.counts.acceptance_rate,
+            confidence=pilot.current_confidence,
+        )
+        record = self.observer.close(moment)
+        actions = pilot.watch(record, self.mover.same_batch(), fp16=self.precision.scaled)
+        for action in actions:
+            self._carry_out(action)
+        self._follow_recovery(pilot)
+        if any(action.kind is Kind.ROLL_BACK for action in actions):
+            return
+        self.mover.keep_safe()
+        before = self.phase
+        left = self.config.max_steps - self.global_step
+        pilot.decide(self.global_step, left, self._decaying(), self.mover.chain.ready)
+        if self.phase is not before:
+            self._tell_phase()
 
-    def averaged_weights(self) -> AbstractContextManager[None]:
-        """The model at averaged weights inside the block, if `evaluation.ema_decay` is set."""
-        return self.average.applied() if self.average is not None else nullcontext()
+    def _decaying(self) -> bool:
+        """The learning rate is on its way down to the end of the run."""
+        step = self.global_step
+        return self.schedule(min(step + 1, self.config.max_steps)) < 0.999 * self.schedule(max(0, step - 1))
+
+    def _tell_phase(self) -> None:
+        if self.pilot is not None:
+            self.bus.emit(PhaseChanged(self.global_step, self.phase.value, self.pilot.last_reason))
+
+    def _carry_out(self, action: Action) -> None:
+        """One of the eight recovery actions."""
+        pilot = self.mover.pilot
+        pilot.apply(action, self.global_step)
+        self._follow_recovery(pilot)
+        if action.kind is Kind.ROLL_BACK and not self.judging:
+            self.mover.return_to_safety()
+        matters = action.kind is not Kind.CONTINUE or action.advice_only or action.rate_factor != 1.0
+        if matters and self._is_news(action):
+            self.bus.emit(Recovered(self.global_step, action.kind.value, action.text, action.advice_only))
+        if action.kind is Kind.ABORT:
+            raise DivergenceError(f"{action.text} (step {self.global_step})")
+
+    def _is_news(self, action: Action) -> bool:
+        """The same kind of action over and over is said once per hundred steps."""
+        weighty = action.kind in (Kind.ROLL_BACK, Kind.ABORT) or action.rate_factor != 1.0
+        said = self._said.get(action.kind.value, -_SAY_EVERY)
+        if not weighty and 0 <= self.global_step - said < _SAY_EVERY:
+            return False
+        self._said[action.kind.value] = self.global_step
+        return True
+
+    def _follow_recovery(self, pilot: Pilot) -> None:
+        """The learning rate and the clipping that recovery wants now; in a healthy run those of the configuration."""
+        self.rate_factor = pilot.recovery.rate_factor
+        clip = min(self.config.optimizer.gradient_clip_norm or torch.inf, pilot.recovery.clip)
+        self.set_clip(0.0 if clip == torch.inf else clip)
 
     # --- the whole state ---------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that decides how the run goes on. Tensors are referred to, not copied."""
-        return {
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "average": self.average.state_dict() if self.average is not None else None,
-            "precision": self.precision.state_dict(),
-            "random": random_state(),
-            "progress": {
-                **{name: getattr(self, name) for name in _COUNTS + _LOSSES},
-                "seconds": self.clock.seconds,
-                "skipped": self.meter.skipped,
-                "skipped_in_a_row": self.meter.skipped_in_a_row,
-                "unread": self.meter.unread,
-            },
-        }
-
-    def load_state_dict(self, state: dict[str, Any], origin: str = "the given state") -> None:
-        """Put a state back, in place: afterwards every step is, bit for bit, what it would have been."""
-        try:
-            self._put_back(state, origin)
-        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-            raise CheckpointError(
-                f"{origin}: it does not hold the state of such a trainer ({type(error).__name__}: {error}); "
-                "use the settings it was saved with, or start a new run"
-            ) from error
+        """Everything that decides how the run goes on, also in the middle of a move. Tensors are not copied."""
+        self.meter.fetch()  # a rest looks at these numbers later
+        state = super().state_dict()
+        state["look_ahead"] = self.look_ahead.state_dict() if self.look_ahead is not None else None
+        state["hybrid"] = None
+        if self.pilot is not None:
+            predictor = self.observer.predictor
+            state["hybrid"] = {
+                "predictor": {"name": predictor.name, "state": predictor.state_dict()},
+                "pilot": self.pilot.state_dict(),
+                "mover": self.mover.state_dict(),
+                "said": dict(self._said),
+            }
+        return state
 
     def _put_back(self, state: dict[str, Any], origin: str) -> None:
-        restore_model(self.model, state["model"], origin)
-        restore_optimizer(self.optimizer, state["optimizer"], origin, keep_settings=self._optimizer_is_configured)
-        if (self.average is None) != (state["average"] is None):
-            raise CheckpointError(f"{origin}: evaluation.ema_decay was switched on or off since; use the same setting")
-        if self.average is not None:
-            self.average.load_state_dict(state["average"])
-        self.precision.load_state_dict(state["precision"])
-        restore_random_state(state["random"])
-        self.rate.forget()
-        progress = state["progress"]
-        self.clock = Stopwatch(float(progress["seconds"]))
-        self.meter = StepMeter(progress["skipped"], progress["skipped_in_a_row"], progress["unread"])
-        for name in _COUNTS:
-            setattr(self, name, int(progress[name]))
-        for name in _LOSSES:
-            setattr(self, name, None if progress[name] is None else float(progress[name]))
+        super()._put_back(state, origin)
+        if self.look_ahead is not None and state.get("look_ahead") is not None:
+            self.look_ahead.load_state_dict(state["look_ahead"])
+        hybrid = state.get("hybrid")
+        if self.pilot is None or hybrid is None:
+            return  # switched on or off since: the hybrid part starts anew
+        predictor = self.observer.predictor
+        self.pilot.load_state_dict(hybrid["pilot"])
+        if predictor.name == hybrid["predictor"]["name"]:
+            predictor.load_state_dict(hybrid["predictor"]["state"])
+        self.mover.load_state_dict(hybrid["mover"])
+        self._said = dict(hybrid["said"])
+        self._follow_recovery(self.pilot)
 
     # --- a whole run -------------------------------------------------------------------------------------------------
 
@@ -258,6 +375,21 @@ class HybridTrainer:
             run = Run(self, folder, list(held_out) if held_out is not None else [], stop, data_fingerprint)
             return run.train(loader, resume, title, details or {})
 
+    def prediction_progress(self) -> dict[str, Any]:
+        """What the progress line says of prediction."""
+        if self.pilot is None:
+            return {}
+        moves, observer = self.pilot.counts.moves, self.observer
+        gain = self.pilot.ledger.gain(self.backward_passes)
+        return {
+            "predicted_loss": None if self.pilot.rest_steps else observer.predicted_loss,
+            "smoothed_loss": None if self.pilot.rest_steps else observer.smoothed_loss,
+            "confidence": round(self.pilot.current_confidence, 4),
+            "kept": moves["kept"] + moves["shrunk"],
+            "refused": moves["refused"] + moves["rolled_back"],
+            "gain_percent": gain["gain_percent"],
+        }
+
     def summary(self) -> dict[str, Any]:
         """What the run did so far."""
         seconds = self.clock.seconds
@@ -265,7 +397,9 @@ class HybridTrainer:
             "final_val_loss": self.last_val_loss,
             "final_train_loss": self.last_train_loss,
             "best_val_loss": self.best_val_loss,
-            "steps": self.global_step,
+            "global_step": self.global_step,
+            "steps": {"warmup": 0, "full": self.global_step, "predict": 0, "correct": 0},
+            "backward_passes": self.backward_passes,
             "tokens": self.tokens,
             "seconds": round(seconds, 3),
             "tokens_per_second": round(self.tokens / seconds, 1) if seconds else None,
@@ -275,27 +409,10 @@ class HybridTrainer:
             "config": to_mapping(self.config),
             "environment": environment.describe(str(self.device)),
         }
+        if self.pilot is not None:
+            summary |= self.pilot.summary(self.backward_passes)
+            summary["predictor"] = self.observer.predictor.name
+            summary["basis_mb"] = round(self.observer.trajectory.bytes / 2**20, 1)
         if self.device.type == "cuda":
             summary["peak_memory_mb"] = round(torch.cuda.max_memory_allocated(self.device) / 2**20, 1)
         return summary
-
-
-def _own_loss(model: nn.Module, batch: Any) -> Tensor:
-    loss = getattr(model, "loss", None)
-    if loss is None:
-        raise ConfigError(f"{type(model).__name__} has no method loss(batch); pass a loss_fn to HybridTrainer")
-    value: Tensor = loss(batch)
-    return value
-
-
-def _switch(setting: bool | str, auto: bool) -> bool:
-    return auto if setting == "auto" else bool(setting)
-
-
-def _count(batch: Any) -> int:
-    """Tokens of a batch of token numbers, samples of any other batch."""
-    tensors = tensors_of(batch)
-    if not tensors:
-        return 1
-    first = tensors[0]
-    return first.numel() if first.ndim == 2 and not first.is_floating_point() else first.shape[0] if first.ndim else 1

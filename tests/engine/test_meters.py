@@ -49,6 +49,24 @@ def test_when_every_step_was_skipped_all_of_them_are_counted() -> None:
     assert (meter.skipped, meter.skipped_in_a_row) == (3, 3)
 
 
+def test_what_is_noted_is_told_once_more_whatever_is_read() -> None:
+    meter = StepMeter()
+    meter.add(output(1.0))
+    meter.fetch()
+    assert meter.noted is None
+    meter.noted = []
+    for loss in (2.0, 3.0):
+        meter.add(output(loss, 2 * loss))
+        meter.read()
+    meter.add(output(4.0, 8.0, skipped=True))
+    assert meter.take_noted() == [(2.0, 4.0, 0.0), (3.0, 6.0, 0.0), (4.0, 8.0, 1.0)]
+    assert meter.take_noted() == []
+    assert meter.read().steps == 1
+    again = StepMeter(0, 0, [], [(2.0, 4.0, 0.0)])
+    again.add(output(3.0, 6.0))
+    assert again.take_noted() == [(2.0, 4.0, 0.0), (3.0, 6.0, 0.0)]
+
+
 def test_steps_in_a_row_are_counted_over_readings() -> None:
     meter = StepMeter()
     counts = []

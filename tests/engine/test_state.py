@@ -148,12 +148,17 @@ def frozen(state: Any) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in take_apart(state).tensors.items()}
 
 
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Bit for bit; what is not a number equals itself."""
+    return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
+
+
 def test_a_snapshot_is_not_touched_by_later_steps(trainer: HybridTrainer, make_batch: Make) -> None:
     kept = snapshot(trainer.state_dict())
     before = {name: tensor.clone() for name, tensor in kept.tensors.items()}
     for number in range(3, 6):
         trainer.step(make_batch(seed=number))
-    assert all(torch.equal(kept.tensors[name], before[name]) for name in before)
+    assert all(same(kept.tensors[name], before[name]) for name in before)
     changed = take_apart(trainer.state_dict()).tensors
     assert not torch.equal(changed["model.token_embedding.weight"], before["model.token_embedding.weight"])
 
@@ -163,7 +168,7 @@ def test_going_back_to_a_snapshot_is_exact_and_in_place(trainer: HybridTrainer, 
     places = {
         name: tensor.data_ptr()
         for name, tensor in take_apart(trainer.state_dict()).tensors.items()
-        if not name.startswith("random")
+        if name.startswith(("model", "optimizer", "average", "precision", "hybrid.pilot.observer.trajectory"))
     }
     losses = [trainer.step(make_batch(seed=number)).loss for number in range(3, 6)]
     end = frozen(trainer.state_dict())
@@ -175,7 +180,7 @@ def test_going_back_to_a_snapshot_is_exact_and_in_place(trainer: HybridTrainer, 
         assert [trainer.step(make_batch(seed=number)).loss for number in range(3, 6)] == losses
         again = frozen(trainer.state_dict())
         assert again.keys() == end.keys()
-        assert all(torch.equal(again[name], end[name]) for name in end)
+        assert all(same(again[name], end[name]) for name in end)
 
 
 def test_a_state_put_into_another_trainer_is_its_own(
@@ -188,7 +193,7 @@ def test_a_state_put_into_another_trainer_is_its_own(
     for number in range(3, 5):
         other.step(make_batch(seed=number))
     after = {name: tensor for name, tensor in frozen(trainer.state_dict()).items() if not name.startswith("random")}
-    assert all(torch.equal(after[name], before[name]) for name in after)
+    assert all(same(after[name], before[name]) for name in after)
 
 
 def test_going_back_to_before_the_first_step(make_model: Make, make_config: Make, make_batch: Make) -> None:

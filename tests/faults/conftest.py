@@ -106,7 +106,7 @@ class Workshop:
         ends = [self.folder / name for name in ("undisturbed", out)]
         last = "checkpoints/step-00000011"
         files = ["model/model.safetensors", *(f"{last}/{path.name}" for path in (ends[0] / last).glob("*.safetensors"))]
-        assert len(files) == 6
+        assert len(files) == 7
         return all((ends[0] / name).read_bytes() == (ends[1] / name).read_bytes() for name in files)
 
 

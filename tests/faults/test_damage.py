@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 FILES = [
-    *("average.safetensors", "model.safetensors", "optimizer.safetensors", "precision.safetensors"),
-    *("random.safetensors", "state.json", "manifest.json"),
+    *("average.safetensors", "hybrid.safetensors", "model.safetensors", "optimizer.safetensors"),
+    *("precision.safetensors", "random.safetensors", "state.json", "manifest.json"),
 ]
 
 

@@ -128,8 +128,8 @@ def test_a_stop_that_cannot_be_saved_is_an_error(workshop: Any, monkeypatch: pyt
 def test_the_log_on_a_full_disk_never_stops_a_run(workshop: Any) -> None:
     line = json.dumps({"event": "Notice", "message": "x" * 100, "level": "info"}) + "\n"
     with (workshop.killed / "metrics.jsonl").open("a") as log:
-        log.write(line * (100_000 // len(line)))
-    with small_disk(100_000):
+        log.write(line * (1_000_000 // len(line)))
+    with small_disk(1_000_000):
         code, printed = workshop.resume()
     assert code == 0
     assert "JsonlLog stopped listening after OSError" in printed

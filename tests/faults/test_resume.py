@@ -91,11 +91,11 @@ def test_a_run_that_stopped_early_stays_stopped(workshop: Any) -> None:
     changed = config.load("tiny.toml", settings).config
     summary = run.train(changed, "early", progress=False)
     assert summary["reason"] == "stopped early"
-    assert summary["steps"] < 11
+    assert summary["global_step"] < 11
     model = (workshop.folder / "early" / "model" / "model.safetensors").read_bytes()
     shutil.rmtree(workshop.folder / "early" / "model")
     again = run.train(changed, "early", resume=True, progress=False)
-    assert (again["reason"], again["steps"]) == ("stopped early", summary["steps"])
+    assert (again["reason"], again["global_step"]) == ("stopped early", summary["global_step"])
     assert (workshop.folder / "early" / "model" / "model.safetensors").read_bytes() == model
 
 

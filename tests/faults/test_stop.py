@@ -67,7 +67,7 @@ def test_a_signal_stops_and_saves_and_the_printed_command_goes_on(
     assert "Traceback" not in printed
     verify(out / "checkpoints" / f"step-{step:08d}")
     summary = json.loads((out / "summary.json").read_text())
-    assert (summary["reason"], summary["signal"], summary["steps"]) == ("interrupted", number.name, step)
+    assert (summary["reason"], summary["signal"], summary["global_step"]) == ("interrupted", number.name, step)
     assert not (out / "model").exists()
 
     last = f"max_steps={step + 10}"
@@ -156,9 +156,9 @@ def test_stopped_after_any_step_it_ends_as_if_nothing_had_been(step: int, worksh
 
     configuration = config.load("tiny.toml", ["log.interval=1"]).config
     summary = run.train(configuration, "stopped", progress=False, listeners=[interrupt])
-    assert (summary["reason"], summary["steps"]) == ("interrupted", step)
+    assert (summary["reason"], summary["global_step"]) == ("interrupted", step)
     summary = run.train(configuration, "stopped", resume=True, progress=False)
-    assert (summary["reason"], summary["steps"]) == ("finished", 11)
+    assert (summary["reason"], summary["global_step"]) == ("finished", 11)
     assert workshop.is_as_undisturbed("stopped")
 
 
@@ -186,6 +186,6 @@ def test_in_a_program_of_ones_own(out: str | None, tmp_path: Path, capsys: pytes
     trainer = HybridTrainer(torch.nn.Linear(2, 2), loss_fn=loss, config=config.from_mapping({"device": "cpu"}))
     path = str(tmp_path / out) if out else None
     summary = trainer.fit([torch.ones(3, 2)], out=path)
-    assert (summary["reason"], summary["steps"]) == ("interrupted", 1)
+    assert (summary["reason"], summary["global_step"]) == ("interrupted", 1)
     advice = f"; go on with fit(..., out={path!r}, resume=True)" if out else ""
     assert f"SIGTERM: stopped after step 1{advice}\n" in capsys.readouterr().err

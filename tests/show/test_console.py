@@ -28,7 +28,9 @@ SUMMARY: dict[str, Any] = {
     "final_val_loss": 1.23456,
     "best_val_loss": 1.2,
     "final_train_loss": 1.1,
-    "steps": 1000,
+    "global_step": 1000,
+    "steps": {"warmup": 0, "full": 1000, "predict": 0, "correct": 0},
+    "backward_passes": 1000,
     "tokens": 1234567,
     "seconds": 75.5,
     "tokens_per_second": 16352.0,
@@ -73,10 +75,10 @@ def test_a_run_in_plain_lines() -> None:
         "model   gpt2-small, 124M parameters",
         "data    tiny.txt",
         "device  cpu, fp32",
-        "step  500/1000  50% | loss 2.5000 | 12.3k tok/s | lr 3.00e-04 | eta 0:30",
+        "step  500/1000  50% | full    | loss 2.5000 | 12.3k tok/s | lr 3.00e-04 | eta 0:30",
         "step 500: held-out loss 2.2500 (best so far)",
         "step 500: saved runs/mine/checkpoints/step-00000500 (12.5 MB)",
-        "step 1000/1000 100% | loss 2.5000 | val 2.2500",
+        "step 1000/1000 100% | full    | loss 2.5000 | val 2.2500",
         "run finished",
         "1.2346",
         "1,234,567",
@@ -139,7 +141,7 @@ def test_a_live_line_on_a_terminal() -> None:
     )
     assert "\x1b[" in text  # it moves the cursor
     assert "step 8/10" in text
-    assert "loss 2.5000 | val 2.2500 | 12.3k tok/s" in text
+    assert "full | loss 2.5000 | val 2.2500 | eta " in text
     assert "━" in text
     assert "run interrupted" in text
     assert "step 4: held-out loss" not in text  # it is in the live line

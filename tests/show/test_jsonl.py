@@ -48,6 +48,13 @@ def test_events_become_lines_with_the_names_of_their_fields(tmp_path: Path) -> N
             "tokens_per_second": 100.0,
             "seconds": 0.5,
             "skipped_steps": 0,
+            "phase": "full",
+            "predicted_loss": None,
+            "smoothed_loss": None,
+            "confidence": None,
+            "kept": 0,
+            "refused": 0,
+            "gain_percent": None,
         },
         {"event": "Evaluated", "step": 1, "loss": 2.0, "seconds": 0.1, "averaged_weights": False, "best": True},
     ]

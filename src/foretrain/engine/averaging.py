@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,6 +23,11 @@ class WeightAverage:
     def update(self) -> None:
         self.updates += 1
         torch._foreach_lerp_(self.average, self.weights, 1 - self.decay)
+
+    @torch.no_grad()
+    def shift(self, displacement: Sequence[Tensor], share: float) -> None:
+        """A move carries the average along, else it would lag behind by the whole move."""
+        torch._foreach_add_(self.average, list(displacement), alpha=share * (1 - self.decay**self.updates))
 
     @contextmanager
     def applied(self) -> Iterator[None]:

@@ -37,7 +37,7 @@ class Batches:
             self._emit(Notice(text, level="info"))
         seen, random_there = 0, random_state()
         while True:
-            if state is not None and seen == state["start"] < position:
+            if state is not None and seen == state["start"] <= position:
                 restore_random_state(state["random"])
             self._pass = {"start": seen, "random": random_state()}
             for batch in self._loader:

@@ -30,10 +30,16 @@ class StepMeter:
     """Collects step outputs without looking at them. `read` is the only place that waits for the device."""
 
     def __init__(
-        self, skipped: int = 0, skipped_in_a_row: int = 0, unread: Sequence[tuple[float, float, float]] = ()
+        self,
+        skipped: int = 0,
+        skipped_in_a_row: int = 0,
+        unread: Sequence[tuple[float, float, float]] = (),
+        noted: Sequence[tuple[float, float, float]] | None = None,
     ) -> None:
         self._outputs: list[Tensor] = []
-        self.unread = [(float(loss), float(norm), float(bad)) for loss, norm, bad in unread]
+        self.noted = None if noted is None else _rows(noted)
+        """The same rows once more for whoever takes them with `take_noted`; None while nobody wants them."""
+        self.unread = _rows(unread)
         """(loss, gradient norm, skipped) of the steps since the last reading, as far as they were fetched."""
         self.skipped = int(skipped)
         """Skipped steps so far."""
@@ -54,6 +60,14 @@ class StepMeter:
             self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
             self.skipped += int(skipped)
         self.unread.extend(rows)
+        if self.noted is not None:
+            self.noted.extend(rows)
+
+    def take_noted(self) -> list[tuple[float, float, float]]:
+        """(loss, gradient norm, skipped) of the steps since `noted` was started or last taken."""
+        self.fetch()
+        rows, self.noted = self.noted or [], []
+        return rows
 
     def read(self) -> Reading | None:
         """Averages over good steps since the last call (all steps, if none was good); None if there was no step."""
@@ -68,6 +82,10 @@ class StepMeter:
             skipped=sum(bool(bad) for _, _, bad in rows),
             steps=len(rows),
         )
+
+
+def _rows(rows: Sequence[tuple[float, float, float]]) -> list[tuple[float, float, float]]:
+    return [(float(loss), float(norm), float(bad)) for loss, norm, bad in rows]
 
 
 class Stopwatch:

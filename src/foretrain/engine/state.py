@@ -88,10 +88,20 @@ def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     return {key: _decode(item, tensors) for key, item in value.items()}
 
 
-def snapshot(state: Any) -> Snapshot:
-    """A copy in memory that later steps do not touch."""
+def snapshot(state: Any, into: Snapshot | None = None) -> Snapshot:
+    """A copy in memory that later steps do not touch. `into`: an older one, whose memory is used again."""
     parts = take_apart(state)
-    return Snapshot({name: tensor.clone() for name, tensor in parts.tensors.items()}, parts.tree)
+    old = into.tensors if into is not None else {}
+    copies: dict[str, Tensor] = {}
+    for name, tensor in parts.tensors.items():
+        memory = old.get(name)
+        fits = memory is not None and (memory.shape, memory.dtype, memory.device) == (
+            tensor.shape,
+            tensor.dtype,
+            tensor.device,
+        )
+        copies[name] = memory.copy_(tensor) if fits and memory is not None else tensor.clone()
+    return Snapshot(copies, parts.tree)
 
 
 # --- random states ---------------------------------------------------------------------------------------------------

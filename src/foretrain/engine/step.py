@@ -64,11 +64,18 @@ class FullStep:
         with self._attention(), self.precision.autocast():
             return self._loss(batch)
 
-    def __call__(self, batch: Any) -> StepOutput:
+    def gradient(self, batch: Any) -> Tensor:
+        """Forward and backward: the loss, and gradients on the parameters."""
         self.optimizer.zero_grad(set_to_none=True)
+        return self._accumulate(batch)
+
+    def __call__(self, batch: Any, between: Callable[[], None] | None = None) -> StepOutput:
+        """between: called when the gradients are there and nothing is updated yet."""
         kept = [buffer.clone() for buffer in self.buffers]
-        loss = self._accumulate(batch)
-        output = self._update(loss)
+        loss = self.gradient(batch)
+        if between is not None:
+            between()
+        output = self.update(loss)
         with torch.no_grad():  # running statistics saw the bad batch too
             for buffer, before in zip(self.buffers, kept, strict=True):
                 buffer.copy_(torch.where(output.skipped > 0, before, buffer))
@@ -96,7 +103,8 @@ class FullStep:
         scaled.backward()  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
-    def _update(self, loss: Tensor) -> StepOutput:
+    def update(self, loss: Tensor) -> StepOutput:
+        """Check, clip and apply the gradients that are there."""
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients, foreach=True).float()
         if self.precision.scaled:

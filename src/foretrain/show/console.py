@@ -17,14 +17,19 @@ from foretrain.events import (
     CheckpointSaved,
     Evaluated,
     Event,
+    Moved,
     Notice,
+    PhaseChanged,
     Progress,
+    Recovered,
     Resumed,
     RunEnded,
     RunStarted,
 )
 
 _LINES_PER_RUN = 40
+_MOVES_PER_RUN = 12
+"""Lines about single moves; all of them are in `metrics.jsonl`."""
 
 
 def short(number: float) -> str:
@@ -55,6 +60,8 @@ class Console:
         self._next_line = 0
         self._val = math.nan
         self._folder: str | None = None
+        self._phase = "warmup"
+        self._moves = 0
 
     def __call__(self, event: Event) -> None:
         match event:
@@ -74,6 +81,13 @@ class Console:
                 self._print(f"[yellow]damaged checkpoint put aside as {escape(event.path)}:[/] {escape(event.reason)}")
             case Resumed():
                 self._print(f"resumed from step {event.step} ({escape(event.path)})")
+            case PhaseChanged():
+                self._changed(event)
+            case Moved():
+                self._moved(event)
+            case Recovered():
+                kind = "advice" if event.advice else event.action.replace("_", " ")
+                self._print(f"[yellow]step {event.step}, {kind}:[/] {escape(event.text)}")
             case Notice():
                 text = escape(event.message)
                 self._print(f"[yellow]warning:[/] {text}" if event.level == "warning" else text)
@@ -109,20 +123,45 @@ class Console:
     def _progress(self, event: Progress) -> None:
         if self._first is None:
             self._first = (event.step, event.seconds)
+        self._phase = event.phase
         val = "" if math.isnan(self._val) else f" | val {self._val:.4f}"
-        numbers = f"loss {event.loss:.4f}{val} | {short(event.tokens_per_second)} tok/s"
         if self._bar is not None:
+            numbers = f"{event.phase} | loss {event.loss:.4f}{_forecast(event)}{val}"
             self._bar.update(self._task, completed=event.step, numbers=f"{numbers} | eta {self._eta(event)}")
             return
         if event.step < self._next_line and event.step < self._max_steps:
             return
         self._next_line = event.step + max(1, self._max_steps // _LINES_PER_RUN)
+        numbers = f"{event.phase:<7} | loss {event.loss:.4f}{_forecast(event)}{val}{_moves(event)}"
+        numbers += f" | {short(event.tokens_per_second)} tok/s"
         share = 100 * event.step / max(1, self._max_steps)
         width = len(str(self._max_steps))
         self._print(
             f"step {event.step:>{width}}/{self._max_steps} {share:3.0f}% | {numbers} | lr {event.learning_rate:.2e} | "
             f"eta {self._eta(event)}"
         )
+
+    def _changed(self, event: PhaseChanged) -> None:
+        """Every change of phase is said until there were enough of them."""
+        self._phase = event.phase
+        if self._moves < _MOVES_PER_RUN:
+            self._print(f"step {event.step}: [bold]{event.phase.upper()}[/] ({escape(event.reason)})")
+
+    def _moved(self, event: Moved) -> None:
+        self._moves += 1
+        if self._moves > _MOVES_PER_RUN:
+            return
+        how = "audited move" if event.audited else "move"
+        result = f"loss {event.anchor:.4f} -> {event.loss:.4f}, worth {event.worth_steps:.0f} steps"
+        if event.verdict == "refused":
+            result = f"loss before {event.anchor:.4f}"
+        colour = "green" if event.verdict in ("kept", "shrunk") else "yellow"
+        self._print(
+            f"step {event.step}: {how} {event.horizon} steps ahead [{colour}]{event.verdict}[/] ({result}, "
+            f"confidence {event.confidence:.2f})"
+        )
+        if self._moves == _MOVES_PER_RUN:
+            self._print("further moves are in metrics.jsonl")
 
     def _eta(self, event: Progress) -> str:
         first_step, first_seconds = self._first or (event.step, event.seconds)
@@ -145,12 +184,14 @@ def summary_table(summary: Mapping[str, Any], reason: str, folder: str | None = 
         "held-out loss": _number(summary.get("final_val_loss")),
         "best held-out loss": _number(summary.get("best_val_loss")),
         "training loss": _number(summary.get("final_train_loss")),
-        "steps": f"{summary['steps']:,}",
+        "steps": _steps(summary),
+        "backward passes": f"{summary['backward_passes']:,}",
         "tokens": f"{summary['tokens']:,}",
         "training time": f"{duration(summary['seconds'])} ({summary['seconds']:.1f} s)",
         "speed": f"{short(summary['tokens_per_second'])} tok/s" if summary.get("tokens_per_second") else None,
         "skipped steps": str(summary["skipped_steps"]) if summary.get("skipped_steps") else None,
         "peak GPU memory": f"{summary['peak_memory_mb']:,.0f} MB" if summary.get("peak_memory_mb") else None,
+        **_prediction(summary),
         "run folder": folder,
     }
     for name, value in rows.items():
@@ -161,3 +202,45 @@ def summary_table(summary: Mapping[str, Any], reason: str, folder: str | None = 
 
 def _number(value: float | None) -> str | None:
     return None if value is None else f"{value:.4f}"
+
+
+def _steps(summary: Mapping[str, Any]) -> str:
+    """800 = 100 warm-up + 640 full + 40 predicted + 20 correcting."""
+    words = {"warmup": "warm-up", "full": "full", "predict": "predicted", "correct": "correcting"}
+    parts = [f"{count:,} {words[phase]}" for phase, count in summary["steps"].items() if count]
+    total = f"{summary['global_step']:,}"
+    return f"{total} = {' + '.join(parts)}" if len(parts) > 1 else total
+
+
+def _prediction(summary: Mapping[str, Any]) -> dict[str, str | None]:
+    """What the summary says of prediction; nothing for a plain run."""
+    if "moves" not in summary:
+        return {}
+    moves = ", ".join(f"{count} {verdict.replace('_', ' ')}" for verdict, count in summary["moves"].items())
+    forecasts = [
+        f"{horizon} steps: R2 {values['r2']:.2f} (repeat {values['repeat_r2']:.2f}), cosine {values['cosine']:.2f}"
+        for horizon, values in summary["forecast"].items()
+    ]
+    error = summary["confidence"]["calibration_error"]
+    return {
+        "moves": moves,
+        "forecasts": "\n".join(forecasts) or None,
+        "calibration error": None if error is None else f"{error:.3f} ({summary['confidence']['outcomes']} outcomes)",
+        "predictability": summary["predictability"]["verdict"],
+        "audited gain": summary["audit"]["sentence"],
+    }
+
+
+def _forecast(event: Progress) -> str:
+    """The smoothed loss as it is and as it was forecast a window ago."""
+    if event.predicted_loss is None or event.smoothed_loss is None:
+        return ""
+    return f" (mean {event.smoothed_loss:.3f}, predicted {event.predicted_loss:.3f})"
+
+
+def _moves(event: Progress) -> str:
+    if event.confidence is None or event.phase == "warmup":
+        return ""
+    percent = event.gain_percent
+    gain = "" if percent is None else f", saved {percent:.0f} %" if percent > 0 else f", cost {-percent:.0f} %"
+    return f" | confidence {event.confidence:.2f}, {event.kept} kept, {event.refused} refused{gain}"

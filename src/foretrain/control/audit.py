@@ -1,0 +1,104 @@
+"""What the audits of a run say together: time saved in percent, with an interval."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+_T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
+"""Student's t for a two-sided 95 % interval, by degrees of freedom from 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """One pair of forks from one snapshot: with the move and without it, then the same batches."""
+
+    step: int
+    horizon: int
+    loss_with: float
+    loss_without: float
+    gain_steps: float
+    """The difference, in full steps at the run's own loss slope."""
+    deviation_steps: float
+    """Its standard error, from the probed batches."""
+
+
+@dataclass
+class Ledger:
+    """All audits and all moves of a run."""
+
+    audits: list[Audit] = field(default_factory=list)
+    exact_moves: int = 0
+    """Moves that were kept because they lowered an exact loss, without an audit."""
+    unaudited_moves: int = 0
+    """Moves that were kept on the evidence of earlier audits."""
+    cost: float = 0.0
+    """Full steps that probes, audits, and steps taken back have cost."""
+
+    def gain(self, full_steps: float) -> dict[str, Any]:
+        """`audit` of the summary: percent of the time to this loss that prediction saved, all its costs charged.
+
+        full_steps: what the run did besides, in full steps.
+        """
+        audited = [audit.gain_steps for audit in self.audits]
+        spent = full_steps + self.cost
+        result: dict[str, Any] = {"gain_percent": None, "low": None, "high": None, "n": len(audited)}
+        result["exact_moves"] = self.exact_moves
+        result["cost_percent"] = round(100 * self.cost / spent, 2) if spent > 0 else 0.0
+        if not audited:
+            return result
+        # A run goes on from the better fork. That its look was better proves nothing by itself, so every kept move
+        # counts what moves gain on average, the lost ones included.
+        kept = sum(gain > 0 for gain in audited) + self.unaudited_moves + self.exact_moves
+        total = kept * math.fsum(audited) / len(audited)
+        half = kept * self._half_width(audited)
+        plain = max(1e-9, full_steps)
+        percents = [
+            round(100 * (gain - self.cost) / (plain + max(0.0, gain)), 2)
+            for gain in (total, total - half, total + half)
+        ]
+        result["gain_percent"] = percents[0]
+        if len(audited) > 1:  # the interval of a single measurement is the whole line
+            result["low"], result["high"] = percents[1:]
+        return result
+
+    @staticmethod
+    def _half_width(gains: list[float]) -> float:
+        count = len(gains)
+        if count < 2:
+            return 0.0
+        mean = math.fsum(gains) / count
+        deviation = math.sqrt(math.fsum((gain - mean) ** 2 for gain in gains) / (count - 1))
+        factor = _T_95[count - 2] if count - 2 < len(_T_95) else 1.96
+        return factor * deviation / math.sqrt(count)
+
+    def sentence(self, full_steps: float) -> str:
+        """The figure in words; never more than was measured."""
+        gain = self.gain(full_steps)
+        cost = f"it cost {gain['cost_percent']:.1f} % of the time"
+        if gain["gain_percent"] is None:
+            return f"prediction was never tried; {cost}" if self.cost > 0 else "prediction was never tried"
+        count = f"{gain['n']} audit" + ("" if gain["n"] == 1 else "s")
+        if gain["exact_moves"]:
+            count += f" for {gain['exact_moves']} further moves that lowered the exact loss"
+        percent, low, high = gain["gain_percent"], gain["low"], gain["high"]
+        interval = f"95 % interval [{low:.1f}, {high:.1f}], {count}" if low is not None else f"{count}, no interval"
+        if low is not None and low > 0:
+            return f"prediction saved {percent:.1f} % of the time to this loss, {interval}"
+        return f"prediction is not shown to pay ({percent:.1f} %, {interval}); {cost}"
+
+    def state_dict(self) -> dict[str, Any]:
+        names = Audit.__dataclass_fields__
+        return {
+            "audits": [[getattr(audit, name) for name in names] for audit in self.audits],
+            "exact_moves": self.exact_moves,
+            "unaudited_moves": self.unaudited_moves,
+            "cost": self.cost,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.audits = [Audit(*values) for values in state["audits"]]
+        self.exact_moves = int(state["exact_moves"])
+        self.unaudited_moves = int(state["unaudited_moves"])
+        self.cost = float(state["cost"])

@@ -1,0 +1,193 @@
+"""A chain of quasi-Newton leaps, for losses that are exact: each goes to where the gradient should vanish, takes the
+next gradient there, and is judged by the loss that comes with it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foretrain.dynamics.samples import bias_corrections
+from foretrain.dynamics.secant import Secant
+from foretrain.dynamics.slope import LossSlope
+from foretrain.engine.loop import Engine
+from foretrain.engine.step import StepOutput
+
+EXACT = 1e-5
+"""Largest relative difference of two batches' losses at the same weights that still counts as the same loss. Full
+batches differ by up to 2e-7 when shuffled; 90 % of the data already by 2e-4."""
+LEAST_PAIRS = 4
+_FEWEST_PAIRS = 5
+_ARMIJO = 1e-4
+_MOST_BACKTRACKS = 4
+_FIRST_LENGTH = 32
+_SHORTEST_LENGTH = 4
+_FADE = 0.7
+
+
+class Chain:
+    """Leaps, their length and their success. `length` adapts to how they do beside the optimizer's own steps."""
+
+    def __init__(self, engine: Engine, pairs: int, memory_mb: float, longest: int) -> None:
+        self.engine = engine
+        self.parameters = engine.full_step.parameters
+        elements = sum(p.numel() for p in self.parameters)
+        self.pairs = min(pairs, int(memory_mb * 2**20 / (8 * elements)) if elements else 0)
+        # A leap goes to where the gradient of the loss vanishes; weight decay would pull away from there.
+        decayed = any(float(group.get("weight_decay") or 0.0) for group in engine.optimizer.param_groups)
+        self.possible = self.pairs >= _FEWEST_PAIRS and not engine.precision.scaled and not decayed
+        self.secant: Secant | None = None
+        """Made when it is first needed: most runs are noisy and never do."""
+        self.longest = longest
+        self.length = min(_FIRST_LENGTH, longest)
+        self.loss = math.nan
+        """At the point of the last gradient."""
+        self.leaps = 0
+        self.start_loss = math.nan
+        self.rate = math.nan
+        """Fading fall of the logarithm of the loss per full step, in this chain."""
+        self.cost = 0.0
+        self._last: Tensor | None = None
+
+    # --- full steps of the optimizer ---------------------------------------------------------------------------------
+
+    def full(self, batch: Any, step: Callable[..., StepOutput]) -> StepOutput:
+        """A full step whose gradient is remembered."""
+        if not self.possible:
+            return step(batch)
+        if self.secant is None:
+            self.secant = Secant(self.parameters, self.pairs)
+        secant = self.secant
+        secant.at()
+        output = step(batch, lambda: secant.gradient_known([p.grad for p in self.parameters]))
+        self._last = output.loss
+        return output
+
+    def forget(self) -> None:
+        """The loss turned out not to be exact."""
+        if self.secant is not None:
+            self.secant.forget()
+        self._last = None
+
+    @property
+    def ready(self) -> bool:
+        return self.secant is not None and len(self.secant.order) >= LEAST_PAIRS and self._last is not None
+
+    # --- leaps -------------------------------------------------------------------------------------------------------
+
+    def begin(self, batch: Any) -> bool:
+        """Whether another batch gives the same loss at the same weights. Costs one forward pass."""
+        if self.secant is None or self._last is None:
+            return False
+        self.loss = self.start_loss = float(self._last)
+        now = [p.detach().clone() for p in self.parameters]
+        self.secant.place(torch.zeros_like(self.secant.weights), 0.0)
+        other = self.engine.probe(batch)
+        with torch.no_grad():
+            torch._foreach_copy_([p.detach() for p in self.parameters], now)
+        self.leaps, self.cost, self.rate = 0, 0.0, math.nan
+        return abs(other - self.loss) <= EXACT * max(abs(self.loss), 1e-30)
+
+    def leap(self, batch: Any) -> StepOutput | None:
+        """One leap and the gradient there; None when no length of it lowers the loss: the optimizer's step stands."""
+        secant = self.secant
+        if secant is None:
+            return None
+        engine, before = self.engine, [p.detach().clone() for p in self.parameters]
+        direction, slope = secant.leap(self._scales(secant))
+        share, probes, loss = self._accept(batch, direction, slope)
+        if share == 0:
+            with torch.no_grad():
+                torch._foreach_copy_([p.detach() for p in self.parameters], before)
+            self.cost += 1 + probes / 3
+            return None
+        secant.at()
+        secant.gradient_known([p.grad for p in self.parameters])
+        engine.set_rate()
+        output = engine.count_step(batch, engine.full_step.update(loss))
+        cost, new = 1 + probes / 3, float(loss)
+        fall = _fall(self.loss, new) / cost
+        self.rate = fall if math.isnan(self.rate) else _FADE * self.rate + (1 - _FADE) * fall
+        self.loss, self._last = new, output.loss
+        self.cost += cost
+        self.leaps += 1
+        return output
+
+    def _accept(self, batch: Any, direction: Tensor, slope: float) -> tuple[float, float, Tensor]:
+        """Share of the direction that lowers the loss enough (0: none), probes in forward passes, and the loss there.
+
+        The gradient at the whole leap is taken at once: nearly always it is accepted, and its loss is the probe.
+        """
+        secant, engine = self.secant, self.engine
+        nothing = torch.tensor(math.nan)
+        if secant is None or not slope < 0:
+            return 0.0, 0, nothing
+        secant.place(direction, 1.0)
+        loss = engine.full_step.gradient(batch)
+        value, share, probes = float(loss), 1.0, 0
+        if value <= self.loss + _ARMIJO * slope:
+            return 1.0, 0, loss
+        engine.backward_passes += 1  # this gradient is of no use
+        wasted = 3
+        for _ in range(_MOST_BACKTRACKS):
+            bend = value - self.loss - slope * share
+            best = -slope * share * share / (2 * bend) if math.isfinite(bend) and bend > 0 else 0.1 * share
+            share = min(max(best, 0.1 * share), 0.5 * share)
+            secant.place(direction, share)
+            value = engine.probe(batch)
+            probes += 1
+            if value <= self.loss + _ARMIJO * share * slope:
+                return share, probes + wasted, engine.full_step.gradient(batch)
+        return 0.0, probes + wasted, nothing
+
+    def _scales(self, secant: Secant) -> Tensor | None:
+        """The optimizer's own scale per weight, where it has one: it makes the first guess of the curvature."""
+        states = [self.engine.optimizer.state.get(p, {}) for p in self.parameters]
+        moments = [state.get("exp_avg_sq") for state in states]
+        step = float(states[0].get("step", 1)) if states else 1.0
+        _, correction = bias_corrections(self.engine.optimizer, max(1, int(step)))
+        return secant.scales(moments, correction, 1e-8)
+
+    def over(self, slope: LossSlope) -> bool:
+        """Long enough, or no better than the optimizer's own steps."""
+        slow = self.leaps >= _SHORTEST_LENGTH and not self.rate > self._usual(slope)
+        return self.leaps >= self.length or slow
+
+    def end(self, slope: LossSlope, refused: bool) -> None:
+        """Longer chains while leaps beat the optimizer's own steps, shorter ones otherwise."""
+        fall = _fall(self.start_loss, self.loss)
+        good = self.cost > 0 and fall / self.cost > self._usual(slope) and not refused
+        self.length = min(2 * self.length, self.longest) if good else max(self.length // 2, _SHORTEST_LENGTH)
+
+    def _usual(self, slope: LossSlope) -> float:
+        """Fall per full step of the optimizer alone, in the window before."""
+        usual = slope.last_log_fall if self.loss > 0 else slope.last_fall
+        return max(usual, 0.0) if math.isfinite(usual) else 0.0
+
+    def return_to_end(self) -> None:
+        """Put the weights back to where the last leap ended."""
+        if self.secant is not None:
+            self.secant.place(torch.zeros_like(self.secant.weights), 0.0)
+
+    def state_dict(self) -> dict[str, Any]:
+        names = ("length", "loss", "leaps", "start_loss", "rate", "cost")
+        secant = self.secant.state_dict() if self.secant is not None else None
+        return {name: getattr(self, name) for name in names} | {"secant": secant, "last": self._last}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name in ("length", "loss", "leaps", "start_loss", "rate", "cost"):
+            setattr(self, name, state[name])
+        self.length = min(self.length, self.longest)
+        last = state["last"]
+        self._last = None if last is None else last.clone().to(self.engine.device)
+        if self.possible and state["secant"] is not None:
+            self.secant = self.secant or Secant(self.parameters, self.pairs)
+            self.secant.load_state_dict(state["secant"])
+
+
+def _fall(before: float, after: float) -> float:
+    """Of the logarithm of a loss; of the loss itself where it is not positive."""
+    return math.log(before / after) if before > 0 and after > 0 else before - after

@@ -1,0 +1,168 @@
+"""The gate: prediction must earn its place. All costs and gains are counted in full steps, so decisions repeat."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+FORWARD = 1 / 3
+"""A forward pass in full steps: forward, backward and update together take about three of it."""
+_QUANTILE = 1.28
+"""One-sided 90 %: the gate opens when a move gains with this confidence."""
+_MOST_BACKOFF = 64
+
+PRIORS: dict[str, tuple[float, float, float]] = {
+    # kind of run: worth of a predicted step in full steps, its deviation, and how many audits this counts for.
+    "full weights": (0.02, 0.2, 2.0),  # noisy gradients, any rate: a handful of steps per leap at best
+    "adapters": (0.3, 0.3, 1.0),  # leaps repair a rate that is too small and are refused at a good one
+}
+"""What is known before the run's own audits, from the measurements behind docs/results.md."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What the gate looks at."""
+
+    horizon: int
+    steps_left: int
+    """Virtual steps to the end of the run."""
+    needed_after: int
+    """Full steps that must follow a move."""
+    trusted: bool
+    """The predictor beats both baselines at this horizon."""
+    low_noise: bool
+    """The loss right after a move can be trusted."""
+    decaying: bool
+    """The learning rate falls towards its end."""
+    cost: float
+    """Of an audited move, in full steps."""
+    chained: bool = False
+    """It would be a chain of quasi-Newton leaps, which hold at any learning rate."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    open: bool
+    audited: bool
+    """The move must be made as an audit: with and without it, from one snapshot."""
+    reason: str
+    rest: bool = False
+    """Nothing will change that soon: watching the weights can pause."""
+
+
+class Gate:
+    """Keeps account of what moves were worth and what they cost."""
+
+    def __init__(self, max_steps: int, budget: float, kind: str = "full weights") -> None:
+        self.prior = PRIORS[kind]
+        self.allowed = budget * max_steps
+        """Full steps that unproven moves may cost in all."""
+        self.spent = 0.0
+        self.count = 0
+        self.mean = 0.0
+        self.scatter = 0.0
+        """Of worth per predicted step over audits: count, mean and sum of squared deviations."""
+        self.refusals = 0
+        """In a row."""
+        self.wait = 0
+        """Cycles to sit out."""
+        self.since_audit = 0
+
+    # --- deciding ----------------------------------------------------------------------------------------------------
+
+    def ask(self, ask: Ask) -> Answer:
+        """May a move be made now?"""
+        if ask.horizon < 1 or ask.steps_left <= ask.needed_after:
+            return Answer(False, False, "the run is nearly over", rest=True)
+        if self.wait > 0:
+            return Answer(False, False, f"moves did not pay lately, {self.wait} more cycles without", rest=True)
+        if not ask.trusted:
+            reason = "the predictor does not beat 'no change' and 'repeat the last displacement'"
+            return Answer(False, False, reason, rest=True)
+        affordable = self.spent + ask.cost <= self.allowed
+        if ask.decaying and not ask.chained:
+            return Answer(False, False, "forward moves harm while the learning rate decays", rest=True)
+        if ask.low_noise:
+            due = affordable and (self.count < 2 or self.since_audit >= 8)
+            return Answer(True, due, "batches hardly differ: each move is judged at once")
+        low = self.interval()[0]
+        if low > 0 and self.since_audit < 8:
+            return Answer(True, False, f"a predicted step was worth at least {low:.2f} full steps")
+        if affordable:
+            return Answer(True, True, "an audit is due and affordable")
+        if low > 0:
+            return Answer(True, False, f"a predicted step was worth at least {low:.2f} full steps")
+        what = "moves did not pay in audits" if self.count else "not shown to pay"
+        return Answer(False, False, f"{what}, and the budget for trying is used up", rest=True)
+
+    def new_cycle(self, count: int = 1) -> None:
+        self.wait = max(0, self.wait - count)
+
+    def posterior(self) -> tuple[float, float, float]:
+        """Mean, deviation and weight of the worth of a predicted step, prior and audits together."""
+        mean, deviation, weight = self.prior
+        total = weight + self.count
+        joint = (weight * mean + self.count * self.mean) / total
+        between = weight * self.count / total * (self.mean - mean) ** 2
+        variance = (weight * deviation**2 + self.scatter + between) / total
+        return joint, math.sqrt(variance), total
+
+    def interval(self) -> tuple[float, float]:
+        mean, deviation, weight = self.posterior()
+        half = _QUANTILE * deviation / math.sqrt(weight)
+        return mean - half, mean + half
+
+    def credit(self, horizon: int) -> int:
+        """Virtual steps that an unaudited move over `horizon` may count: what it is worth with confidence."""
+        return int(min(1.0, max(0.0, self.interval()[0])) * horizon)
+
+    def audited_credit(self, horizon: int, gain_steps: float) -> int:
+        """Virtual steps that an audited move may count: what it gained, but one audit alone is no proof."""
+        likely = max(0.0, self.posterior()[0]) * horizon
+        return int(max(0.0, min(gain_steps, likely, float(horizon)))) if math.isfinite(gain_steps) else 0
+
+    # --- learning ----------------------------------------------------------------------------------------------------
+
+    def audited(self, horizon: int, gain_steps: float, cost: float, exact: bool = False) -> None:
+        """An audit found that a move over `horizon` gained so many full steps (may be negative).
+
+        exact: its two losses were, so that a gain is no lucky look.
+        """
+        self.spend(cost)
+        self.since_audit = 0
+        if not math.isfinite(gain_steps):
+            gain_steps = -float(horizon)
+        worth = max(-1.0, min(2.0, gain_steps / max(1, horizon)))
+        self.count += 1
+        before = self.mean
+        self.mean += (worth - before) / self.count
+        self.scatter += (worth - before) * (worth - self.mean)
+        if worth > 0:  # what moves gain on average pays for further audits; one lucky look does not
+            paid = gain_steps if exact else max(0.0, self.interval()[0]) * horizon
+            self.spent = max(0.0, self.spent - paid)
+        self._settle(worth > 0)
+
+    def moved(self, paid: bool) -> None:
+        """An unaudited move was judged."""
+        self.since_audit += 1
+        self._settle(paid)
+
+    def spend(self, cost: float) -> None:
+        self.spent += cost
+
+    def _settle(self, paid: bool) -> None:
+        """Back off 1, 2, 4 ... cycles while moves do not pay."""
+        if paid:
+            self.refusals = self.wait = 0
+            return
+        self.wait = min(_MOST_BACKOFF, 2**self.refusals)
+        self.refusals += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        names = ("spent", "count", "mean", "scatter", "refusals", "wait", "since_audit")
+        return {name: getattr(self, name) for name in names}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            setattr(self, name, value)

@@ -1,0 +1,87 @@
+"""Making a move: how far, and whether at all, by forward passes on the same tokens before and after."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from foretrain.dynamics.trajectory import Trajectory
+
+_SHRINK = (0.5, 0.25)
+_MOST_DOUBLINGS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Leap:
+    """What was tried and what remained. The weights stand where this says."""
+
+    share: float
+    """Of the displacement that was asked for; 0 when refused."""
+    loss: float
+    """Probe loss where the weights stand now."""
+    probes: int
+
+    @property
+    def verdict(self) -> str:
+        return "refused" if self.share == 0 else "kept" if self.share >= 1 else "shrunk"
+
+
+def careful(
+    trajectory: Trajectory,
+    start: Sequence[Tensor],
+    displacement: Sequence[Tensor],
+    probe: Callable[[], float],
+    limit: float,
+) -> Leap:
+    """The whole move, or half, or a quarter of it: the first that does not lift the loss above `limit`.
+
+    With noisy gradients the loss right after a move says nothing about its worth; it only shows disasters.
+    """
+    probes = 0
+    for share in (1.0, *_SHRINK):
+        trajectory.place(start, displacement, share)
+        probes += 1
+        loss = probe()
+        if loss <= limit:  # false for NaN
+            return Leap(share, loss, probes)
+    return _refuse(trajectory, start, displacement, probes)
+
+
+def search(
+    trajectory: Trajectory,
+    start: Sequence[Tensor],
+    displacement: Sequence[Tensor],
+    probe: Callable[[], float],
+    anchor: float,
+) -> Leap:
+    """Double the move while the loss falls; halve it while it does not fall. For losses that can be trusted."""
+    probes = 0
+    best, best_loss = 0.0, anchor
+    share, factor = 1.0, 2.0
+    for _ in range(_MOST_DOUBLINGS):
+        trajectory.place(start, displacement, share)
+        loss = probe()
+        probes += 1
+        if loss < best_loss:
+            best, best_loss = share, loss
+            if factor < 1:
+                break
+        elif best > 0:
+            break
+        else:
+            factor = 0.5
+            if share < 0.1:
+                break
+        share *= factor
+    if best == 0:
+        return _refuse(trajectory, start, displacement, probes)
+    trajectory.place(start, displacement, best)
+    return Leap(best, best_loss, probes)
+
+
+def _refuse(trajectory: Trajectory, start: Sequence[Tensor], displacement: Sequence[Tensor], probes: int) -> Leap:
+    trajectory.place(start, displacement, 0.0)
+    return Leap(0.0, math.nan, probes)

@@ -1,0 +1,589 @@
+"""One move from its snapshot to its judgement: leap or rollout, validation, audit, rollback."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from foretrain.control import leap
+from foretrain.control.audit import Audit
+from foretrain.control.chain import Chain
+from foretrain.control.gate import FORWARD
+from foretrain.control.guard import Reading
+from foretrain.control.machine import Phase, View
+from foretrain.control.pilot import Pilot, Plan
+from foretrain.control.recovery import Action, Kind
+from foretrain.dynamics.observer import pack, unpack
+from foretrain.dynamics.predictor import Array, Forecast
+from foretrain.engine.loop import Engine
+from foretrain.engine.state import Snapshot, put_together, random_state, restore_random_state, snapshot
+from foretrain.engine.step import StepOutput, map_tensors, tensors_of
+from foretrain.events import Event, Moved, Recovered
+
+_PROBES_OF_AUDIT = 4
+_MOST_WORTH = 10.0
+"""Full steps that one quasi-Newton leap is taken to be worth at the most, whatever the slope says."""
+_SAFE_EVERY = 500
+"""Full steps between snapshots that an emergency can return to."""
+
+
+@dataclass
+class Move:
+    """A move that was begun and is not judged yet."""
+
+    plan: Plan
+    batch: Any
+    """The tokens of all its probes."""
+    random: dict[str, Any]
+    """Random states of all its probes."""
+    anchor: float
+    cost: float
+    """Full steps spent on it that plain training would not have."""
+    moved: int = 0
+    """Predicted steps made so far."""
+    share: float = 1.0
+    loss: float = math.nan
+    """Probe loss after the move, before any full step."""
+    credit: int = 0
+    """Virtual steps it counts."""
+    batches: list[Any] = field(default_factory=list)
+    """Of its validating steps, for the fork without the move."""
+    outputs: list[list[float]] = field(default_factory=list)
+    steps: int = 0
+    """Validating steps done."""
+    mean: list[Tensor] = field(default_factory=list)
+    """Sum of the weights over the second half of an audit."""
+    refused: bool = False
+    chained: bool = False
+    """Made of quasi-Newton leaps with a gradient each, because the loss is exact."""
+
+    @property
+    def predicted_loss(self) -> float:
+        return self.plan.predicted_loss
+
+    @property
+    def confidence(self) -> float:
+        return self.plan.confidence
+
+
+class Mover:
+    """Acts for the trainer in PREDICT and CORRECT. `engine` is the trainer itself."""
+
+    def __init__(self, engine: Engine, pilot: Pilot, emit: Callable[[Event], None]) -> None:
+        self.engine = engine
+        self.pilot = pilot
+        self.emit = emit
+        self.trajectory = pilot.observer.trajectory
+        self.names = [f"model.{name}" for name, p in engine.model.named_parameters() if p.requires_grad]
+        self.move: Move | None = None
+        self.safe: Snapshot | None = None
+        self.safe_step = 0
+        self.loader_state: Callable[[], Any] = lambda: None
+        """Where the data is; set by `fit`."""
+        hybrid = pilot.config.hybrid
+        pairs = hybrid.secant_pairs if hybrid.mode == "leap" else 0
+        self.chain = Chain(engine, pairs, hybrid.secant_memory_mb, hybrid.max_predict_steps)
+        self._recent: list[Any] = []
+        self._outputs: list[Tensor] = []
+
+    @property
+    def open_move(self) -> Move:
+        if self.move is None:
+            raise RuntimeError("no move is open")  # there is one in PREDICT and CORRECT
+        return self.move
+
+    # --- while full steps go on --------------------------------------------------------------------------------------
+
+    def remember(self, batch: Any) -> None:
+        """The last batches of a window, to compare the forks of an audit on. A loop may fill one buffer over and over,
+        so they are copied."""
+        if self.trajectory.steps >= self.trajectory.window - _PROBES_OF_AUDIT:
+            copied = map_tensors(batch, lambda tensor: tensor.clone())
+            self._recent = [*self._recent, copied][-(_PROBES_OF_AUDIT - 1) :]
+
+    def full(self, batch: Any, full_step: Callable[..., StepOutput]) -> StepOutput:
+        """A full step; where noise is low its gradient is remembered for later leaps."""
+        if self.pilot.predictability.low_noise and self.pilot.searches:
+            return self.chain.full(batch, full_step)
+        self.chain.forget()
+        return full_step(batch)
+
+    def same_batch(self) -> bool:
+        """Whether steps see the same batch over and over: then the loss is exact."""
+        if len(self._recent) < 2:
+            return False
+        return all(_equal(self._recent[-1], other) for other in self._recent[:-1])
+
+    def keep_safe(self) -> None:
+        """A snapshot of a healthy run now and then, for emergencies."""
+        age = self.engine.backward_passes - self.safe_step
+        if self._calm and (self.safe is None or age >= _SAFE_EVERY):
+            self._take_snapshot(for_move=False)
+
+    @property
+    def _calm(self) -> bool:
+        return self.move is None and self.pilot.guard.since_warning > self.trajectory.window
+
+    def _take_snapshot(self, for_move: bool = True) -> None:
+        self.safe = snapshot(self._rewindable(for_move), into=self.safe)
+        self.safe_step = self.engine.backward_passes
+
+    def return_to_safety(self) -> None:
+        """Emergency: the weights of the last healthy snapshot; data goes on, so that bad data is not met again."""
+        if self.safe is not None:
+            position = self.engine.position
+            self._rewind(self.safe)
+            self.engine.position = position
+            self.pilot.observer.restart()
+
+    # --- PREDICT -----------------------------------------------------------------------------------------------------
+
+    def begin(self, batch: Any) -> Move:
+        """The snapshot, the plan and the anchor; refused at once if there is nothing sane to do."""
+        if self.move is not None:
+            return self.move
+        plan = self.pilot.plan()
+        self._take_snapshot()
+        random = random_state()
+        move = Move(plan, map_tensors(batch, lambda tensor: tensor.clone()), random, math.nan, FORWARD)
+        self.move = move
+        move.anchor = self._probe()
+        finite = math.isfinite(move.anchor) and bool(np.isfinite(plan.coefficients).all())
+        if not finite:
+            self._refuse("the forecast is not a number" if math.isfinite(move.anchor) else "the probe is not a number")
+            return move
+        drift = self.pilot.guard.anchor(self.engine.global_step, move.anchor)
+        for action in self.pilot.recovery.decide(drift, self.pilot.context()) if drift.findings else []:
+            self.pilot.apply(action, self.engine.global_step)
+        if plan.low_noise and self.pilot.searches and self.chain.ready:
+            move.chained = self.chain.begin(batch)
+            move.cost += FORWARD
+        return move
+
+    def leap_on(self, batch: Any) -> StepOutput | None:
+        """One leap of a chain; None when no leap lowers the loss any more."""
+        move, pilot = self.open_move, self.pilot
+        output = self.chain.leap(batch)
+        if output is None and self.chain.leaps == 0:
+            self.chain.end(pilot.slope, refused=True)
+            move.cost += self.chain.cost
+            self._refuse("no quasi-Newton leap lowers the loss")
+            return None
+        if output is not None:
+            move.moved += 1
+            pilot.machine.count(1)
+        if output is None or self.chain.over(pilot.slope) or move.moved >= move.plan.most:
+            self.chain.end(pilot.slope, refused=output is None)
+            move.cost += self.chain.cost
+            move.loss = self.chain.loss
+            self._leave_predict()
+        return output
+
+    def leap(self) -> float | None:
+        """The whole horizon at once; None when it is refused."""
+        move, start = self.open_move, self._start()
+        displacement = self.trajectory.displacement(move.plan.coefficients)
+        if self.pilot.searches:
+            result = leap.search(self.trajectory, start, displacement, self._probe, move.anchor)
+        else:
+            limit = self.pilot.disaster_limit(move.anchor)
+            result = leap.careful(self.trajectory, start, displacement, self._probe, limit)
+        move.cost += FORWARD * result.probes
+        if result.share == 0:
+            reason = "no length of the move lowers the loss" if self.pilot.searches else "the loss rose beyond noise"
+            self._refuse(reason)
+            return None
+        if self.engine.average is not None:
+            self.engine.average.shift(displacement, result.share)
+        move.share, move.loss = result.share, result.loss
+        move.moved = max(1, min(round(result.share * move.plan.horizon), move.plan.most))
+        self._leave_predict()
+        return result.loss
+
+    def roll(self, batch: Any) -> float | None:
+        """One predicted step; forward passes on incoming batches watch it. None when the move is undone."""
+        move, config = self.open_move, self.pilot.config.hybrid
+        forecast = move.plan.forecast
+        step = forecast.at(move.moved + 1) - forecast.at(move.moved)
+        if config.correction_interval and (move.moved + 1) % config.correction_interval == 0:
+            step = step + self._suggestion(step * config.correction_interval, config.correction_interval)
+        displacement = self.trajectory.displacement(step)
+        torch._foreach_add_(self.trajectory.parameters, displacement)
+        if self.engine.average is not None:
+            self.engine.average.shift(displacement, 1.0)
+        move.moved += 1
+        self.pilot.machine.count(1)
+        last = move.moved >= move.plan.horizon
+        loss, reset = math.nan, False
+        view = View(self.engine.global_step, confidence=1.0, horizon_reached=last)
+        if move.moved % config.monitor_interval == 0 or last:
+            loss = self._probe(batch)
+            move.cost += FORWARD
+            expected = float(np.interp(move.moved, (0, *forecast.horizons), (move.anchor, *forecast.loss)))
+            confidence = self.pilot.estimate(forecast, move.plan.horizon)
+            threshold = min(self.pilot.recovery.threshold, move.plan.confidence)
+            verdict, actions = self.pilot.check_move(
+                Reading(self.engine.global_step, Phase.PREDICT, loss, None, expected, confidence, threshold)
+            )
+            for action in actions:
+                reset = reset or action.kind is Kind.RESET_PREDICTOR
+                if action.kind is not Kind.RESET_PREDICTOR:  # it comes last: a rollback would bring the old one back
+                    self.pilot.apply(action, self.engine.global_step)
+            view = View(
+                self.engine.global_step,
+                confidence=confidence,
+                confidence_threshold=threshold,
+                horizon_reached=last,
+                prediction_error=self.pilot.guard.prediction_error,
+                prediction_error_limit=self.pilot.config.guard.prediction_error,
+                oscillating=verdict.exit_to is Phase.CORRECT,
+                diverged=verdict.exit_to is Phase.FULL,
+            )
+        leaving = self.pilot.machine.decide(view)
+        if not leaving.changed:
+            return loss
+        if leaving.undo:
+            self._refuse(leaving.reason)
+            if reset:
+                self._reset_predictor("it led to numbers that are not finite")
+            return None
+        move.loss = self._probe()
+        move.cost += FORWARD
+        if move.plan.low_noise and not move.loss < move.anchor:
+            self._refuse("the exact loss is no lower than before")
+            return None
+        self._leave_predict(view)
+        return loss if math.isfinite(loss) else move.loss
+
+    def _leave_predict(self, view: View | None = None) -> None:
+        """What the move counts, as far as that is known now; then on to CORRECT. `view`: why, if not at the horizon."""
+        move, pilot = self.open_move, self.pilot
+        if move.chained:
+            move.credit = move.moved  # each leap took a gradient and an update
+        elif move.plan.low_noise:
+            move.credit = pilot.exact_credit(move.plan, self._worth(move))
+        elif not move.plan.audited:
+            move.credit = pilot.gate.credit(move.moved)
+        if self.pilot.config.hybrid.mode == "leap" and not move.chained:
+            pilot.machine.count(move.moved)
+        pilot.left_predict(view or View(self.engine.global_step, confidence=1.0, horizon_reached=True))
+        if move.plan.low_noise:
+            pilot.guard.after_move()
+        self._count_credit(move.credit)
+
+    def _worth(self, move: Move) -> float:
+        """Full steps that the fall of the exact loss is worth."""
+        steps = self.pilot.worth_exactly(move.anchor, move.loss)
+        return min(steps, _MOST_WORTH * move.moved) if move.chained else steps
+
+    def _count_credit(self, credit: int) -> None:
+        self.engine.global_step += credit
+        self.pilot.count(credit, Phase.PREDICT)
+
+    def _refuse(self, reason: str) -> None:
+        """Take the move back before any full step: the batch it was probed on will be trained on."""
+        move, pilot = self.open_move, self.pilot
+        move.refused = True
+        self._rewind(self._snapshot())
+        pilot.refused(self.engine.global_step, move.plan, move.cost)
+        transition = pilot.machine.force_full(reason)
+        pilot.last_reason = reason
+        if not np.isfinite(move.plan.coefficients).all():
+            self._reset_predictor("its forecast was no number")
+        self.move = None
+        self._tell(move, "refused", transition.reason, math.nan, 0.0)
+
+    def _reset_predictor(self, why: str) -> None:
+        action = Action(Kind.RESET_PREDICTOR, f"the predictor starts anew: {why}")
+        self.pilot.apply(action, self.engine.global_step)
+        self.emit(Recovered(self.engine.global_step, action.kind.value, action.text))
+
+    # --- CORRECT -----------------------------------------------------------------------------------------------------
+
+    def validate(self, batch: Any, full_step: Callable[[Any], StepOutput]) -> StepOutput:
+        """The residual correction before the first validating step; then a full step."""
+        move = self.open_move
+        if move.steps == 0:
+            self._apply_correction(move)
+        output = full_step(batch)
+        self.pilot.count(1, Phase.CORRECT)
+        self._outputs.extend((output.loss, output.gradient_norm))
+        move.steps += 1
+        if move.plan.audited:
+            move.batches.append(map_tensors(batch, lambda tensor: tensor.clone()))
+            if move.steps > move.plan.correct_steps // 2:
+                move.mean = _accumulate(move.mean, self.trajectory.parameters)
+        return output
+
+    @property
+    def due(self) -> bool:
+        return self.open_move.steps >= self.open_move.plan.correct_steps
+
+    def _apply_correction(self, move: Move) -> None:
+        coefficients = self._suggestion(move.plan.coefficients * min(1.0, move.share), move.moved)
+        if coefficients.any():
+            self.trajectory.move(coefficients)
+            if self.engine.average is not None:
+                self.engine.average.shift(self.trajectory.displacement(coefficients), 1.0)
+            self.pilot.counts.corrections += 1
+
+    def _suggestion(self, coefficients: Array, steps: int) -> Array:
+        """The correction of a move, if corrections help lately; zeros otherwise."""
+        pilot, situation = self.pilot, self.pilot.observer.situation
+        if not pilot.correction.active or situation is None:
+            return np.zeros_like(coefficients)
+        windows = steps / self.trajectory.window
+        found = pilot.correction.suggest(
+            situation.state, self.engine.global_step, windows, coefficients, situation.gram
+        )
+        return np.zeros_like(coefficients) if found is None else found.coefficients
+
+    def judge(self, full_step: Callable[[Any], StepOutput]) -> list[Action]:
+        """Keep the move or take it back; an audited one against the fork that never made it."""
+        move, pilot = self.open_move, self.pilot
+        losses = torch.stack([value.float() for value in self._outputs]).tolist()
+        self._outputs.clear()
+        first = self.engine.global_step - move.steps + 1
+        numbers = enumerate(zip(losses[::2], losses[1::2], strict=True), start=first)
+        actions = pilot.check_validation([Reading(step, Phase.CORRECT, loss, norm) for step, (loss, norm) in numbers])
+        audit = self._audit(move, full_step) if move.plan.audited else None
+        if audit is not None:
+            kept, worth = audit.gain_steps > 0, audit.gain_steps
+            after = audit.loss_with
+        else:
+            after = self._probe()
+            move.cost += FORWARD
+            harmed = any(action.kind is Kind.ROLL_BACK for action in actions)
+            if move.chained and not after < move.loss < move.anchor:
+                self.chain.return_to_end()  # the optimizer's own steps are too long here
+                after = move.loss
+            kept = after < move.anchor and not harmed
+            worth = self._worth(move) if move.plan.low_noise else float(move.credit)
+        if not kept and audit is None:
+            move.cost += move.steps  # these full steps are taken back
+        transition = pilot.settled(self.engine.global_step, move.plan, kept, worth, move.cost, audit)
+        if kept:
+            self._keep(move, audit)
+        else:
+            self._take_back(move, audit)
+        self.move = None
+        verdict = "rolled back" if not kept else "shrunk" if move.share < 1 else "kept"
+        self._tell(move, verdict, transition.reason, after, worth)
+        actions = [action for action in actions if action.kind is not Kind.ROLL_BACK]
+        return actions + pilot.end_cycle(self.engine.global_step, kept)
+
+    def _keep(self, move: Move, audit: Audit | None) -> None:
+        counts = self.pilot.counts
+        counts.moves["shrunk" if move.share < 1 else "kept"] += 1
+        counts.predicted_steps += move.moved
+        if audit is not None and not (move.plan.low_noise or move.chained):
+            gain = audit.gain_steps - audit.deviation_steps
+            self._count_credit(self.pilot.gate.audited_credit(move.moved, gain))
+        self.pilot.observer.restart()
+
+    def _take_back(self, move: Move, audit: Audit | None) -> None:
+        """An audited move is already gone: the run stands at the end of the fork without it."""
+        counts = self.pilot.counts
+        counts.moves["rolled_back"] += 1
+        if audit is None:
+            self._rewind(self._snapshot())
+        else:
+            self.pilot.observer.restart()
+
+    # --- audit -------------------------------------------------------------------------------------------------------
+
+    def _audit(self, move: Move, full_step: Callable[[Any], StepOutput]) -> Audit:
+        """The same batches from the same snapshot, without the move; afterwards the run stands at the better fork."""
+        engine = self.engine
+        batches = [*self._recent, move.batch]
+        with_move = self._probe_mean(move.mean, move, batches)
+        position = engine.position
+        end = snapshot(self._rewindable())
+        self._rewind(self._snapshot())
+        mean: list[Tensor] = []
+        for index, batch in enumerate(move.batches):
+            full_step(batch)
+            self.pilot.counts.steps["full"] += 1
+            if index + 1 > len(move.batches) // 2:
+                mean = _accumulate(mean, self.trajectory.parameters)
+        without = self._probe_mean(mean, move, batches)
+        move.cost += len(move.batches) + FORWARD * 2 * len(batches)
+        differences = np.asarray(without) - np.asarray(with_move)
+        gain = float(differences.mean())
+        error = float(differences.std(ddof=1) / math.sqrt(len(differences))) if len(differences) > 1 else 0.0
+        if not math.isfinite(gain):
+            steps = -float(move.moved)
+        elif move.plan.low_noise:
+            steps = self.pilot.worth_exactly(float(np.mean(without)), float(np.mean(with_move)))
+            steps = min(steps, _MOST_WORTH * move.moved)
+        else:
+            steps = self.pilot.worth(gain)
+        audit = Audit(
+            engine.global_step,
+            move.moved,
+            float(np.mean(with_move)),
+            float(np.mean(without)),
+            steps,
+            abs(self.pilot.worth(error)) if math.isfinite(error) and not move.plan.low_noise else 0.0,
+        )
+        if steps > 0:
+            self._rewind(end)
+        engine.position = position
+        return audit
+
+    def _probe_mean(self, sums: list[Tensor], move: Move, batches: list[Any]) -> list[float]:
+        """Probe losses at the mean of the weights; the weights themselves come back."""
+        kept = [p.clone() for p in self.trajectory.parameters]
+        count = move.plan.correct_steps - move.plan.correct_steps // 2
+        with torch.no_grad():
+            torch._foreach_copy_(self.trajectory.parameters, torch._foreach_div(sums, float(count)))
+        losses = [self._probe(batch) for batch in batches]
+        with torch.no_grad():
+            torch._foreach_copy_(self.trajectory.parameters, kept)
+        return losses
+
+    # --- probes, snapshots, rollback ---------------------------------------------------------------------------------
+
+    def _probe(self, batch: Any = None) -> float:
+        """Forward loss with the random numbers of the anchor, so that only the weights differ."""
+        move, now = self.open_move, random_state()
+        restore_random_state(move.random)
+        try:
+            return self.engine.probe(move.batch if batch is None else batch)
+        finally:
+            restore_random_state(now)
+
+    def _rewindable(self, for_move: bool = True) -> dict[str, Any]:
+        """All that a rollback brings back; what was learned from the move is not among it.
+
+        Of an emergency the predictor takes no harm, and its state can be larger than all else.
+        """
+        state = Engine.state_dict(self.engine)
+        state["progress"] = {name: state["progress"][name] for name in ("global_step", "position")}
+        look_ahead = getattr(self.engine, "look_ahead", None)
+        state["look_ahead"] = look_ahead.state_dict() if look_ahead is not None else None
+        predictor = self.pilot.observer.predictor
+        state["predictor"] = {"name": predictor.name, "state": predictor.state_dict()} if for_move else None
+        state["guard"] = self.pilot.guard.state_dict()
+        state["steps"] = dict(self.pilot.counts.steps)
+        state["loader"] = self.loader_state()
+        return state
+
+    def _rewind(self, taken: Snapshot) -> None:
+        state = put_together(taken)
+        self.engine.rewind(state)
+        look_ahead = getattr(self.engine, "look_ahead", None)
+        if look_ahead is not None:
+            look_ahead.load_state_dict(state["look_ahead"])
+        predictor = self.pilot.observer.predictor
+        saved = state["predictor"]
+        if saved is not None and predictor.name == saved["name"]:  # else another one took over when the run was resumed
+            predictor.load_state_dict(copy.deepcopy(saved["state"]))  # it may keep what it is given
+        self.pilot.guard.load_state_dict(state["guard"])
+        self.pilot.counts.steps = dict(state["steps"])
+
+    def _snapshot(self) -> Snapshot:
+        if self.safe is None:
+            raise RuntimeError("there is no snapshot")  # every move begins with one
+        return self.safe
+
+    def _start(self) -> list[Tensor]:
+        tensors = self._snapshot().tensors
+        return [tensors[name] for name in self.names]
+
+    def rewound_loader_state(self) -> Any:
+        """Where the data was when the snapshot was taken."""
+        taken = self._snapshot()
+        own = {name: tensor.clone() for name, tensor in taken.tensors.items() if name.startswith("loader.")}
+        return put_together(Snapshot(own, taken.tree["loader"]))
+
+    def _tell(self, move: Move, verdict: str, reason: str, after: float, worth: float) -> None:
+        self.emit(
+            Moved(
+                step=self.engine.global_step,
+                horizon=move.moved if move.chained else move.plan.horizon,
+                chained=move.chained,
+                verdict=verdict,
+                share=move.share,
+                audited=move.plan.audited,
+                anchor=move.anchor,
+                predicted_loss=move.plan.predicted_loss,
+                loss=after,
+                confidence=move.plan.confidence,
+                worth_steps=round(worth, 2),
+                cost_steps=round(move.cost, 2),
+                reason=f"{move.plan.reason}; {reason}",
+            )
+        )
+
+    def _own(self, batch: Any) -> Any:
+        """A copy on the device: what comes from a file is a view of it, and not laid out as a batch is."""
+        return self.engine.to_device(map_tensors(batch, lambda tensor: tensor.clone()))
+
+    # --- state -------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "move": None if self.move is None else _pack_move(self.move),
+            "safe": None if self.safe is None else put_together(self.safe),
+            "safe_step": self.safe_step,
+            "chain": self.chain.state_dict(),
+            "recent": self._recent,
+            "outputs": torch.stack([value.float() for value in self._outputs]) if self._outputs else None,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        device = self.trajectory.basis.device
+        self.safe = None if state["safe"] is None else snapshot(state["safe"])
+        if self.safe is not None:
+            on_device = {name: _place(name, tensor, device) for name, tensor in self.safe.tensors.items()}
+            self.safe = Snapshot(on_device, self.safe.tree)
+        self.safe_step = int(state["safe_step"])
+        self.chain.load_state_dict(state["chain"])
+        self._recent = [self._own(batch) for batch in state["recent"]]
+        outputs = state["outputs"]
+        self._outputs = [] if outputs is None else list(outputs.to(device).clone().unbind())
+        self.move = None if state["move"] is None else _unpack_move(state["move"], self._own, device)
+
+
+def _accumulate(sums: list[Tensor], parameters: list[Tensor]) -> list[Tensor]:
+    if not sums:
+        return [p.clone() for p in parameters]
+    torch._foreach_add_(sums, parameters)
+    return sums
+
+
+def _equal(one: Any, other: Any) -> bool:
+    pairs = zip(tensors_of(one), tensors_of(other), strict=False)
+    return bool(tensors_of(one)) and all(a is b or (a.shape == b.shape and torch.equal(a, b)) for a, b in pairs)
+
+
+def _clip(steps: float, most: int) -> int:
+    return int(min(float(most), max(0.0, steps))) if math.isfinite(steps) else 0
+
+
+def _place(name: str, tensor: Tensor, device: torch.device) -> Tensor:
+    """Random states stay on the host."""
+    return tensor if name.startswith(("random.", "loader.", "predictor.")) else tensor.to(device)
+
+
+def _pack_move(move: Move) -> dict[str, Any]:
+    plan = pack(move.plan) | {"forecast": pack(move.plan.forecast)}
+    return {name: value for name, value in vars(move).items() if name != "plan"} | {"plan": plan}
+
+
+def _unpack_move(state: dict[str, Any], own: Callable[[Any], Any], device: torch.device) -> Move:
+    plan = dict(state["plan"])
+    forecast = plan.pop("forecast")
+    forecast = unpack(Forecast, {**forecast, "horizons": tuple(forecast["horizons"])})
+    move = Move(**{**state, "plan": unpack(Plan, {**plan, "forecast": forecast})})
+    move.batch, move.batches = own(move.batch), [own(batch) for batch in move.batches]
+    move.mean = [value.to(device).clone() for value in move.mean]
+    return move

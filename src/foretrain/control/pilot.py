@@ -1,0 +1,447 @@
+"""The pilot decides, the trainer acts: everything between what was measured and what to do next."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from foretrain.config import Config
+from foretrain.control.audit import Audit, Ledger
+from foretrain.control.correction import Correction
+from foretrain.control.gate import FORWARD, Answer, Ask, Gate
+from foretrain.control.guard import Guard, Level, Reading, Verdict
+from foretrain.control.horizon import HorizonBandit, HorizonContext
+from foretrain.control.machine import Machine, Phase, Transition, View
+from foretrain.control.recovery import Action, Context, Kind, Outcome, Recovery
+from foretrain.dynamics.confidence import Confidence, ConfidenceFeatures
+from foretrain.dynamics.observer import Observer
+from foretrain.dynamics.predictability import Predictability
+from foretrain.dynamics.predictor import Array, Forecast
+from foretrain.dynamics.records import HORIZONS_IN_WINDOWS, PhaseRecord, WindowRecord
+from foretrain.dynamics.slope import LossSlope
+
+_TRIAL_BUDGET = 0.01
+"""Share of a run that unproven moves may cost beside their audits."""
+_WINDOWS_TO_SCORE = 2
+"""Windows after a move until a forecast has met what followed."""
+_NEARLY_EXACT = 0.98
+"""R2 from which forecasts are steps."""
+_LONGEST_REST = 256
+"""Windows; a short run rests an eighth of its length at the most."""
+_PROBES_OF_AUDIT = 16 * FORWARD
+"""Full steps that the forward passes of an audited move cost."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A move that is about to be made."""
+
+    horizon: int
+    audited: bool
+    coefficients: Array
+    """[G, R] at the horizon."""
+    forecast: Forecast
+    predicted_loss: float
+    confidence: float
+    low_noise: bool
+    most: int
+    """Steps that the move may count at the most."""
+    correct_steps: int
+    reason: str
+
+
+@dataclass
+class Counts:
+    """What the summary counts."""
+
+    steps: dict[str, int] = field(default_factory=lambda: {phase.value: 0 for phase in Phase})
+    """Virtual steps per phase; together `global_step`."""
+    moves: dict[str, int] = field(default_factory=lambda: {"kept": 0, "shrunk": 0, "refused": 0, "rolled_back": 0})
+    predicted_steps: int = 0
+    """Steps ahead that all kept moves went, whatever they turned out to be worth."""
+    corrections: int = 0
+    recoveries: dict[str, int] = field(default_factory=lambda: {kind.value: 0 for kind in Kind if kind != "continue"})
+
+    @property
+    def tried(self) -> int:
+        return sum(self.moves.values())
+
+    @property
+    def acceptance_rate(self) -> float:
+        return (self.moves["kept"] + self.moves["shrunk"] + 1) / (self.tried + 2)
+
+
+class Pilot:
+    """All of control in one place; it never touches a weight."""
+
+    def __init__(self, config: Config, observer: Observer, kind: str) -> None:
+        self.config = config
+        self.observer = observer
+        hybrid = config.hybrid
+        self.machine = Machine(hybrid)
+        self.guard = Guard(hybrid, config.guard)
+        self.recovery = Recovery(hybrid, config.guard)
+        budget = config.audit.time_budget + _TRIAL_BUDGET if config.audit.time_budget else 0.0
+        self.gate = Gate(config.max_steps, budget, kind)
+        self.bandit = HorizonBandit(hybrid.max_predict_steps, hybrid.window_steps)
+        self.confidence = Confidence()
+        self.correction = Correction(config.correction)
+        self.predictability = Predictability()
+        self.slope = LossSlope()
+        self.ledger = Ledger()
+        self.counts = Counts()
+        self.last_reason = "the run has just begun"
+        self._chosen: tuple[int, bool, int] = (0, False, 0)
+        """Horizon, audited, longest move that fits into the run."""
+        self._since_move = 0
+        self.rest_steps = 0
+        """Full steps for which the weights are not watched, because nothing would come of it."""
+        self._rests = 0
+        """In a row; each is twice as long as the one before."""
+
+    # --- the end of a window -----------------------------------------------------------------------------------------
+
+    def phase_record(self) -> PhaseRecord:
+        return PhaseRecord(self.machine.phase.value, self.machine.steps_in_phase, self.machine.cycle, self._since_move)
+
+    def count(self, steps: int, phase: Phase) -> None:
+        """Full steps, or virtual steps that a move is worth."""
+        self.counts.steps[phase.value] += steps
+        if phase is not Phase.PREDICT:
+            self.machine.count(steps)
+            self._since_move += steps
+
+    def watch(self, record: WindowRecord, same_batch: bool, fp16: bool) -> list[Action]:
+        """Everything a window teaches; what recovery wants done about it."""
+        self.predictability.add(record, same_batch)
+        self.slope.add(record.losses)
+        numbers = list(zip(record.losses, record.gradient_norms, strict=True))
+        actions = self._check_full(record.step - len(numbers) + 1, numbers, fp16)
+        if math.isfinite(self.observer.smoothed_loss):
+            actions += self.recovery.progress(record.step, self.observer.smoothed_loss)
+        self._learn()
+        return _once(actions)
+
+    def wake(self) -> None:
+        """A rest is over: a whole FULL phase is watched before anything is decided."""
+        self.machine.steps_in_phase = 0
+        self.observer.restart()
+
+    def rested(self, step: int, numbers: list[tuple[float, float]], fp16: bool) -> list[Action]:
+        """(loss, gradient norm) of all steps since the last look. As long as nothing is remarkable this is cheap."""
+        losses, norms = [loss for loss, _ in numbers], [norm for _, norm in numbers]
+        if self.guard.check_calmly(losses, norms):
+            for _ in losses:  # what was taken from the run is given back in time
+                self._decide(Verdict(step, Level.NORMAL))
+            return []
+        return _once(self._check_full(step - len(numbers) + 1, numbers, fp16))
+
+    def _check_full(self, first: int, numbers: list[tuple[float, float]], fp16: bool) -> list[Action]:
+        """Full steps one by one, up to an emergency: after it the rest of them never was."""
+        actions: list[Action] = []
+        for step, (loss, norm) in enumerate(numbers, start=first):
+            if fp16 and not (math.isfinite(loss) and math.isfinite(norm)):
+                continue  # the loss scale finds its level by overflowing
+            actions += self._decide(self.guard.check(Reading(step, self.machine.phase, loss, norm)))
+            if actions and actions[-1].kind in (Kind.ROLL_BACK, Kind.ABORT):
+                break
+        return actions
+
+    def _decide(self, verdict: Verdict, move_open: bool = False, predicted: bool = False) -> list[Action]:
+        context = Context(self.machine.phase, move_open, predicted, skipped=self.config.guard.nan_check)
+        return self.recovery.decide(verdict, context)
+
+    def _learn(self) -> None:
+        """Forecasts that just met what followed: would a move by them have been right?"""
+        for followed, forecast, quality in self.observer.scored:
+            self.correction.observe(followed, forecast.at(followed.horizon))
+            features = self._features(forecast, followed.horizon)
+            right = quality.cosine > 0 if self.searches else quality.r2 > 0
+            self.confidence.learn(features, kept=right, weight=0.25)
+
+    # --- may we predict? ---------------------------------------------------------------------------------------------
+
+    def decide(self, step: int, steps_left: int, decaying: bool, chained: bool = False) -> Transition:
+        """At the end of a window in WARMUP or FULL: stay, or go on to the next phase."""
+        forecast = self.observer.forecast
+        needed = self._correct_steps(True)
+        confidence, answer = 0.0, Answer(False, False, "nothing is forecast yet")
+        if forecast is not None and self.machine.phase is Phase.FULL:
+            limit = min(self.machine.predict_steps_left, steps_left - needed)
+            context = self._context(step)
+            confidence = self.estimate(forecast, min(limit, self.config.hybrid.max_predict_steps))
+            horizon = self.bandit.choose(context, confidence, limit) if limit >= 1 else 0
+            confidence = self.estimate(forecast, horizon) if horizon else confidence
+            answer = self.gate.ask(self._question(horizon, steps_left, needed, decaying, chained))
+            if not self.searches and self.observer.windows < _WINDOWS_TO_SCORE:
+                answer = Answer(False, False, "forecasts since the last move are not scored yet")
+            self._chosen = (horizon, answer.audited, limit)
+        transition = self.machine.next(
+            View(
+                step=step,
+                loss_stable=self.guard.loss_stable,
+                baseline_recorded=self.guard.baseline_recorded,
+                confidence=confidence,
+                confidence_threshold=self.recovery.threshold,
+                recent_divergence=self.guard.recent_divergence,
+                gate_open=answer.open,
+                gate_reason=answer.reason,
+            )
+        )
+        self.last_reason = transition.reason
+        if transition.phase is Phase.PREDICT:
+            self.last_reason = f"{transition.reason}; {answer.reason}"
+        elif self._cycle_is_over():
+            self._next_cycle(step, confidence, answer)
+        return transition
+
+    def _cycle_is_over(self) -> bool:
+        """A FULL phase of full length, in which forecasts could be scored."""
+        full = self.machine.phase is Phase.FULL and self.machine.steps_in_phase >= self.machine.full_steps_needed
+        return full and (self.searches or self.observer.windows >= _WINDOWS_TO_SCORE)
+
+    def _next_cycle(self, step: int, confidence: float, answer: Answer) -> None:
+        """A FULL phase that does not end in a move is a cycle too: waiting counts in cycles."""
+        self.gate.new_cycle()
+        self._rests = self._rests + 1 if answer.rest else 0
+        if answer.rest:
+            window = self.config.hybrid.window_steps
+            windows = min(_LONGEST_REST, 2**self._rests, max(2, self.config.max_steps // (8 * window)))
+            self.rest_steps = windows * window
+            self.gate.new_cycle(self.rest_steps // self.config.hybrid.full_steps)
+        if answer.open and confidence <= self.recovery.threshold:
+            for action in self.recovery.cycle_ended(step, self.machine.cycle, Outcome.LOW_CONFIDENCE):
+                self._apply_to_machine(action, step)
+        self.machine.steps_in_phase = 0
+        self.machine.cycle += 1
+
+    def _question(self, horizon: int, steps_left: int, needed: int, decaying: bool, chained: bool) -> Ask:
+        windows = max(1, round(horizon / self.config.hybrid.window_steps))
+        cost = self._correct_steps(True) + _PROBES_OF_AUDIT
+        low_noise, quality = self.predictability.low_noise, self.observer.quality
+        # A searched move need only point the right way: its length is found on the exact loss.
+        trusted = quality.cosine(1) > 0 if self.searches else quality.trusted(windows)
+        return Ask(horizon, steps_left, needed, trusted, low_noise, decaying, cost, chained and low_noise)
+
+    def _correct_steps(self, audited: bool) -> int:
+        """An audit validates for longer; a short run can afford a short one only."""
+        if not audited:
+            return self.config.hybrid.correct_steps
+        affordable = int(self.gate.allowed - _PROBES_OF_AUDIT)
+        return max(min(self.config.audit.steps, affordable), self.config.hybrid.correct_steps)
+
+    def _features(self, forecast: Forecast, horizon: int) -> ConfidenceFeatures:
+        windows = 1 if self.searches else max(1, round(horizon / self.config.hybrid.window_steps))
+        quality = self.observer.quality
+        cosine = quality.cosine(windows)
+        return ConfidenceFeatures(
+            error=1 - (cosine * abs(cosine) if self.searches else quality.r2(windows)),
+            cosine=cosine,
+            disagreement=forecast.disagreement,
+            spread=quality.spread(windows),
+        )
+
+    def estimate(self, forecast: Forecast, horizon: int) -> float:
+        """Calibrated probability that a move over `horizon` will be kept."""
+        return self.confidence.estimate(self._features(forecast, horizon))
+
+    def _context(self, step: int) -> HorizonContext:
+        r2 = self.observer.quality.r2(HORIZONS_IN_WINDOWS[1])
+        snr = self.predictability.motion_snr
+        noise = -math.log(max(snr, 1e-6)) if math.isfinite(snr) else math.nan
+        return HorizonContext(self.current_confidence, r2, step / self.config.max_steps, noise)
+
+    def plan(self) -> Plan:
+        """The move that was decided for, from the forecast of the last window."""
+        forecast = self.observer.forecast
+        if forecast is None:
+            raise RuntimeError("nothing is forecast")  # PREDICT is entered with a forecast only
+        horizon, audited, most = self._chosen
+        expected = float(np.interp(horizon, forecast.horizons, forecast.loss))
+        return Plan(
+            horizon,
+            audited,
+            forecast.at(horizon),
+            forecast,
+            expected,
+            self.estimate(forecast, horizon),
+            self.predictability.low_noise,
+            most,
+            self._correct_steps(audited),
+            self.last_reason,
+        )
+
+    @property
+    def searches(self) -> bool:
+        """Whether the length of a move is chosen by probing several."""
+        wanted = self.config.hybrid.search
+        return self.predictability.low_noise if wanted == "auto" else bool(wanted)
+
+    @property
+    def current_confidence(self) -> float:
+        """That a move over the shortest horizon would be kept; 0 while nothing is forecast."""
+        forecast = self.observer.forecast
+        return self.estimate(forecast, self.config.hybrid.window_steps) if forecast is not None else 0.0
+
+    def context(self) -> Context:
+        return Context(self.machine.phase, skipped=self.config.guard.nan_check)
+
+    def summary(self, backward_passes: int) -> dict[str, Any]:
+        """What the run's summary says of prediction."""
+        others = max(0.0, backward_passes - self.ledger.cost)
+        quality = self.observer.quality
+        error = self.confidence.calibration_error
+        return {
+            "steps": dict(self.counts.steps),
+            "moves": dict(self.counts.moves),
+            "predicted_steps": self.counts.predicted_steps,
+            "corrections": {"applied": self.counts.corrections, "error_ratio": self.correction.error_ratio},
+            "recoveries": {kind: count for kind, count in self.counts.recoveries.items() if count},
+            "forecast": quality.summary(),
+            "confidence": {
+                "last": round(self.current_confidence, 4),
+                "calibration_error": None if math.isnan(error) else round(error, 4),
+                "outcomes": self.confidence.outcomes,
+            },
+            "predictability": self.predictability.summary(quality),
+            "audit": self.ledger.gain(others) | {"sentence": self.ledger.sentence(others)},
+        }
+
+    # --- a move ------------------------------------------------------------------------------------------------------
+
+    def disaster_limit(self, anchor: float) -> float:
+        """A probe loss above this shows a disaster, whatever the noise."""
+        sigma = self.guard.losses.sigma if self.guard.losses.count else 0.0
+        usual = self.config.hybrid.divergence_threshold * (sigma if math.isfinite(sigma) else 0.0)
+        return anchor + max(usual, 1e-3 * abs(anchor))
+
+    def worth(self, gain: float) -> float:
+        """Full steps that a gain in loss is worth; 0 where the loss does not fall by itself."""
+        steps = self.slope.steps_for(gain, low_noise=False)
+        return steps if math.isfinite(steps) else 0.0
+
+    def worth_exactly(self, before: float, after: float) -> float:
+        """The same between two exact losses, by their ratio: without noise a loss falls by a share per step."""
+        usual = self.slope.last_log_fall
+        if before > 0 and after > 0 and usual > 0:
+            return math.log(before / after) / usual
+        steps = self.slope.steps_for(before - after, low_noise=True)
+        return steps if math.isfinite(steps) else 0.0
+
+    def exact_credit(self, plan: Plan, worth: float) -> int:
+        """Virtual steps of a move whose loss is exact. A fall of the loss can be the easy part of what steps would have
+        done, so predicted steps count only as far as forecasts of that length came nearly exactly true."""
+        windows = max(1, round(plan.horizon / self.config.hybrid.window_steps))
+        exactness = (self.observer.quality.r2(windows) - _NEARLY_EXACT) / (1 - _NEARLY_EXACT)
+        if not (math.isfinite(worth) and exactness > 0):
+            return 0
+        return int(min(max(0.0, worth), plan.horizon * min(1.0, exactness)))
+
+    def left_predict(self, view: View) -> Transition:
+        transition = self.machine.next(view)
+        self.last_reason = transition.reason
+        return transition
+
+    def settled(self, step: int, plan: Plan, kept: bool, worth: float, cost: float, audit: Audit | None) -> Transition:
+        """A move was judged: everyone who can learn from it does."""
+        forecast = plan.forecast
+        self.confidence.learn(self._features(forecast, plan.horizon), kept, weight=1.0)
+        self.bandit.reward(plan.horizon, self._context(step), worth if kept else 0.0, cost)
+        self.ledger.cost += cost
+        if audit is not None:
+            self.ledger.audits.append(audit)
+            self.gate.audited(plan.horizon, audit.gain_steps, cost, exact=plan.low_noise)
+        elif plan.low_noise:
+            self.ledger.exact_moves += kept
+            self.gate.moved(kept and worth > cost)
+        else:
+            self.ledger.unaudited_moves += kept
+            self.gate.moved(kept)
+        self._since_move = 0
+        transition = self.machine.next(View(0, worse_than_anchor=not kept, correct_done=True))
+        self.last_reason = transition.reason
+        return transition
+
+    def refused(self, step: int, plan: Plan, cost: float) -> None:
+        """A move was taken back before any full step followed on it."""
+        self.confidence.learn(self._features(plan.forecast, plan.horizon), kept=False, weight=1.0)
+        self.bandit.reward(plan.horizon, self._context(step), 0.0, cost)
+        self.ledger.cost += cost
+        self.gate.spend(0.0 if plan.low_noise else cost)
+        self.gate.moved(False)
+        self.counts.moves["refused"] += 1
+
+    def check_validation(self, readings: list[Reading]) -> list[Action]:
+        """The validating steps of a move, judged together by the worst of them."""
+        verdicts = [self.guard.check(reading) for reading in readings]
+        return self._decide(max(verdicts, key=lambda verdict: verdict.level), move_open=True)
+
+    def check_move(self, reading: Reading) -> tuple[Verdict, list[Action]]:
+        """A number of a predicted step, a probe, or a validating step."""
+        verdict = self.guard.check(reading)
+        return verdict, self._decide(verdict, move_open=True, predicted=reading.gradient_norm is None)
+
+    def end_cycle(self, step: int, kept: bool) -> list[Action]:
+        outcome = Outcome.KEPT if kept else Outcome.UNDONE
+        return self.recovery.cycle_ended(step, self.machine.cycle, outcome)
+
+    def _apply_to_machine(self, action: Action, step: int) -> None:
+        """The part of an action that changes no weight."""
+        self.counts.recoveries[action.kind.value] = self.counts.recoveries.get(action.kind.value, 0) + 1
+        if action.kind is Kind.SHORTEN_HORIZON:
+            self.bandit.shorten()
+        if action.kind is Kind.FORCE_FULL:
+            if self.machine.phase is Phase.FULL:
+                self.machine.force_full(action.text)
+            if action.full_steps_factor > 1:
+                self.machine.lengthen_full(action.full_steps_factor)
+            if action.warmup_factor > 1:
+                self.machine.postpone(step + (action.warmup_factor - 1) * self.config.hybrid.warmup_steps)
+
+    def apply(self, action: Action, step: int) -> None:
+        if action.kind is not Kind.CONTINUE:
+            self._apply_to_machine(action, step)
+        if action.kind is Kind.RESET_PREDICTOR:
+            self.observer.predictor.reset()
+
+    # --- state -------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        parts = {name: part.state_dict() for name, part in self._parts().items()}
+        return parts | {
+            "counts": {
+                "steps": dict(self.counts.steps),
+                "moves": dict(self.counts.moves),
+                "predicted_steps": self.counts.predicted_steps,
+                "corrections": self.counts.corrections,
+                "recoveries": dict(self.counts.recoveries),
+            },
+            "last_reason": self.last_reason,
+            "chosen": list(self._chosen),
+            "since_move": self._since_move,
+            "rest_steps": self.rest_steps,
+            "rests": self._rests,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, part in self._parts().items():
+            part.load_state_dict(state[name])
+        self.counts = Counts(**copy.deepcopy(state["counts"]))
+        self.last_reason = str(state["last_reason"])
+        horizon, audited, most = state["chosen"]
+        self._chosen = (int(horizon), bool(audited), int(most))
+        self._since_move = int(state["since_move"])
+        self.rest_steps, self._rests = int(state["rest_steps"]), int(state["rests"])
+
+    def _parts(self) -> dict[str, Any]:
+        names = ("machine", "guard", "recovery", "gate", "bandit", "confidence", "correction", "predictability")
+        return {name: getattr(self, name) for name in (*names, "slope", "ledger", "observer")}
+
+
+def _once(actions: list[Action]) -> list[Action]:
+    """Each kind of action once per window, at its last and strongest."""
+    return list({(action.kind, action.advice_only, action.rate_factor): action for action in actions}.values())

@@ -1,0 +1,86 @@
+"""A few thousand gradients and optimizer moments, enough for statistics, cheap enough for every window."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+_TENSORS = 16
+_PER_TENSOR = 1024
+
+
+class Sample:
+    """Fixed coordinates of the largest parameters."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], optimizer: Optimizer) -> None:
+        self.parameters = sorted(parameters, key=lambda p: -p.numel())[:_TENSORS]
+        self.optimizer = optimizer
+        self._before: Tensor | None = None
+
+    @torch.no_grad()
+    def gradient(self) -> Tensor:
+        """The sampled gradient of the step that was just made."""
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        return _pick(gradients) if gradients else torch.zeros(1, device=self.parameters[0].device)
+
+    def remember(self) -> None:
+        """One step before the end of a window."""
+        self._before = self.gradient()
+
+    @torch.no_grad()
+    def statistics(self) -> Tensor:
+        """[7] gradient mean, std and cosine with the one before; first moment mean |m| and std, mean sqrt(v); count."""
+        gradient = self.gradient()
+        before = self._before if self._before is not None and self._before.shape == gradient.shape else gradient
+        cosine = torch.nn.functional.cosine_similarity(gradient, before, dim=0, eps=1e-30)
+        states: list[dict[str, Any]] = [self.optimizer.state.get(p, {}) for p in self.parameters]
+        first = _moments(states, ("exp_avg", "momentum_buffer")) if any(states) else None
+        second = _moments(states, ("exp_avg_sq",)) if any(states) else None
+        moment = first if first is not None else gradient  # without momentum the gradient itself is what moves
+        square = second.clamp(min=0).sqrt().mean() if second is not None else gradient.square().mean().sqrt()
+        self._before = None
+        return torch.stack(
+            [
+                gradient.mean(),
+                gradient.std(unbiased=False),
+                cosine,
+                moment.abs().mean(),
+                moment.std(unbiased=False),
+                square,
+            ]
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"before": self._before}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        before = state["before"]
+        self._before = None if before is None else before.to(self.parameters[0].device).clone()
+
+
+def bias_corrections(optimizer: Optimizer, steps: int) -> tuple[float, float]:
+    """1 - beta^steps of the first and second moment."""
+    group = optimizer.param_groups[0]
+    first, second = group.get("betas") or (group.get("momentum") or 0.9, 0.999)
+    return 1 - float(first) ** steps, 1 - float(second) ** steps
+
+
+def _moments(states: Sequence[dict[str, Any]], names: Sequence[str]) -> Tensor | None:
+    for name in names:
+        found = [state[name] for state in states if isinstance(state.get(name), Tensor)]
+        if found:
+            return _pick(found)
+    return None
+
+
+def _pick(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([_strided(tensor) for tensor in tensors])
+
+
+def _strided(tensor: Tensor) -> Tensor:
+    flat = tensor.detach().reshape(-1)
+    return flat[:: max(1, flat.numel() // _PER_TENSOR)][:_PER_TENSOR].float()

@@ -1,0 +1,258 @@
+"""The engine of a run: model, optimizer, one full step, evaluation, and the state of all that. It knows no phases."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from foretrain.config import Config
+from foretrain.engine import optim, schedule
+from foretrain.engine.averaging import WeightAverage
+from foretrain.engine.graph import GraphedStep, launch_bound
+from foretrain.engine.meters import StepMeter, Stopwatch
+from foretrain.engine.precision import Precision, choose_device
+from foretrain.engine.state import random_state, restore_model, restore_optimizer, restore_random_state, seed_random
+from foretrain.engine.step import (
+    FullStep,
+    LossFunction,
+    StepOutput,
+    map_tensors,
+    part_weights,
+    rows_of,
+    split,
+    tensors_of,
+)
+from foretrain.errors import CheckpointError, ConfigError, InputError
+
+_COUNTS = ("global_step", "position", "tokens", "backward_passes", "evaluations_without_best")
+_LOSSES = ("best_val_loss", "last_val_loss", "last_train_loss")
+
+
+class Engine:
+    """Any module, any optimizer, a loss function `(model, batch) -> mean loss`, and a configuration."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer | None, loss_fn: LossFunction | None, config: Config
+    ) -> None:
+        self.config = config
+        self.device = choose_device(config.device)
+        if config.engine.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs to repeat itself
+            torch.use_deterministic_algorithms(True)
+        seed_random(config.seed)
+        self.model = model.to(self.device)
+        self.model.train()
+        self._optimizer_is_configured = optimizer is None
+        self.optimizer = optimizer or optim.build(self.model, config.optimizer)
+        self.loss_fn = loss_fn or _own_loss
+        self.precision = Precision(config.precision, self.device)
+        self.rate = optim.RateControl(self.optimizer)
+        self.schedule = schedule.build(config.schedule, self.rate.peak, config.max_steps)
+        self.average = WeightAverage(self.model, config.evaluation.ema_decay) if config.evaluation.ema_decay else None
+        self.full_step = FullStep(
+            self.model,
+            self.optimizer,
+            self.loss_fn,
+            self.precision,
+            clip=config.optimizer.gradient_clip_norm,
+            accumulation=config.accumulation_steps,
+            nan_check=config.guard.nan_check,
+            compile_loss=_switch(config.engine.compile, auto=self.device.type == "cuda"),
+        )
+        self.rate_factor = 1.0
+        """What recovery makes of the scheduled learning rate."""
+        self.backward_passes = 0
+        self._run_step: Callable[[Any], StepOutput] | None = None
+        self._loss_takes_derivatives = False
+        self.meter = StepMeter()
+        self.clock = Stopwatch()
+        self.global_step = 0
+        self.tokens = 0
+        self.position = 0
+        self.best_val_loss: float | None = None
+        self.evaluations_without_best = 0
+        self.last_val_loss: float | None = None
+        self.last_train_loss: float | None = None
+
+    # --- one full step -----------------------------------------------------------------------------------------------
+
+    def full(self, batch: Any, between: Callable[[], None] | None = None) -> StepOutput:
+        """Forward, backward, update on a batch that is on the device. Never waits for the device.
+
+        between: called when the gradients are there and nothing is updated yet.
+        """
+        self.set_rate()
+        if between is not None:
+            return self.count_step(batch, self.full_step(batch, between))
+        if self._run_step is None:
+            self._run_step = self._choose_step(batch)
+        return self.count_step(batch, self._run_step(batch))
+
+    def set_rate(self) -> None:
+        self.rate.set(self.schedule(self.global_step) * self.rate_factor)
+
+    def count_step(self, batch: Any, output: StepOutput) -> StepOutput:
+        """What follows on every update."""
+        if self.average is not None:
+            self.average.update()
+        self.meter.add(output)
+        self.tokens += count(batch)
+        self.backward_passes += 1
+        return output
+
+    def to_device(self, batch: Any) -> Any:
+        if self.device.type == "cpu":
+            return batch
+        return map_tensors(batch, lambda tensor: tensor.to(self.device, non_blocking=True))
+
+    def set_clip(self, clip: float) -> None:
+        """Change the clipping of gradients in mid-run."""
+        if clip != self.full_step.clip:
+            self.full_step.clip = clip
+            self._run_step = None  # a recorded graph has the old value in it
+
+    def _choose_step(self, batch: Any) -> Callable[[Any], StepOutput]:
+        """The step as it is, or recorded as a CUDA graph where launches dominate."""
+        wanted = self.config.engine.cuda_graph
+        possible = self.device.type == "cuda" and self.full_step.device_skip
+        if wanted is True and not possible:
+            raise ConfigError(
+                "engine.cuda_graph = true needs a CUDA GPU and a fused optimizer (adamw, adam, sgd or muon); use 'auto'"
+            )
+        parameters = sum(p.numel() for p in self.full_step.parameters)
+        if possible and _switch(wanted, auto=launch_bound(parameters, batch)):
+            return GraphedStep(self.full_step)
+        return self.full_step
+
+    # --- forward only ------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[Any]) -> float:
+        """Mean loss over `batches`, each weighed by what it counts; at averaged weights if there is an average."""
+        batches = list(batches)
+        if not batches:
+            raise InputError("evaluation needs at least one held-out batch")
+        with self.averaged_weights():
+            return float(self.forward_loss(batches))
+
+    def probe(self, batch: Any) -> float:
+        """Loss of a training batch at the weights as they are, forward only, in the parts that a full step has."""
+        count = self.full_step.accumulation
+        parts = [batch] if count == 1 else [split(batch, count, index) for index in range(count)]
+        return float(self.forward_loss([part for part in parts if rows_of(part)]))
+
+    @torch.no_grad()
+    def forward_loss(self, batches: list[Any]) -> Tensor:
+        """Mean loss over `batches` on the device; neither weights nor buffers nor random states change."""
+        weights = part_weights(batches, self.device)
+        total = torch.zeros((), device=self.device)
+        training = [module for module in self.model.modules() if module.training]  # a user may have set some to eval
+        self.model.eval()
+        try:
+            for batch, weight in zip(batches, weights, strict=True):
+                total = total + self._loss_alone(self.to_device(batch)).float() * weight.to(self.device)
+        finally:
+            for module in training:
+                module.training = True
+        return total
+
+    def _loss_alone(self, batch: Any) -> Tensor:
+        """A loss that itself takes derivatives, as in physics-informed networks, needs its graph also here."""
+        if not self._loss_takes_derivatives:
+            try:
+                return self.full_step.loss(batch)
+            except RuntimeError as error:
+                if "does not require grad" not in str(error):
+                    raise
+                self._loss_takes_derivatives = True
+        with torch.enable_grad():
+            return self.full_step.loss(batch).detach()
+
+    def averaged_weights(self) -> AbstractContextManager[None]:
+        """The model at averaged weights inside the block, if `evaluation.ema_decay` is set."""
+        return self.average.applied() if self.average is not None else nullcontext()
+
+    # --- the whole state ---------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that decides how the run goes on. Tensors are referred to, not copied."""
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "average": self.average.state_dict() if self.average is not None else None,
+            "precision": self.precision.state_dict(),
+            "random": random_state(),
+            "progress": {
+                **{name: getattr(self, name) for name in _COUNTS + _LOSSES},
+                "seconds": self.clock.seconds,
+                "skipped": self.meter.skipped,
+                "skipped_in_a_row": self.meter.skipped_in_a_row,
+                "unread": self.meter.unread,
+                "noted": self.meter.noted,
+            },
+        }
+
+    def load_state_dict(self, state: dict[str, Any], origin: str = "the given state") -> None:
+        """Put a state back, in place: afterwards every step is, bit for bit, what it would have been."""
+        try:
+            self._put_back(state, origin)
+        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            raise CheckpointError(
+                f"{origin}: it does not hold the state of such a trainer ({type(error).__name__}: {error}); "
+                "use the settings it was saved with, or start a new run"
+            ) from error
+
+    def rewind(self, state: dict[str, Any]) -> None:
+        """Back to an earlier state of this run, bit for bit; what was spent in between stays spent."""
+        self._put_back_training(state, "the snapshot")
+        self.global_step, self.position = (int(state["progress"][name]) for name in ("global_step", "position"))
+
+    def _put_back_training(self, state: dict[str, Any], origin: str) -> None:
+        """Weights, optimizer, average, loss scale and random states."""
+        restore_model(self.model, state["model"], origin)
+        restore_optimizer(self.optimizer, state["optimizer"], origin, keep_settings=self._optimizer_is_configured)
+        if (self.average is None) != (state["average"] is None):
+            raise CheckpointError(f"{origin}: evaluation.ema_decay was switched on or off since; use the same setting")
+        if self.average is not None:
+            self.average.load_state_dict(state["average"])
+        self.precision.load_state_dict(state["precision"])
+        restore_random_state(state["random"])
+        self.rate.forget()
+
+    def _put_back(self, state: dict[str, Any], origin: str) -> None:
+        self._put_back_training(state, origin)
+        progress = state["progress"]
+        self.clock = Stopwatch(float(progress["seconds"]))
+        unread, noted = progress["unread"], progress.get("noted")
+        self.meter = StepMeter(progress["skipped"], progress["skipped_in_a_row"], unread, noted)
+        for name in _COUNTS:
+            setattr(self, name, int(progress[name]))
+        for name in _LOSSES:
+            setattr(self, name, None if progress[name] is None else float(progress[name]))
+
+
+def _own_loss(model: nn.Module, batch: Any) -> Tensor:
+    loss = getattr(model, "loss", None)
+    if loss is None:
+        raise ConfigError(f"{type(model).__name__} has no method loss(batch); pass a loss_fn to HybridTrainer")
+    value: Tensor = loss(batch)
+    return value
+
+
+def _switch(setting: bool | str, auto: bool) -> bool:
+    return auto if setting == "auto" else bool(setting)
+
+
+def count(batch: Any) -> int:
+    """Tokens of a batch of token numbers, samples of any other batch."""
+    tensors = tensors_of(batch)
+    if not tensors:
+        return 1
+    first = tensors[0]
+    return first.numel() if first.ndim == 2 and not first.is_floating_point() else first.shape[0] if first.ndim else 1
