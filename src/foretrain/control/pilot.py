@@ -28,6 +28,8 @@ _TRIAL_BUDGET = 0.01
 """Share of a run that unproven moves may cost beside their audits."""
 _WINDOWS_TO_SCORE = 2
 """Windows after a move until a forecast has met what followed."""
+_WINDOWS_AWAKE = 10
+"""Windows that are watched after a long rest, so that forecasts of every length are scored again."""
 _NEARLY_EXACT = 0.98
 """R2 from which forecasts are steps."""
 _LONGEST_REST = 256
@@ -100,6 +102,8 @@ class Pilot:
         self._since_move = 0
         self.rest_steps = 0
         """Full steps for which the weights are not watched, because nothing would come of it."""
+        self._last_rest = 0
+        """Windows."""
         self._rests = 0
         """In a row; each is twice as long as the one before."""
 
@@ -202,7 +206,8 @@ class Pilot:
     def _cycle_is_over(self) -> bool:
         """A FULL phase of full length, in which forecasts could be scored."""
         full = self.machine.phase is Phase.FULL and self.machine.steps_in_phase >= self.machine.full_steps_needed
-        return full and (self.searches or self.observer.windows >= _WINDOWS_TO_SCORE)
+        watched = max(_WINDOWS_TO_SCORE, min(self._last_rest, _WINDOWS_AWAKE))
+        return full and (self.searches or self.observer.windows >= watched)
 
     def _next_cycle(self, step: int, confidence: float, answer: Answer) -> None:
         """A FULL phase that does not end in a move is a cycle too: waiting counts in cycles."""
@@ -211,7 +216,7 @@ class Pilot:
         if answer.rest:
             window = self.config.hybrid.window_steps
             windows = min(_LONGEST_REST, 2**self._rests, max(2, self.config.max_steps // (8 * window)))
-            self.rest_steps = windows * window
+            self.rest_steps, self._last_rest = windows * window, windows
             self.gate.new_cycle(self.rest_steps // self.config.hybrid.full_steps)
         if answer.open and confidence <= self.recovery.threshold:
             for action in self.recovery.cycle_ended(step, self.machine.cycle, Outcome.LOW_CONFIDENCE):
@@ -425,6 +430,7 @@ class Pilot:
             "since_move": self._since_move,
             "rest_steps": self.rest_steps,
             "rests": self._rests,
+            "last_rest": self._last_rest,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -436,6 +442,7 @@ class Pilot:
         self._chosen = (int(horizon), bool(audited), int(most))
         self._since_move = int(state["since_move"])
         self.rest_steps, self._rests = int(state["rest_steps"]), int(state["rests"])
+        self._last_rest = int(state["last_rest"])
 
     def _parts(self) -> dict[str, Any]:
         names = ("machine", "guard", "recovery", "gate", "bandit", "confidence", "correction", "predictability")
