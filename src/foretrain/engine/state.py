@@ -93,15 +93,23 @@ def snapshot(state: Any, into: Snapshot | None = None) -> Snapshot:
     parts = take_apart(state)
     old = into.tensors if into is not None else {}
     copies: dict[str, Tensor] = {}
+    targets: list[Tensor] = []
+    sources: list[Tensor] = []
     for name, tensor in parts.tensors.items():
         memory = old.get(name)
-        fits = memory is not None and (memory.shape, memory.dtype, memory.device) == (
-            tensor.shape,
-            tensor.dtype,
-            tensor.device,
-        )
-        copies[name] = memory.copy_(tensor) if fits and memory is not None else tensor.clone()
+        if memory is not None and _place(memory) == _place(tensor):
+            targets.append(memory)
+            sources.append(tensor)
+            copies[name] = memory
+        else:
+            copies[name] = tensor.clone()
+    if targets:
+        torch._foreach_copy_(targets, sources)  # a few launches instead of one per tensor
     return Snapshot(copies, parts.tree)
+
+
+def _place(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return tensor.shape, tensor.dtype, tensor.device
 
 
 # --- random states ---------------------------------------------------------------------------------------------------
