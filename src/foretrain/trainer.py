@@ -35,7 +35,7 @@ from foretrain.show.jsonl import JsonlLog
 
 _LARGEST_FP32_BASIS = 32_000_000
 _SAY_EVERY = 100
-_LOOK_EVERY = 100
+_LOOK_EVERY = 10
 """Steps after which the losses of unwatched steps are looked at."""
 _LOOK_AHEAD_ENDS = 2 / 3
 """Share of a run after which nothing looks ahead: forward moves harm while the learning rate decays."""
