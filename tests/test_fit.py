@@ -31,6 +31,7 @@ from foretrain.events import (
     Event,
     Notice,
     Progress,
+    Recovered,
     Resumed,
     RunEnded,
     RunStarted,
@@ -493,3 +494,16 @@ def test_an_error_in_the_loader_ends_the_run_as_failed(make_trainer: Make) -> No
     with pytest.raises(OSError, match="the file is gone"):
         trainer.fit(broken(), progress=False)
     assert (events[-1].step, events[-1].reason) == (1, "failed")
+
+
+def test_overfitting_is_advised_against(make_config: Any, make_model: Any, make_batch: Any) -> None:
+    """Held-out loss up, training loss down, evaluation after evaluation: one batch learned by heart."""
+    config = make_config(
+        {"max_steps": 60, "optimizer.learning_rate": 1e-2, "evaluation.interval": 5, "log.interval": 5}
+    )
+    trainer = HybridTrainer(make_model(), config=config)
+    events: list[Any] = []
+    trainer.bus.subscribe(events.append)
+    trainer.fit([make_batch(seed=1)], [make_batch(seed=2)], progress=False)
+    advice = [event for event in events if isinstance(event, Recovered) and event.advice]
+    assert any(event.text.startswith("overfitting") for event in advice)

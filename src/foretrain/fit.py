@@ -252,6 +252,7 @@ class Run:
         trainer.best_val_loss = loss if best else trainer.best_val_loss
         averaged = trainer.average is not None
         self.emit(Evaluated(trainer.global_step, loss, round(seconds, 3), averaged, best))
+        trainer.evaluated(loss)
         return self._patience_is_over()
 
     def _patience_is_over(self) -> bool:

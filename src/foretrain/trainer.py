@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 from foretrain import environment
 from foretrain.config import Config, to_mapping
 from foretrain.control.machine import Phase
-from foretrain.control.mover import Move, Mover
+from foretrain.control.move import Move
+from foretrain.control.mover import Mover
 from foretrain.control.pilot import Pilot
 from foretrain.control.recovery import Action, Kind
 from foretrain.dynamics import registry
@@ -291,6 +292,12 @@ class HybridTrainer(Engine):
             self.bus.emit(Recovered(self.global_step, action.kind.value, action.text, action.advice_only))
         if action.kind is Kind.ABORT:
             raise DivergenceError(f"{action.text} (step {self.global_step})")
+
+    def evaluated(self, held_out: float) -> None:
+        """A held-out loss is known: advice when it rises while the training loss falls."""
+        if self.pilot is not None and self.last_train_loss is not None:
+            for action in self.pilot.recovery.evaluation(self.global_step, held_out, self.last_train_loss):
+                self._carry_out(action)
 
     def _is_news(self, action: Action) -> bool:
         """The same kind of action over and over is said once per hundred steps."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,10 +17,10 @@ from foretrain.control.chain import Chain
 from foretrain.control.gate import FORWARD
 from foretrain.control.guard import Reading
 from foretrain.control.machine import Phase, View
-from foretrain.control.pilot import Pilot, Plan
+from foretrain.control.move import Move, pack_move, unpack_move
+from foretrain.control.pilot import Pilot
 from foretrain.control.recovery import Action, Kind
-from foretrain.dynamics.observer import pack, unpack
-from foretrain.dynamics.predictor import Array, Forecast
+from foretrain.dynamics.predictor import Array
 from foretrain.engine.loop import Engine
 from foretrain.engine.state import Snapshot, put_together, random_state, restore_random_state, snapshot
 from foretrain.engine.step import StepOutput, map_tensors, tensors_of
@@ -32,45 +31,6 @@ _MOST_WORTH = 10.0
 """Full steps that one quasi-Newton leap is taken to be worth at the most, whatever the slope says."""
 _SAFE_EVERY = 500
 """Full steps between snapshots that an emergency can return to."""
-
-
-@dataclass
-class Move:
-    """A move that was begun and is not judged yet."""
-
-    plan: Plan
-    batch: Any
-    """The tokens of all its probes."""
-    random: dict[str, Any]
-    """Random states of all its probes."""
-    anchor: float
-    cost: float
-    """Full steps spent on it that plain training would not have."""
-    moved: int = 0
-    """Predicted steps made so far."""
-    share: float = 1.0
-    loss: float = math.nan
-    """Probe loss after the move, before any full step."""
-    credit: int = 0
-    """Virtual steps it counts."""
-    batches: list[Any] = field(default_factory=list)
-    """Of its validating steps, for the fork without the move."""
-    outputs: list[list[float]] = field(default_factory=list)
-    steps: int = 0
-    """Validating steps done."""
-    mean: list[Tensor] = field(default_factory=list)
-    """Sum of the weights over the second half of an audit."""
-    refused: bool = False
-    chained: bool = False
-    """Made of quasi-Newton leaps with a gradient each, because the loss is exact."""
-
-    @property
-    def predicted_loss(self) -> float:
-        return self.plan.predicted_loss
-
-    @property
-    def confidence(self) -> float:
-        return self.plan.confidence
 
 
 class Mover:
@@ -531,7 +491,7 @@ class Mover:
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "move": None if self.move is None else _pack_move(self.move),
+            "move": None if self.move is None else pack_move(self.move),
             "safe": None if self.safe is None else put_together(self.safe),
             "safe_step": self.safe_step,
             "chain": self.chain.state_dict(),
@@ -550,7 +510,7 @@ class Mover:
         self._recent = [self._own(batch) for batch in state["recent"]]
         outputs = state["outputs"]
         self._outputs = [] if outputs is None else list(outputs.to(device).clone().unbind())
-        self.move = None if state["move"] is None else _unpack_move(state["move"], self._own, device)
+        self.move = None if state["move"] is None else unpack_move(state["move"], self._own, device)
 
 
 def _accumulate(sums: list[Tensor], parameters: list[Tensor]) -> list[Tensor]:
@@ -565,25 +525,6 @@ def _equal(one: Any, other: Any) -> bool:
     return bool(tensors_of(one)) and all(a is b or (a.shape == b.shape and torch.equal(a, b)) for a, b in pairs)
 
 
-def _clip(steps: float, most: int) -> int:
-    return int(min(float(most), max(0.0, steps))) if math.isfinite(steps) else 0
-
-
 def _place(name: str, tensor: Tensor, device: torch.device) -> Tensor:
     """Random states stay on the host."""
     return tensor if name.startswith(("random.", "loader.", "predictor.")) else tensor.to(device)
-
-
-def _pack_move(move: Move) -> dict[str, Any]:
-    plan = pack(move.plan) | {"forecast": pack(move.plan.forecast)}
-    return {name: value for name, value in vars(move).items() if name != "plan"} | {"plan": plan}
-
-
-def _unpack_move(state: dict[str, Any], own: Callable[[Any], Any], device: torch.device) -> Move:
-    plan = dict(state["plan"])
-    forecast = plan.pop("forecast")
-    forecast = unpack(Forecast, {**forecast, "horizons": tuple(forecast["horizons"])})
-    move = Move(**{**state, "plan": unpack(Plan, {**plan, "forecast": forecast})})
-    move.batch, move.batches = own(move.batch), [own(batch) for batch in move.batches]
-    move.mean = [value.to(device).clone() for value in move.mean]
-    return move
