@@ -1107,6 +1107,12 @@ def _(bench: Bench) -> None:
     assert not torch.allclose(runs[0].weights, runs[1].weights, rtol=0, atol=1e-5)
 
 
+@effect("predictor.stride")
+def _(bench: Bench) -> None:
+    runs = [hybrid(100, hybrid__mode="off", predictor__beta=0.9, predictor__stride=stride) for stride in (1, 10)]
+    assert not torch.allclose(runs[0].weights, runs[1].weights, rtol=0, atol=1e-5)
+
+
 @effect("predictor.l2")
 def _(bench: Bench) -> None:
     changes_forecasts("predictor__l2", 1.0, 10.0)

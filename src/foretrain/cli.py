@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 from cyclopts import App, CycloptsError, Parameter
 
+from foretrain.cli_bench import bench_app
 from foretrain.errors import ConfigError, ForetrainError, InputError
 from foretrain.events import CheckpointRejected, Event, Notice, Recovered
 
@@ -26,6 +27,7 @@ app = App(
 )
 config_app = App(name="config", help="Write, show and check configuration files.")
 app.command(config_app)
+app.command(bench_app)
 
 Settings = Annotated[
     list[str] | None,
@@ -113,6 +115,62 @@ def export(
     from foretrain.run import export_checkpoint
 
     _print(str(export_checkpoint(source, folder)))
+
+
+@app.command
+def compare(
+    config: Annotated[
+        Path | None,
+        Parameter(help="TOML file. None: the demo task, cut to 240 steps (about 13 minutes on two cores)."),
+    ] = None,
+    /,
+    *,
+    set_: Settings = None,
+    out: Annotated[
+        Path | None, Parameter(help="Folder. Unset: one in `runs/` that the same command finds again.")
+    ] = None,
+    seeds: Annotated[int, Parameter(help="Seeds per arm. Fewer than 3 prove nothing.")] = 3,
+    rates: Annotated[
+        list[float] | None,
+        Parameter(consume_multiple=True, negative=(), help="Sweep: factors on the learning rate. Unset: 0.5 1 2."),
+    ] = None,
+    budgets: Annotated[
+        list[float] | None,
+        Parameter(consume_multiple=True, negative=(), help="Lengths of the plain loop, as factors. Unset: 0.7 1 1.4."),
+    ] = None,
+    arm: Annotated[
+        list[str] | None,
+        Parameter(
+            negative=(), help='A further arm: `--arm "muon: optimizer.type=muon, optimizer.learning_rate=0.01"`.'
+        ),
+    ] = None,
+    ladder: Annotated[
+        bool, flag("Add the ladder: engine, optimizer, look-ahead, leaps, averaging, one by one.")
+    ] = False,
+    minutes: Annotated[
+        float | None, Parameter(help="Start no further run after this time; call again to go on.")
+    ] = None,
+    json_: Json = False,
+) -> None:
+    """Measure whether a configuration is faster than the plain loop, to the same loss, tuned as hard.
+
+    Arms x seeds, interleaved: plain at several budgets, hybrid, hybrid without displacement, hybrid repeating its last
+    displacement, plain with as many backward passes, plain with the same seconds. All costs are charged. Every finished
+    run is kept: the same command goes on where it stopped. Writes `result.json` (every raw number) and `report.html`.
+
+    `foretrain compare my.toml --set max_steps=2000 --minutes 30` measures your own run, half an hour at a time.
+    """
+    from foretrain.measure.commands import run_comparison
+
+    result, page = run_comparison(
+        config, set_ or (), out, seeds, rates, budgets, arm or (), ladder, minutes, ["compare", *sys.argv[2:]]
+    )
+    if json_:
+        _print(json.dumps(result))
+        return
+    from foretrain.show.comparison import print_comparison
+
+    print_comparison(result, str(page))
 
 
 @app.command

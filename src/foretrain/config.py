@@ -52,8 +52,10 @@ __all__ = [
     "PredictorConfig",
     "ScheduleConfig",
     "Setting",
+    "changed",
     "from_mapping",
     "load",
+    "parse_override",
     "settings",
     "to_mapping",
     "to_toml",
@@ -76,7 +78,7 @@ def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Loade
     layers: list[tuple[str, dict[str, Any]]] = []
     if path is not None:
         layers.append((origin, _flatten(_read(Path(path)))))
-    layers.append(("--set", dict(_parse_override(text) for text in overrides)))
+    layers.append(("--set", dict(parse_override(text) for text in overrides)))
     values: dict[str, Any] = {}
     notices: list[str] = []
     for source, entries in layers:
@@ -88,6 +90,11 @@ def from_mapping(mapping: Mapping[str, Any], origin: str = "mapping") -> Config:
     """A configuration from nested or dotted keys, as in a TOML file."""
     notices: list[str] = []
     return _build(_resolve(_flatten(mapping), origin, notices), origin)
+
+
+def changed(config: Config, values: Mapping[str, Any]) -> Config:
+    """The same configuration with other values, by dotted names."""
+    return from_mapping(_flatten(to_mapping(config)) | dict(values), "the changed configuration")
 
 
 def to_mapping(config: Config, changed_only: bool = False) -> dict[str, Any]:
@@ -162,7 +169,8 @@ def _flatten(mapping: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _parse_override(text: str) -> tuple[str, Any]:
+def parse_override(text: str) -> tuple[str, Any]:
+    """`key=value`, the value as in TOML."""
     key, equals, value = text.partition("=")
     if not equals or not key.strip():
         raise ConfigError(f"--set {text!r}: write it as key=value, for example --set optimizer.learning_rate=3e-4")

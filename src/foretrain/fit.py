@@ -242,7 +242,7 @@ class Run:
         if not self.held_out:
             return False
         trainer = self.trainer
-        with trainer.clock.paused():
+        with trainer.untimed():
             started = time.perf_counter()
             loss = trainer.evaluate(self.held_out)
             seconds = time.perf_counter() - started
@@ -264,7 +264,7 @@ class Run:
         if self.store is None:
             return
         trainer = self.trainer
-        with trainer.clock.paused():
+        with trainer.untimed():
             trainer.meter.fetch()
             started = time.perf_counter()
             place = self.loader_state if self.batches is None or self.rewound else self.batches.state()

@@ -8,6 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 
 from foretrain import config as configuration
@@ -49,6 +50,11 @@ def vocabulary_size(config: Config, corpus: Corpus) -> int:
     return size
 
 
+def with_vocabulary(config: Config, corpus: Corpus) -> Config:
+    size = vocabulary_size(config, corpus)
+    return config.model_copy(update={"model": config.model.model_copy(update={"vocab_size": size})})
+
+
 def build_model(config: Config) -> GPT2:
     """Fresh weights from `seed`, or those of `model.weights`."""
     model = gpt2.build(
@@ -61,6 +67,17 @@ def build_model(config: Config) -> GPT2:
     if config.model.weights:
         huggingface.load(model, config.model.weights)
     return model
+
+
+def build_loader(config: Config, corpus: Corpus, model: GPT2, device: torch.device) -> Loader:
+    """Training batches in the order that `seed` gives."""
+    return Loader(
+        TokenWindows(corpus.train, model.shape.context, config.seed),
+        config.batch_size,
+        config.seed,
+        config.data.prefetch,
+        pin_memory=device.type == "cuda",
+    )
 
 
 def default_folder(config: Config) -> Path:
@@ -86,16 +103,10 @@ def train(
     with RunFolder(path, resume, overwrite) as folder:
         device = choose_device(config.device)
         corpus = tokens.prepare(config.data, say)
-        config = _with_vocabulary(config, vocabulary_size(config, corpus))
+        config = with_vocabulary(config, corpus)
         model = build_model(config)
         trainer = HybridTrainer(model, config=config, bus=bus)
-        loader = Loader(
-            TokenWindows(corpus.train, model.shape.context, config.seed),
-            config.batch_size,
-            config.seed,
-            config.data.prefetch,
-            pin_memory=device.type == "cuda",
-        )
+        loader = build_loader(config, corpus, model, device)
         micro_batch = config.batch_size // config.accumulation_steps
         held_out = held_out_batches(corpus.held_out, model.shape.context, micro_batch, config.evaluation.batches)
         folder.files["config.toml"] = configuration.to_toml(config)
@@ -118,8 +129,6 @@ def train(
     return summary
 
 
-def _with_vocabulary(config: Config, size: int) -> Config:
-    return config.model_copy(update={"model": config.model.model_copy(update={"vocab_size": size})})
 
 
 def _details(config: Config, corpus: Corpus, model: GPT2, path: Path) -> dict[str, str]:

@@ -230,7 +230,10 @@ class PredictorConfig(Section):
     """`momentum`: geometric continuation; `linear`: ridge regression; `mlp`: small network; `rssm`: recurrent
     state-space model."""
     beta: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Look-ahead: full steps take their gradient this far ahead along the average motion. 0: off."""
+    """Look-ahead: every `stride` full steps the weights go ahead by this share of their average motion, and gradients
+    are taken there. 0: off."""
+    stride: Count = 10
+    """Full steps between two moves of the look-ahead."""
     gamma: Fraction = 0.99
     """Averaging of the motion per step, for the look-ahead."""
     l2: NonNegative = 1.0

@@ -100,7 +100,8 @@ class HybridTrainer(Engine):
         parameters = self.full_step.parameters
         self.look_ahead: LookAhead | None = None
         if config.predictor.beta > 0:
-            self.look_ahead = LookAhead(parameters, config.predictor.beta, config.predictor.gamma)
+            ahead = config.predictor
+            self.look_ahead = LookAhead(parameters, ahead.beta, ahead.gamma, ahead.stride)
         self._said: dict[str, int] = {}
         self.pilot: Pilot | None = None
         if config.hybrid.mode == "off" or not parameters:
@@ -194,6 +195,8 @@ class HybridTrainer(Engine):
             loss = self.mover.leap() if self.config.hybrid.mode == "leap" else self.mover.roll(batch)
         if self.phase is not Phase.PREDICT:
             self._tell_phase()
+        if self.look_ahead is not None and not move.refused:
+            self.look_ahead.restart()
         if loss is None:  # refused: the batch it began with is still there to learn from
             result = self._train(move.batch)
             self.position += self.position < position
@@ -206,6 +209,8 @@ class HybridTrainer(Engine):
         output = self.mover.leap_on(batch)
         if self.phase is not Phase.PREDICT:
             self._tell_phase()
+        if self.look_ahead is not None and not move.refused:
+            self.look_ahead.restart()
         if output is not None:
             return self._result(Phase.PREDICT, output, move.predicted_loss, move.confidence)
         return self._train(move.batch) if move.refused else self._correct(batch)
@@ -408,6 +413,7 @@ class HybridTrainer(Engine):
             "steps": {"warmup": 0, "full": self.global_step, "predict": 0, "correct": 0},
             "backward_passes": self.backward_passes,
             "tokens": self.tokens,
+            "probe_tokens": self.probe_tokens,
             "seconds": round(seconds, 3),
             "tokens_per_second": round(self.tokens / seconds, 1) if seconds else None,
             "skipped_steps": self.meter.skipped,

@@ -25,6 +25,7 @@ BASE: dict[str, Any] = {
     "optimizer.weight_decay": 0.0,
     "optimizer.gradient_clip_norm": 0.0,
     "schedule.type": "constant",
+    "predictor.stride": 1,
 }
 
 
@@ -54,24 +55,27 @@ def trained(steps: int = STEPS, **settings: Any) -> tuple[HybridTrainer, list[li
     return trainer, history
 
 
-def reference(beta: float, gamma: float, shares: list[float], rate: float = 0.05) -> list[list[Tensor]]:
-    """w' = w + beta m;  w+ = step(w');  m+ = gamma m + (1 - gamma)(w+ - w), one weight at a time, in double."""
+def reference(beta: float, gamma: float, shares: list[float], stride: int, rate: float = 0.05) -> list[list[Tensor]]:
+    """Every k steps w' = w + beta m;  w+ = k steps from w';  m+ = g m + (1 - g)(w+ - w), g = gamma^k, in double."""
     model = Bowl().double()
+    g = gamma**stride
     means = [torch.zeros_like(p) for p in model.parameters()]
     history = []
     for step, share in enumerate(shares):
-        before = [p.detach().clone() for p in model.parameters()]
-        with torch.no_grad():
-            for weight, mean in zip(model.parameters(), means, strict=True):
-                weight += share * beta * mean
+        if step % stride == 0:
+            before = [p.detach().clone() for p in model.parameters()]
+            with torch.no_grad():
+                for weight, mean in zip(model.parameters(), means, strict=True):
+                    weight += share * beta * mean
         gradients = torch.autograd.grad(model.loss(batch(step).double()), list(model.parameters()))
         with torch.no_grad():
             for weight, gradient in zip(model.parameters(), gradients, strict=True):
                 weight -= rate * gradient
-            means = [
-                gamma * mean + (1 - gamma) * (weight - old)
-                for mean, weight, old in zip(means, model.parameters(), before, strict=True)
-            ]
+            if step % stride == stride - 1:
+                means = [
+                    g * mean + (1 - g) * (weight - old)
+                    for mean, weight, old in zip(means, model.parameters(), before, strict=True)
+                ]
         history.append([p.detach().clone() for p in model.parameters()])
     return history
 
@@ -80,10 +84,12 @@ def share(step: int) -> float:
     return 1.0 if WARMUP <= step < STEPS * 2 / 3 else 0.0
 
 
-@pytest.mark.parametrize(("beta", "gamma"), [(0.5, 0.9), (0.9, 0.5), (0.3, 0.99)])
-def test_every_step_follows_the_formula(beta: float, gamma: float) -> None:
-    _, found = trained(predictor__beta=beta, predictor__gamma=gamma)
-    expected = reference(beta, gamma, [share(step) for step in range(STEPS)])
+@pytest.mark.parametrize(
+    ("beta", "gamma", "stride"), [(0.5, 0.9, 1), (0.9, 0.5, 1), (0.3, 0.99, 1), (0.5, 0.99, 10), (0.7, 0.9, 7)]
+)
+def test_every_step_follows_the_formula(beta: float, gamma: float, stride: int) -> None:
+    _, found = trained(predictor__beta=beta, predictor__gamma=gamma, predictor__stride=stride)
+    expected = reference(beta, gamma, [share(step) for step in range(STEPS)], stride)
     for step, (mine, slow) in enumerate(zip(found, expected, strict=True)):
         for one, other in zip(mine, slow, strict=True):
             assert torch.allclose(one.double(), other, atol=2e-6), step
@@ -162,10 +168,14 @@ def test_it_pays_where_the_motion_goes_on() -> None:
         assert float(ahead.model.loss(torch.zeros(12))) < float(plain.model.loss(torch.zeros(12)))
 
 
-def test_state_continues_bit_for_bit() -> None:
-    settings = {"predictor__beta": 0.7, "predictor__gamma": 0.9}
+@pytest.mark.parametrize("stride", [1, 10])
+def test_state_continues_bit_for_bit(stride: int) -> None:
+    """Also in the middle of a stride."""
+    settings = {"predictor__beta": 0.7, "predictor__gamma": 0.9, "predictor__stride": stride}
     whole, history = trained(**settings)
     first, _ = trained(35, **settings)
+    assert first.look_ahead is not None
+    assert first.look_ahead.steps == 35 % stride
     second = HybridTrainer(Bowl(), config=first.config)
     second.load_state_dict(first.state_dict())
     for step in range(35, STEPS):
@@ -175,3 +185,18 @@ def test_state_continues_bit_for_bit() -> None:
     assert whole.look_ahead is not None
     assert second.look_ahead is not None
     assert all(torch.equal(a, b) for a, b in zip(whole.look_ahead.m, second.look_ahead.m, strict=True))
+
+
+def test_steps_in_which_something_else_moved_the_weights_teach_nothing() -> None:
+    weights = [torch.zeros(3)]
+    ahead = LookAhead(weights, beta=0.5, gamma=0.9, stride=3)
+    ahead.before_step(1.0)
+    weights[0] += 1.0
+    ahead.after_step()
+    weights[0] += 100.0  # a leap
+    ahead.restart()
+    for _ in range(3):
+        ahead.before_step(1.0)
+        weights[0] += 1.0
+        ahead.after_step()
+    assert torch.allclose(ahead.m[0], torch.full((3,), 3 * (1 - 0.9**3)))

@@ -1,6 +1,6 @@
-"""Look-ahead: a full step takes its gradient at the point where the average motion will have carried the weights.
+"""Look-ahead: full steps take their gradients where the average motion will have carried the weights.
 
-w' = w + beta m;   w+ = step(w');   m+ = gamma m + (1 - gamma)(w+ - w)
+Every k steps:   w' = w + beta m;   w+ = k steps from w';   m+ = g m + (1 - g)(w+ - w),   g = gamma^k
 """
 
 from __future__ import annotations
@@ -13,31 +13,49 @@ from torch import Tensor
 
 
 class LookAhead:
-    """`m` is the average displacement per step. Two buffers of the size of the weights, no host waits."""
+    """`m` is the average displacement per `stride` steps. Two buffers of the size of the weights, no host waits."""
 
-    def __init__(self, parameters: Sequence[Tensor], beta: float, gamma: float) -> None:
+    def __init__(self, parameters: Sequence[Tensor], beta: float, gamma: float, stride: int = 1) -> None:
         self.parameters = [p.detach() for p in parameters]
         self.beta = beta
-        self.gamma = gamma
+        self.stride = stride
+        self.g = gamma**stride
+        self.steps = 0
+        """Since the last move ahead."""
         self.m = [torch.zeros_like(p) for p in self.parameters]
         self._before = [torch.zeros_like(p) for p in self.parameters]
 
     @torch.no_grad()
     def before_step(self, share: float) -> None:
-        """Move ahead by `share` of the full look-ahead; 0 only measures the motion."""
+        """Move ahead by `share` of the full look-ahead, if it is time; 0 only measures the motion."""
+        if self.steps:
+            return
         torch._foreach_copy_(self._before, self.parameters)
         if share > 0:
             torch._foreach_add_(self.parameters, self.m, alpha=self.beta * share)
 
     @torch.no_grad()
     def after_step(self) -> None:
+        self.steps += 1
+        if self.steps < self.stride:
+            return
+        self.steps = 0
         torch._foreach_sub_(self._before, self.parameters)
-        torch._foreach_mul_(self.m, self.gamma)
-        torch._foreach_sub_(self.m, self._before, alpha=1 - self.gamma)
+        torch._foreach_mul_(self.m, self.g)
+        torch._foreach_sub_(self.m, self._before, alpha=1 - self.g)
+
+    def restart(self) -> None:
+        """Something else moved the weights: these steps do not show their motion."""
+        self.steps = 0
 
     def state_dict(self) -> dict[str, Any]:
-        return {"m": list(self.m)}
+        return {"m": list(self.m), "before": list(self._before), "steps": self.steps}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        torch._foreach_copy_(self.m, [value.to(self.m[0].device) for value in state["m"]])
+        device = self.m[0].device
+        torch._foreach_copy_(self.m, [value.to(device) for value in state["m"]])
+        before = state.get("before")
+        self.steps = int(state["steps"]) if before is not None else 0
+        if before is not None:
+            torch._foreach_copy_(self._before, [value.to(device) for value in before])

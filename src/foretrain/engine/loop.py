@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from foretrain.config import Config
 from foretrain.engine import optim, schedule
 from foretrain.engine.averaging import WeightAverage
-from foretrain.engine.graph import GraphedStep, launch_bound
+from foretrain.engine.graph import GraphedGradient, GraphedStep, launch_bound
 from foretrain.engine.meters import StepMeter, Stopwatch
 from foretrain.engine.precision import Precision, choose_device
 from foretrain.engine.state import random_state, restore_model, restore_optimizer, restore_random_state, seed_random
@@ -68,7 +68,10 @@ class Engine:
         self.rate_factor = 1.0
         """What recovery makes of the scheduled learning rate."""
         self.backward_passes = 0
+        self.probe_tokens = 0
+        """Tokens (or samples) of forward passes that probed a move."""
         self._run_step: Callable[[Any], StepOutput] | None = None
+        self._run_gradient: GraphedGradient | None = None
         self._loss_takes_derivatives = False
         self.meter = StepMeter()
         self.clock = Stopwatch()
@@ -89,10 +92,18 @@ class Engine:
         """
         self.set_rate()
         if between is not None:
-            return self.count_step(batch, self.full_step(batch, between))
+            return self.count_step(batch, self.full_step(batch, between, self.gradient))
         if self._run_step is None:
             self._run_step = self._choose_step(batch)
         return self.count_step(batch, self._run_step(batch))
+
+    def gradient(self, batch: Any) -> Tensor:
+        """Forward and backward alone: the loss, and gradients on the parameters. Recorded where whole steps are."""
+        if self._run_gradient is None:
+            if not (isinstance(self._run_step, GraphedStep) and self._run_step.recorded):
+                return self.full_step.gradient(batch)
+            self._run_gradient = GraphedGradient(self.full_step)
+        return self._run_gradient(batch)
 
     def set_rate(self) -> None:
         self.rate.set(self.schedule(self.global_step) * self.rate_factor)
@@ -110,6 +121,12 @@ class Engine:
         if self.device.type == "cpu":
             return batch
         return map_tensors(batch, lambda tensor: tensor.to(self.device, non_blocking=True))
+
+    def untimed(self) -> AbstractContextManager[None]:
+        """Not charged to the run; what the device still has to do for it is."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return self.clock.paused()
 
     def set_clip(self, clip: float) -> None:
         """Change the clipping of gradients in mid-run."""
@@ -143,8 +160,9 @@ class Engine:
 
     def probe(self, batch: Any) -> float:
         """Loss of a training batch at the weights as they are, forward only, in the parts that a full step has."""
-        count = self.full_step.accumulation
-        parts = [batch] if count == 1 else [split(batch, count, index) for index in range(count)]
+        self.probe_tokens += count(batch)
+        pieces = self.full_step.accumulation
+        parts = [batch] if pieces == 1 else [split(batch, pieces, index) for index in range(pieces)]
         return float(self.forward_loss([part for part in parts if rows_of(part)]))
 
     @torch.no_grad()
@@ -190,6 +208,7 @@ class Engine:
             "random": random_state(),
             "progress": {
                 **{name: getattr(self, name) for name in _COUNTS + _LOSSES},
+                "probe_tokens": self.probe_tokens,
                 "seconds": self.clock.seconds,
                 "skipped": self.meter.skipped,
                 "skipped_in_a_row": self.meter.skipped_in_a_row,
@@ -231,6 +250,7 @@ class Engine:
         self.clock = Stopwatch(float(progress["seconds"]))
         unread, noted = progress["unread"], progress.get("noted")
         self.meter = StepMeter(progress["skipped"], progress["skipped_in_a_row"], unread, noted)
+        self.probe_tokens = int(progress.get("probe_tokens", 0))
         for name in _COUNTS:
             setattr(self, name, int(progress[name]))
         for name in _LOSSES:

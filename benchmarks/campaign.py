@@ -1,0 +1,197 @@
+"""The campaign behind docs/results.md: language models and images on one GPU, plain against look-ahead and leaps.
+
+python benchmarks/campaign.py TASK --data FOLDER --out FOLDER --grid grid.json     # single runs, for looking around
+python benchmarks/campaign.py TASK --data FOLDER --out FOLDER --seeds 3 --arm "look-ahead: predictor.beta=0.4"
+
+FOLDER of --data holds `enwiki_train.bin` (GPT-2 tokens of English Wikipedia, little-endian uint16) for the language
+models and `fashion_mnist.npz` (`images` uint8 [60000, 28, 28], `labels`) for the images. What --out holds is not run
+again, so calls add up. --table prints and --pack writes what is there without running anything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from foretrain import Loader
+from foretrain.config import Config, from_mapping
+from foretrain.measure.commands import parse_arm
+from foretrain.measure.compare import Comparison
+from foretrain.measure.plan import Options
+from foretrain.measure.runs import Spec, carry_out
+from foretrain.measure.tasks import Job, ModelShelf, Task, TextTask
+from foretrain.show.comparison import ComparisonConsole, print_comparison
+
+LANGUAGE: dict[str, Any] = {
+    "data.tokenizer": "gpt2",
+    "data.held_out": 0.04,
+    "model.vocab_size": 50257,
+    "evaluation.batches": 16,
+    "optimizer.learning_rate": 1e-3,
+    "log.interval": 25,
+}
+MUON: dict[str, Any] = {
+    "optimizer.type": "muon",
+    "optimizer.learning_rate": 0.01,
+    "optimizer.rest_learning_rate": 1e-3,
+}
+SMALL: dict[str, Any] = {
+    "model.layers": 8,
+    "model.width": 512,
+    "model.heads": 8,
+    "model.context": 512,
+    "batch_size": 32,
+    "max_steps": 1200,
+}
+LARGE: dict[str, Any] = {"model.type": "gpt2-small", "model.context": 1024, "batch_size": 32, "max_steps": 1000}
+IMAGES: dict[str, Any] = {"batch_size": 256, "max_steps": 1500, "optimizer.learning_rate": 2e-3, "log.interval": 25}
+TASKS: dict[str, dict[str, Any]] = {
+    "lm51m-adamw": LANGUAGE | SMALL,
+    "lm51m-muon": LANGUAGE | SMALL | MUON,
+    "lm124m-adamw": LANGUAGE | LARGE,
+    "lm124m-muon": LANGUAGE | LARGE | MUON,
+    "images-adamw": IMAGES,
+    "images-muon": IMAGES | MUON | {"optimizer.rest_learning_rate": 2e-3},
+}
+
+
+class Convolutions(nn.Module):
+    """Six convolutions with group norm, about 0.6 million parameters."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            for inputs, outputs, stride in (
+                (1, 32, 1),
+                (32, 64, 2),
+                (64, 64, 1),
+                (64, 128, 2),
+                (128, 128, 1),
+                (128, 256, 2),
+            ):
+                layers += [
+                    nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False),
+                    nn.GroupNorm(8, outputs),
+                    nn.ReLU(),
+                ]
+            self.body = nn.Sequential(*layers)
+            self.head = nn.Linear(256, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.body(images).mean((2, 3)))
+        return logits
+
+
+def classify(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch[0]).float(), batch[1])
+
+
+class Pictures(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
+    def __init__(self, images: Tensor, labels: Tensor) -> None:
+        self.images, self.labels = images, labels
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: Any) -> tuple[Tensor, Tensor]:
+        return self.images[index], self.labels[index]
+
+
+class ImageTask:
+    """Fashion-MNIST: 50,000 to train on, 5,000 to choose by, 5,000 for the result."""
+
+    title = "Fashion-MNIST, six convolutions"
+    fingerprint = "fashion-mnist"
+
+    def __init__(self, folder: Path) -> None:
+        data = np.load(folder / "fashion_mnist.npz")
+        images = torch.from_numpy(data["images"]).float().div_(255).sub_(0.2860).div_(0.3530).unsqueeze(1)
+        self.images, self.labels = images, torch.from_numpy(data["labels"]).long()
+        self._shelf = ModelShelf()
+
+    def job(self, config: Config) -> Job:
+        model = self._shelf.with_weights_of(config, lambda config: Convolutions(config.seed))
+        batches = [
+            (self.images[start : start + 500], self.labels[start : start + 500]) for start in range(50_000, 60_000, 500)
+        ]
+        loader = Loader(Pictures(self.images[:50_000], self.labels[:50_000]), config.batch_size, config.seed)
+        return Job(model, loader, batches[0::2], batches[1::2], classify)
+
+
+def explore(comparison: Comparison, grid: list[dict[str, Any]], minutes: float) -> None:
+    """Single runs; each entry: arm, settings, and optionally seed, rate_factor, max_steps, control."""
+    started, warmed = time.monotonic(), set[str]()
+    for entry in grid:
+        spec = Spec(**({"seed": 1, "rate_factor": 1.0, "max_steps": comparison.base.max_steps} | entry))
+        result = comparison.find(spec)
+        if result is None and time.monotonic() - started < 60 * minutes:
+            result = carry_out(comparison.task, spec, comparison.base, warmed)
+            comparison.keep(spec, result)
+        if result is not None:
+            print(row(spec, result), flush=True)
+
+
+def row(spec: Spec, result: dict[str, Any]) -> str:
+    if result["loss"] is None:
+        return f"{spec.arm:<28} seed {spec.seed} {spec.max_steps:>5} steps  failed: {result['failed']}"
+    return (
+        f"{spec.arm:<28} seed {spec.seed} {spec.max_steps:>5} steps  loss {result['loss']:.4f} "
+        f"held-out {result['held_out_loss']:.4f}  {result['seconds']:7.2f} s  "
+        f"{1e3 * result['seconds'] / result['backward_passes']:7.2f} ms/pass  {result['backward_passes']:>5} passes  "
+        f"kept {result['kept']} refused {result['refused']} rolled back {result['rolled_back']}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("task", choices=TASKS)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--set", nargs="*", default=[], help="key=value")
+    parser.add_argument("--grid", type=Path)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--rates", type=float, nargs="+", default=[0.5, 1.0, 2.0])
+    parser.add_argument("--budgets", type=float, nargs="+", default=[0.7, 1.0, 1.4])
+    parser.add_argument("--arm", action="append", default=[])
+    parser.add_argument("--no-controls", action="store_true")
+    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--device", default="cuda")
+    options = parser.parse_args()
+    values = TASKS[options.task] | {"device": options.device, "evaluation.interval": 0}
+    values |= {key: json.loads(value) for key, value in (text.split("=", 1) for text in options.set)}
+    if options.task.startswith("lm"):
+        values |= {"data.path": str(options.data / "enwiki_train.bin"), "data.cache": str(options.data)}
+        values["evaluation.interval"] = values["max_steps"] // 4
+    base = from_mapping(values)
+    task: Task = ImageTask(options.data) if options.task.startswith("images") else TextTask(base)
+    plan = Options(
+        options.seeds,
+        tuple(options.rates),
+        tuple(options.budgets),
+        tuple(parse_arm(text) for text in options.arm),
+        not options.no_controls,
+    )
+    comparison = Comparison(task, base, plan, options.out / options.task)
+    if options.grid:
+        explore(comparison, json.loads(options.grid.read_text())[options.task], options.minutes)
+        return
+    console = ComparisonConsole()
+    comparison.run(console, options.minutes)
+    console.close()
+    result = comparison.result(" ".join(["python", "benchmarks/campaign.py", *sys.argv[1:]]))
+    print_comparison(result, str(comparison.write(result)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Is it true? Comparisons of runs and of micro-benchmarks, with intervals."""

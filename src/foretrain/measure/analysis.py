@@ -1,0 +1,248 @@
+"""From the runs of a comparison to what they show. Pure: numbers in, numbers and words out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from foretrain.measure.plan import PLAIN, SAME_PASSES, SAME_SECONDS, Arm, Plan, Result
+from foretrain.measure.stats import Interval, paired_interval, smallest_detectable
+
+_FARTHEST = 1.25
+"""Times the longest budget (or its inverse times the shortest) up to which the plain curve is prolonged."""
+
+
+class Curve:
+    """Steps that the plain loop of one seed needs to end at a loss: its budgets, interpolated in log(steps)."""
+
+    def __init__(self, points: Sequence[tuple[int, float]]) -> None:
+        """points: (steps, final loss), each from a run with a complete schedule."""
+        ordered = sorted(dict(points).items())
+        self.log_steps = np.log([steps for steps, _ in ordered])
+        self.losses = _falling(np.asarray([loss for _, loss in ordered], dtype=float))
+
+    def steps(self, loss: float) -> tuple[float, bool]:
+        """(steps, whether that lies within the measured budgets)."""
+        x, y = self.log_steps[::-1], self.losses[::-1]  # losses ascending
+        if y[0] <= loss <= y[-1]:
+            return float(np.exp(np.interp(loss, y, x))), True
+        ends = (0, -1) if loss < y[0] else (-1, 0)
+        rise = y[ends[0]] - y[ends[1]]
+        slope = (x[ends[0]] - x[ends[1]]) / rise if rise else 0.0
+        guess = x[ends[0]] + slope * (loss - y[ends[0]])
+        low, high = x.min() - math.log(_FARTHEST), x.max() + math.log(_FARTHEST)
+        return float(np.exp(np.clip(guess, low, high))), False
+
+
+def _falling(losses: np.ndarray[Any, np.dtype[np.float64]]) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """The closest sequence that never rises (neighbours that do are averaged), very slightly tilted."""
+    blocks: list[list[float]] = []
+    for loss in losses:
+        blocks.append([float(loss)])
+        while len(blocks) > 1 and np.mean(blocks[-2]) <= np.mean(blocks[-1]):
+            blocks[-2:] = [blocks[-2] + blocks[-1]]
+    flat = np.concatenate([np.full(len(block), np.mean(block)) for block in blocks])
+    return np.asarray(flat - 1e-12 * np.arange(len(flat)) * max(1.0, float(np.abs(flat).max())))
+
+
+def analyse(plan: Plan) -> dict[str, Any]:
+    """Everything that the page and the table show."""
+    curves = {seed: curve for seed in plan.seeds if (curve := plain_curve(plan, seed)) is not None}
+    compared = [PLAIN, *plan.claims, *plan.controls]
+    arms = [_arm(plan, arm, curves) for arm in compared]
+    arms += [_arm(plan, arm, curves, plan.derived) for arm in (SAME_PASSES, SAME_SECONDS)]
+    arms = [arm for arm in arms if arm["n"]]
+    claim = next((arm for arm in arms if arm["arm"] == plan.claims[0].name), None)
+    verdict, sentence = _verdict(plan, claim)
+    return {
+        "verdict": verdict,
+        "sentence": sentence,
+        "arms": arms,
+        "budget_curve": _budget_points(plan),
+        "sweep": _sweep_points(plan),
+        "ladder": _ladder(plan, arms),
+    }
+
+
+def plain_curve(plan: Plan, seed: int) -> Curve | None:
+    """None while fewer than three budgets are there."""
+    points = []
+    for spec in plan.curve(seed):
+        result = plan.find(spec)
+        if result is None or result["loss"] is None:
+            return None
+        points.append((spec.max_steps, result["loss"]))
+    return Curve(points) if len({steps for steps, _ in points}) >= 3 else None
+
+
+def seconds_per_step(plan: Plan, seed: int) -> float:
+    """Of the plain loop in the round of this seed: all its runs together."""
+    results = [plan.find(spec) for spec in plan.curve(seed) + plan.derived(seed)]
+    times = [r["seconds"] / r["backward_passes"] for r in results if r is not None and r["loss"] is not None]
+    return float(np.median(times))
+
+
+def _results(plan: Plan, arm: Arm, derived: Any = None) -> dict[int, Result]:
+    """seed -> result, for those that finished."""
+    found = {}
+    for seed in plan.seeds:
+        if plan.best_rate(arm) is None or (arm.once and seed != plan.seeds[0]):
+            continue
+        specs = [spec for spec in derived(seed) if spec.arm == arm.name] if derived else [plan.spec(arm, seed)]
+        for spec in specs:
+            result = plan.find(spec)
+            if result is not None and result["loss"] is not None:
+                found[seed] = result
+    return found
+
+
+def _arm(plan: Plan, arm: Arm, curves: dict[int, Curve], derived: Any = None) -> dict[str, Any]:
+    results = _results(plan, arm, derived)
+    plain = _results(plan, PLAIN)
+    paired = [seed for seed in results if seed in plain]
+    notes = []
+    ratios, outside = [], False
+    for seed in results:
+        if seed in curves and arm.name != PLAIN.name:
+            steps, inside = curves[seed].steps(results[seed]["loss"])
+            outside = outside or not inside
+            ratios.append(math.log(steps * seconds_per_step(plan, seed) / results[seed]["seconds"]))
+    if outside:
+        notes.append("the plain loop's budgets do not reach this loss: its curve was prolonged; add to --budgets")
+    more = [results[seed]["tokens"] / plain[seed]["tokens"] - 1 for seed in paired]
+    if more and np.mean(more) > 0.001 and not derived:
+        notes.append(f"trained on {np.mean(more):.1%} more tokens than plain; their time is in its seconds")
+    return {
+        "arm": arm.name,
+        "label": arm.name,
+        "meaning": arm.meaning,
+        "learning_rate": next(iter(results.values()))["learning_rate"] if results else None,
+        "n": len(results),
+        "loss_mean": _mean([r["loss"] for r in results.values()]),
+        "loss_deviation": _deviation([r["loss"] for r in results.values()]),
+        "seconds_mean": _mean([r["seconds"] for r in results.values()]),
+        "backward_passes_mean": _mean([r["backward_passes"] for r in results.values()]),
+        "tokens_mean": _mean([r["tokens"] for r in results.values()]),
+        "loss_difference": _interval([results[s]["loss"] - plain[s]["loss"] for s in paired]),
+        "speedup": _ratio(ratios),
+        "speedups": [math.exp(value) for value in ratios],
+        "smallest_detectable": _detectable(ratios),
+        "note": "; ".join(notes),
+    }
+
+
+def _verdict(plan: Plan, claim: dict[str, Any] | None) -> tuple[str, str]:
+    missing = [spec for spec in plan.specs() if plan.find(spec) is None]
+    if claim is None or claim["speedup"] is None or missing or plan.next():
+        return "incomplete", "Not finished: run the same command again to go on."
+    ratio, n = claim["speedup"], claim["n"]
+    times = f"{ratio['mean']:.3f}x as fast as the equally tuned plain loop to the same loss"
+    if n < 3:
+        return "one run", f"One run is no proof: {claim['label']} was {times} with {_count(n, 'seed')}. Use --seeds 3."
+    within = f"{times} (95 % interval {ratio['low']:.3f} to {ratio['high']:.3f}, {n} seeds)"
+    if ratio["low"] > 1:
+        return "gain", f"A gain: {claim['label']} was {within}."
+    if ratio["high"] < 1:
+        return "slower", f"No gain: {claim['label']} was slower, {within}."
+    seen = claim["smallest_detectable"]
+    text = f"No gain shown: {claim['label']} was {within}. An effect of {seen - 1:.1%} or more would most likely have"
+    return "no gain shown", f"{text} been seen."
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}" if number == 1 else f"{number} {word}s"
+
+
+def _budget_points(plan: Plan) -> list[dict[str, Any]]:
+    points = []
+    if plan.best_rate(PLAIN) is None:
+        return []
+    for seed in plan.seeds:
+        for spec in sorted(plan.curve(seed) + plan.derived(seed), key=lambda spec: spec.max_steps):
+            result = plan.find(spec)
+            if result is not None:
+                points.append(
+                    {
+                        "max_steps": spec.max_steps,
+                        "budget": spec.max_steps / plan.base.max_steps,
+                        "seed": seed,
+                        "loss": result["loss"],
+                        "seconds": result.get("seconds"),
+                    }
+                )
+    return points
+
+
+def _sweep_points(plan: Plan) -> list[dict[str, Any]]:
+    points = []
+    for spec in plan.sweep():
+        result = plan.find(spec)
+        if result is not None:
+            held_out = result["held_out_loss"]
+            rate, seed = result["learning_rate"], spec.seed
+            points.append({"arm": spec.arm, "label": spec.arm, "learning_rate": rate, "seed": seed, "loss": held_out})
+    return points
+
+
+def _ladder(plan: Plan, arms: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Every rung's time to its loss, against the plain loop's; a rung over the one below is the ratio of the two."""
+    rungs = [arm for arm in plan.claims if arm.rung]
+    by_name = {arm["arm"]: arm for arm in arms}
+    ladder: list[dict[str, Any]] = []
+    below: dict[str, Any] | None = None
+    first: float | None = None
+    for rung in rungs:
+        arm = by_name.get(rung.name)
+        if arm is None or not arm["speedups"]:
+            continue
+        step = None
+        if below is not None:
+            pairs = list(zip(arm["speedups"], below["speedups"], strict=False))
+            step = _ratio([math.log(upper / lower) for upper, lower in pairs])
+        first = first or arm["speedup"]["mean"]
+        ladder.append(
+            {
+                "rung": rung.name,
+                "setting": rung.rung,
+                "loss_mean": arm["loss_mean"],
+                "seconds_mean": arm["seconds_mean"],
+                "speedup": step,
+                "cumulative": arm["speedup"]["mean"] / first,
+                "over_plain": arm["speedup"]["mean"],
+                "n": arm["n"],
+                "note": arm["note"],
+            }
+        )
+        below = arm
+    return ladder
+
+
+def _ratio(logs: list[float]) -> dict[str, Any] | None:
+    found = _interval(logs)
+    if found is None:
+        return None
+    deviation = found["deviation"]
+    return {key: None if value is None else math.exp(value) for key, value in found.items()} | {"deviation": deviation}
+
+
+def _interval(values: list[float]) -> dict[str, Any] | None:
+    if not values:
+        return None
+    interval: Interval = paired_interval(values)
+    return {"mean": interval.mean, "low": interval.low, "high": interval.high, "deviation": interval.deviation}
+
+
+def _detectable(logs: list[float]) -> float | None:
+    found = smallest_detectable(logs) if len(logs) > 1 else None
+    return None if found is None else math.exp(found)
+
+
+def _mean(values: list[float]) -> float | None:
+    return float(np.mean(values)) if values else None
+
+
+def _deviation(values: list[float]) -> float | None:
+    return float(np.std(values, ddof=1)) if len(values) > 1 else None

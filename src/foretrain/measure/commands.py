@@ -1,0 +1,75 @@
+"""What `foretrain compare` does with its arguments."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from foretrain import config as configuration
+from foretrain.config import Config
+from foretrain.errors import InputError
+from foretrain.measure.compare import Comparison
+from foretrain.measure.ladder import rungs
+from foretrain.measure.plan import Arm, Options
+from foretrain.measure.tasks import TextTask
+from foretrain.show.comparison import ComparisonConsole
+
+DEMO = ("max_steps=240", "evaluation.batches=20", "evaluation.interval=60")
+"""The demo task, short enough that a whole comparison takes minutes."""
+
+
+def run_comparison(
+    path: Path | None,
+    settings: Sequence[str],
+    out: Path | None,
+    seeds: int,
+    rates: Sequence[float] | None,
+    budgets: Sequence[float] | None,
+    arms: Sequence[str],
+    ladder: bool,
+    minutes: float | None,
+    arguments: Sequence[str],
+) -> tuple[dict[str, Any], Path]:
+    """The result and the path of its page."""
+    config = configuration.load(path, [*(DEMO if path is None else ()), *settings]).config
+    further = (*(parse_arm(text) for text in arms), *(rungs(config) if ladder else ()))
+    options = Options(
+        seeds=seeds,
+        rates=tuple(rates) if rates else Options.rates,
+        budgets=tuple(budgets) if budgets else Options.budgets,
+        arms=further,
+    )
+    console = ComparisonConsole()
+    try:
+        task = TextTask(config)
+        comparison = Comparison(task, config, options, out or default_folder(config))
+        try:
+            comparison.run(console, minutes)
+        finally:  # also after Ctrl-C: what is there is shown
+            result = comparison.result("foretrain " + shlex.join(arguments))
+            page = comparison.write(result)
+    finally:
+        console.close()
+    return result, page
+
+
+def default_folder(config: Config) -> Path:
+    """The same configuration finds the same folder."""
+    text = json.dumps(configuration.to_mapping(config), sort_keys=True)
+    return Path("runs") / f"compare-{config.model.type}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+
+
+def parse_arm(text: str) -> Arm:
+    """`name: key=value, key=value`."""
+    name, colon, assignments = text.partition(":")
+    if not colon or not name.strip() or not assignments.strip():
+        raise InputError(
+            f"--arm {text!r}: write it as name: key=value, key=value, for example "
+            '--arm "muon: optimizer.type=muon, optimizer.learning_rate=0.01"'
+        )
+    settings = dict(configuration.parse_override(part.strip()) for part in assignments.split(","))
+    return Arm(name.strip(), "given with --arm", settings)

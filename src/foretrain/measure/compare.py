@@ -1,0 +1,195 @@
+"""`foretrain compare`: is it faster to the same loss than the plain loop, tuned as hard, on the same machine?"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from dataclasses import asdict
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Protocol
+
+from foretrain import environment
+from foretrain.config import Config, to_mapping
+from foretrain.engine.files import make_folder, write_atomic
+from foretrain.engine.precision import choose_device
+from foretrain.errors import InputError
+from foretrain.events import Event
+from foretrain.measure.analysis import analyse
+from foretrain.measure.plan import Options, Plan, Result
+from foretrain.measure.runs import Spec, carry_out, check_pairing
+from foretrain.measure.tasks import Task
+
+FORMAT = 1
+
+
+class Watcher(Protocol):
+    """Told how a comparison goes on. `ComparisonConsole` is one."""
+
+    def planned(self, steps_left: int) -> None:
+        """Optimizer steps still to do, as far as known."""
+
+    def begins(self, spec: Spec) -> None: ...
+
+    def happens(self, event: Event) -> None: ...
+
+    def ended(self, spec: Spec, result: Result) -> None: ...
+
+
+class Comparison:
+    """A folder with one file per finished run. Whatever is there is not run again."""
+
+    def __init__(self, task: Task, base: Config, options: Options, folder: Path) -> None:
+        self.task = task
+        self.base = base
+        self.folder = folder
+        self._runs = folder / "runs"
+        self._results: dict[str, Result] = {}
+        self._keys: dict[str, str] = {}
+        self.plan = Plan(base, options, self.find)
+        self._claim_folder(options)
+
+    def _claim_folder(self, options: Options) -> None:
+        """A folder belongs to one configuration; more seeds, rates, budgets or arms may be asked for later."""
+        mine = {"format": FORMAT, "config": to_mapping(self.base), "data": self.task.fingerprint}
+        head = self.folder / "comparison.json"
+        if head.is_file():
+            there = _read(head)
+            if {key: there.get(key) for key in mine} != mine:
+                raise InputError(
+                    f"{self.folder} holds a comparison of another configuration or other data; name another folder "
+                    "with --out"
+                )
+        make_folder(self._runs)
+        write_atomic(head, json.dumps(mine | {"options": asdict(options)}, indent=1) + "\n")
+
+    def _key(self, spec: Spec) -> str:
+        text = repr(spec)
+        if text not in self._keys:
+            self._keys[text] = spec.key(self.base, self.task.fingerprint)
+        return self._keys[text]
+
+    def find(self, spec: Spec) -> Result | None:
+        key = self._key(spec)
+        if key not in self._results:
+            path = self._runs / f"{key}.json"
+            if not path.is_file():
+                return None
+            self._results[key] = _read(path)
+        return self._results[key]
+
+    def run(self, watcher: Watcher | None = None, minutes: float | None = None) -> bool:
+        """Carry out what is missing; False when the time was up first."""
+        started, warmed = time.monotonic(), set[str]()
+        while specs := self.plan.next():
+            for spec in specs:
+                if minutes is not None and time.monotonic() - started > 60 * minutes:
+                    return False
+                if watcher is not None:
+                    watcher.planned(self.plan.steps_left())
+                    watcher.begins(spec)
+                result = carry_out(self.task, spec, self.base, warmed, watcher.happens if watcher else None)
+                check_pairing([*self._results.values(), result])
+                self.keep(spec, result)
+                if watcher is not None:
+                    watcher.ended(spec, result)
+        return True
+
+    def keep(self, spec: Spec, result: Result) -> None:
+        key = self._key(spec)
+        write_atomic(self._runs / f"{key}.json", json.dumps(result) + "\n")
+        self._results[key] = result
+
+    def result(self, command: str = "") -> dict[str, Any]:
+        """Every raw number and what follows from them."""
+        plan = self.plan
+        specs = {self._key(spec): spec for spec in plan.specs()}
+        runs = [dict(result) for spec in specs.values() if (result := self.find(spec)) is not None]
+        for run in runs:
+            run["label"], run["budget"] = run["arm"], run["max_steps"] / self.base.max_steps
+        check_pairing(runs)
+        missing = [_words(spec) for spec in specs.values() if self.find(spec) is None]
+        return {
+            "format": FORMAT,
+            "title": self.task.title,
+            "command": command,
+            "date": datetime.now().astimezone().isoformat(timespec="seconds"),
+            "commit": commit(),
+            "environment": environment.describe(str(choose_device(self.base.device))),
+            "config": to_mapping(self.base),
+            "settings": {
+                "seeds": plan.seeds,
+                "rate_factors": plan.rates(),
+                "budgets": list(plan.options.budgets),
+                "steps": self.base.max_steps,
+            },
+            "complete": not missing and not plan.next(),
+            "missing": missing,
+            "runs": runs,
+            "analysis": analyse(plan),
+        }
+
+    def write(self, result: dict[str, Any]) -> Path:
+        """result.json with every number, report.html to look at; returns the page's path."""
+        from foretrain.show.comparison_page import page
+
+        write_atomic(self.folder / "result.json", json.dumps(result) + "\n")
+        target = self.folder / "report.html"
+        write_atomic(target, page(result))
+        return target
+
+
+def compare(
+    task: Task,
+    config: Config,
+    folder: str | Path,
+    options: Options | None = None,
+    *,
+    minutes: float | None = None,
+    watcher: Watcher | None = None,
+    command: str = "",
+) -> dict[str, Any]:
+    """Compare `config` with the plain loop and return the result, which is also in `folder` (result.json, report.html).
+
+    A run that is already in the folder is not run again, so several short calls add up to one comparison.
+    """
+    comparison = Comparison(task, config, options or Options(), Path(folder))
+    try:
+        comparison.run(watcher, minutes)
+    finally:  # also after Ctrl-C: what is there is shown
+        result = comparison.result(command)
+        comparison.write(result)
+    return result
+
+
+def commit() -> str | None:
+    """The version of the source this runs from, where it is a git checkout."""
+    root = Path(__file__).parents[3]
+    if not (root / ".git").exists():  # installed, perhaps inside somebody else's repository
+        return None
+    try:
+        answer = subprocess.run(  # noqa: S603
+            ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=10"],  # noqa: S607
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=False,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return answer.stdout.strip() or None if answer.returncode == 0 else None
+
+
+def _words(spec: Spec) -> str:
+    return f"{spec.arm}, learning rate x {spec.rate_factor:g}, {spec.max_steps} steps, seed {spec.seed}"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: cannot be read ({error}); delete it to run this part again") from None
+    if not isinstance(value, dict):
+        raise InputError(f"{path}: not a result of `foretrain compare`; delete it to run this part again")
+    return value

@@ -1,0 +1,66 @@
+"""The controls of a comparison: the same phases without displacement, and the naive predictor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from foretrain.dynamics.predictor import Array, Followed, Forecast, Predictor, Situation
+from foretrain.dynamics.trajectory import Trajectory
+from foretrain.trainer import HybridTrainer
+
+_LAST_WINDOW = 1
+"""Direction of the basis that is the displacement of the last window."""
+
+
+class RepeatLast(Predictor):
+    """The next windows will be as the last one was. Every learned predictor must beat it."""
+
+    name = "repeat"
+
+    def forecast(self, situation: Situation, horizons: Sequence[int]) -> Forecast:
+        groups, directions = situation.gram.shape[:2]
+        coefficients = np.zeros((len(horizons), groups, directions))
+        coefficients[:, :, _LAST_WINDOW] = np.asarray(horizons)[:, None] / situation.window
+        loss = np.full(len(horizons), situation.loss)
+        return Forecast(tuple(horizons), coefficients, loss, np.full(len(horizons), 0.1))
+
+    def observe(self, situation: Situation, followed: Sequence[Followed]) -> None:
+        """There is nothing to learn."""
+
+    def reset(self) -> None:
+        """There is nothing to forget."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """There is nothing to restore."""
+
+
+class _Still:
+    """A trajectory that is watched like any other and never moves the weights."""
+
+    def __init__(self, trajectory: Trajectory) -> None:
+        self._trajectory = trajectory
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._trajectory, name)
+
+    def displacement(self, coefficients: Array) -> list[Tensor]:
+        moves = self._trajectory.displacement(coefficients)
+        torch._foreach_zero_(moves)
+        return moves
+
+    def move(self, coefficients: Array) -> None:
+        self.displacement(coefficients)
+
+
+def hold_still(trainer: HybridTrainer) -> None:
+    """All phases, probes and decisions as before, all displacements zero: what is left is the overhead."""
+    if trainer.pilot is not None:
+        trainer.mover.trajectory = _Still(trainer.mover.trajectory)  # type: ignore[assignment]

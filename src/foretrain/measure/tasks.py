@@ -1,0 +1,91 @@
+"""What is trained in a comparison: the same model, data order and held-out sets for every arm of one seed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from foretrain import run
+from foretrain.config import Config
+from foretrain.data import tokens
+from foretrain.data.loader import held_out_batches
+from foretrain.engine.precision import choose_device
+from foretrain.engine.step import LossFunction
+from foretrain.errors import DataError
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one run needs."""
+
+    model: nn.Module
+    """With first weights as `seed` gives them."""
+    loader: Iterable[Any]
+    held_out: list[Any]
+    """Seen during the run, and what learning rates are chosen by."""
+    test: list[Any]
+    """Seen once, after the run: the loss that is reported. No decision knows it."""
+    loss_fn: LossFunction | None = None
+
+
+class Task(Protocol):
+    """Anything that can be trained again and again. Your own: any object with these three."""
+
+    title: str
+    fingerprint: str
+    """Changes when the data does."""
+
+    def job(self, config: Config) -> Job: ...
+
+
+class TextTask:
+    """The language model and the text of a configuration."""
+
+    def __init__(self, config: Config, say: Callable[[str], None] = lambda _: None) -> None:
+        self._corpus = tokens.prepare(config.data, say)
+        self.config = run.with_vocabulary(config, self._corpus)
+        self.title = f"{config.model.type}, {self._corpus.title}"
+        self.fingerprint = self._corpus.fingerprint
+        self._models = ModelShelf()
+
+    def job(self, config: Config) -> Job:
+        corpus, device = self._corpus, choose_device(config.device)
+        config = run.with_vocabulary(config, corpus)
+        model = self._models.with_weights_of(config, run.build_model)
+        limit = config.evaluation.batches
+        micro_batch = config.batch_size // config.accumulation_steps
+        batches = held_out_batches(corpus.held_out, model.shape.context, micro_batch, 2 * limit)
+        if len(batches) < 2:
+            raise DataError(
+                "held-out data: a comparison needs two parts of it, one to choose learning rates by and one for the "
+                "result; use more text, a smaller batch_size or a larger data.held_out"
+            )
+        loader = run.build_loader(config, corpus, model, device)
+        return Job(model, loader, held_out=batches[0::2], test=batches[1::2])
+
+
+class ModelShelf:
+    """Keeps the model object from run to run and only sets its weights anew, so that compiled code stays valid."""
+
+    def __init__(self) -> None:
+        self._key = ""
+        self._model: Any = None
+
+    def with_weights_of(self, config: Config, build: Callable[[Config], Any]) -> Any:
+        """The model of `config` with the first weights of its seed."""
+        fresh = build(config)
+        key = json.dumps(
+            [config.model.model_dump(), config.engine.model_dump(), config.precision.model_dump(), config.device],
+            default=str,
+        )
+        if key != self._key:
+            torch.compiler.reset()  # it keeps a few versions per function and would then stop compiling
+            self._key, self._model = key, fresh
+            return fresh
+        self._model.load_state_dict(fresh.state_dict())
+        return self._model

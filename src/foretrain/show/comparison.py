@@ -1,0 +1,119 @@
+"""A comparison on the console: progress while it runs, a table at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from foretrain import events
+
+
+class ComparisonConsole:
+    """One bar over all runs; plain lines where there is no terminal."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(stderr=True)
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.percentage:>3.0f} %"),
+            TimeElapsedColumn(),
+            TextColumn("left about"),
+            TimeRemainingColumn(elapsed_when_finished=True),
+            console=self._console,
+            transient=True,
+            speed_estimate_period=300,
+        )
+        self._live = self._console.is_terminal
+        self._bar = self._progress.add_task("comparing", total=None)
+        self._done = 0
+        self._run_steps = 0
+        if self._live:
+            self._progress.start()
+
+    def planned(self, steps_left: int) -> None:
+        self._progress.update(self._bar, total=self._done + steps_left, completed=self._done)
+
+    def begins(self, spec: Any) -> None:
+        self._run_steps = spec.max_steps
+        self._progress.update(self._bar, description=_name(spec))
+
+    def happens(self, event: events.Event) -> None:
+        if isinstance(event, events.Progress):
+            self._progress.update(self._bar, completed=self._done + min(event.step, self._run_steps))
+
+    def ended(self, spec: Any, result: Mapping[str, Any]) -> None:
+        self._done += self._run_steps
+        outcome = f"failed: {result['failed']}" if result["loss"] is None else f"loss {result['loss']:.4f}"
+        seconds = "" if result["loss"] is None else f", {result['seconds']:.1f} s"
+        self._console.print(f"{_name(spec)}: {outcome}{seconds}", highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        self._progress.stop()
+
+
+def _name(spec: Any) -> str:
+    return f"{spec.arm}, rate x {spec.rate_factor:g}, {spec.max_steps} steps, seed {spec.seed}"
+
+
+def print_comparison(result: Mapping[str, Any], page: str, console: Console | None = None) -> None:
+    """The verdict, then every arm in a row."""
+    console = console or Console()
+    analysis = result["analysis"]
+    console.print(f"\n[bold]{analysis['sentence']}[/bold]", highlight=False)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("arm")
+    for heading in ("rate", "seeds", "held-out loss", "seconds", "backward", "speed-up to equal loss", "detectable"):
+        table.add_column(heading, justify="right")
+    for arm in analysis["arms"]:
+        table.add_row(
+            arm["label"],
+            f"{arm['learning_rate']:.3g}",
+            str(arm["n"]),
+            _with_deviation(arm["loss_mean"], arm["loss_deviation"]),
+            f"{arm['seconds_mean']:.1f}",
+            f"{arm['backward_passes_mean']:,.0f}",
+            _ratio(arm["speedup"]),
+            "" if arm["smallest_detectable"] is None else f"{arm['smallest_detectable'] - 1:.1%}",
+        )
+    console.print(table)
+    if analysis["ladder"]:
+        console.print(_ladder(analysis["ladder"]))
+    for arm in analysis["arms"]:
+        if arm["note"]:
+            console.print(f"{arm['label']}: {arm['note']}", style="dim", highlight=False)
+    if not result["complete"]:
+        console.print(f"{len(result['missing'])} known runs are still to do.", highlight=False)
+    console.print(f"page: {page}", highlight=False, soft_wrap=True)
+
+
+def _ladder(rungs: list[dict[str, Any]]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold", title="ladder", title_justify="left")
+    table.add_column("rung")
+    for heading in ("seeds", "held-out loss", "seconds", "over the rung below", "all together"):
+        table.add_column(heading, justify="right")
+    for rung in rungs:
+        table.add_row(
+            rung["rung"],
+            str(rung["n"]),
+            f"{rung['loss_mean']:.4f}",
+            f"{rung['seconds_mean']:.1f}",
+            _ratio(rung["speedup"]),
+            f"{rung['cumulative']:.2f}x",
+        )
+    return table
+
+
+def _with_deviation(mean: float, deviation: float | None) -> str:
+    return f"{mean:.4f}" if deviation is None else f"{mean:.4f} ± {deviation:.4f}"
+
+
+def _ratio(ratio: Mapping[str, Any] | None) -> str:
+    if ratio is None:
+        return ""
+    text = f"{ratio['mean']:.3f}x"
+    return text if ratio["low"] is None else f"{text} [{ratio['low']:.3f}, {ratio['high']:.3f}]"

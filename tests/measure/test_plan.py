@@ -1,0 +1,145 @@
+"""Which runs are asked for, in which order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from foretrain.config import Config, changed
+from foretrain.errors import InputError
+from foretrain.measure.plan import HYBRID, PLAIN, Arm, Options, Plan
+from foretrain.measure.runs import Spec
+
+
+class Store:
+    """Finished runs, with losses that a function of the spec gives."""
+
+    def __init__(self, base: Config, loss: Any) -> None:
+        self.base, self.loss = base, loss
+        self.done: dict[str, dict[str, Any]] = {}
+        self.order: list[Spec] = []
+
+    def find(self, spec: Spec) -> dict[str, Any] | None:
+        return self.done.get(spec.key(self.base, "data"))
+
+    def run(self, spec: Spec) -> None:
+        self.order.append(spec)
+        loss = self.loss(spec)
+        extra = 1.05 if spec.arm.startswith("hybrid") else 1.0
+        passes = round(spec.max_steps * extra)
+        self.done[spec.key(self.base, "data")] = {
+            "arm": spec.arm,
+            "seed": spec.seed,
+            "loss": loss,
+            "held_out_loss": loss,
+            "learning_rate": spec.rate_factor,
+            "seconds": 0.1 * passes,
+            "backward_passes": passes,
+            "tokens": passes,
+        }
+
+    def finish(self, plan: Plan) -> list[Spec]:
+        while specs := plan.next():
+            self.run(specs[0])
+        return self.order
+
+
+def valley(best: float) -> Any:
+    return lambda spec: 1.0 + abs(spec.rate_factor - best) + 10 / spec.max_steps
+
+
+def test_a_comparison_runs_everything_once_and_then_asks_for_nothing(base: Config) -> None:
+    store = Store(base, valley(1.0))
+    plan = Plan(base, Options(), store.find)
+    order = store.finish(plan)
+    keys = [spec.key(base, "data") for spec in order]
+    assert len(keys) == len(set(keys))
+    assert plan.next() == []
+    arms = {(spec.arm, spec.seed) for spec in order}
+    for arm in ("plain", "hybrid", "hybrid, no displacement", "hybrid, last displacement repeated"):
+        assert {(arm, seed) for seed in (1, 2, 3)} <= arms
+    for seed in (1, 2, 3):
+        assert {spec.max_steps for spec in order if spec.arm == "plain" and spec.seed == seed} >= {112, 160, 224}
+        assert ("plain, as many backward passes", seed) in arms
+        # the same seconds are, in this store, the same number of passes: one run serves both
+        derived = plan.derived(seed)
+        assert {spec.max_steps for spec in derived} == {168}
+
+
+def test_the_sweep_comes_first_with_one_seed_and_arms_in_turns(base: Config) -> None:
+    store = Store(base, valley(1.0))
+    order = store.finish(Plan(base, Options(), store.find))
+    assert [(spec.arm, spec.rate_factor, spec.seed) for spec in order[:6]] == [
+        (arm, rate, 1) for rate in (0.5, 1.0, 2.0) for arm in ("plain", "hybrid")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("best", "expected"), [(1.0, [0.5, 1, 2]), (4.0, [0.5, 1, 2, 4, 8]), (0.25, [0.125, 0.25, 0.5, 1, 2])]
+)
+def test_the_sweep_goes_on_beyond_its_edge_for_all_arms(base: Config, best: float, expected: list[float]) -> None:
+    store = Store(base, valley(best))
+    plan = Plan(base, Options(), store.find)
+    store.finish(plan)
+    assert plan.rates() == expected
+    assert plan.best_rate(PLAIN) == plan.best_rate(HYBRID) == best
+    for arm in ("plain", "hybrid"):
+        tried = {spec.rate_factor for spec in store.order if spec.arm == arm and spec.seed == 1}
+        assert tried == set(expected)
+
+
+def test_a_diverged_learning_rate_is_not_chosen(base: Config) -> None:
+    store = Store(base, lambda spec: None if spec.rate_factor == 2 else 1 / spec.rate_factor)
+    plan = Plan(base, Options(), store.find)
+    for spec in plan.sweep():
+        store.run(spec)
+    assert plan.best_rate(PLAIN) == 1.0
+
+
+def test_rounds_are_interleaved_forth_and_back(base: Config) -> None:
+    store = Store(base, valley(1.0))
+    plan = Plan(base, Options(), store.find)
+    store.finish(plan)
+    first, second = plan.round(1), plan.round(2)
+    undone = [[(spec.arm, spec.max_steps) for spec in specs if "," not in spec.arm] for specs in (first, second)]
+    assert undone[0] == undone[1][::-1]
+
+
+def test_the_schedule_is_scaled_with_the_budget(base: Config) -> None:
+    given = changed(base, {"schedule.warmup_steps": 20, "schedule.decay_steps": 50})
+    config = Spec("plain", 1, 1.0, 2 * base.max_steps).config(given)
+    assert (config.schedule.warmup_steps, config.schedule.decay_steps) == (40, 100)
+    assert config.max_steps == 2 * base.max_steps
+
+
+def test_both_learning_rates_of_muon_are_swept_together(base: Config) -> None:
+    muon = changed(base, {"optimizer.type": "muon", "optimizer.rest_learning_rate": 0.001})
+    config = Spec("plain", 1, 2.0, base.max_steps).config(muon)
+    assert config.optimizer.learning_rate == 0.02
+    assert config.optimizer.rest_learning_rate == 0.002
+
+
+def test_runs_that_compute_the_same_have_one_key(base: Config) -> None:
+    one = Spec("plain", 1, 1.0, 100, {"hybrid.mode": "off"})
+    other = Spec("plain, same seconds", 1, 1.0, 100, {"hybrid.mode": "off"})
+    assert one.key(base, "data") == other.key(base, "data")
+    assert one.key(base, "data") != one.key(base, "other data")
+    assert one.key(base, "data") != Spec("x", 1, 1.0, 100, {"hybrid.mode": "off"}, "still").key(base, "data")
+
+
+def test_a_configuration_without_prediction_has_nothing_to_compare(base: Config) -> None:
+    plain = changed(base, {"hybrid.mode": "off"})
+    with pytest.raises(InputError, match="nothing to compare"):
+        Plan(plain, Options(), lambda _: None)
+    Plan(plain, Options(arms=(Arm("muon", "", {"optimizer.type": "muon"}),)), lambda _: None)
+    ahead = Plan(changed(plain, {"predictor.beta": 0.4}), Options(), lambda _: None)
+    assert ahead.controls == []
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"seeds": 0}, {"rates": ()}, {"rates": (0.0, 1.0)}, {"budgets": (1.0, 2.0)}, {"budgets": (0.5, 0.7, 2.0)}]
+)
+def test_options_that_cannot_give_a_result_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match="--"):
+        Options(**wrong)
