@@ -28,7 +28,7 @@ setup: .venv/.core ## install foretrain into .venv
 	@$(BIN)/foretrain --version
 
 demo: .venv/.core ## train a small GPT on Python's own source code (about two minutes on two cores)
-	$(BIN)/foretrain train --out runs/demo --overwrite
+	$(BIN)/foretrain train --out runs/demo --overwrite --set audit.time_budget=0.03 # 800 steps are too few to try moves otherwise
 
 lint: .venv/.test ## style, types and the import layers
 	$(BIN)/ruff check .

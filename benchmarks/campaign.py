@@ -1,11 +1,11 @@
 """The campaign behind docs/results.md: language models and images on one GPU, plain against look-ahead and leaps.
 
-python benchmarks/campaign.py TASK --data FOLDER --out FOLDER --grid grid.json     # single runs, for looking around
-python benchmarks/campaign.py TASK --data FOLDER --out FOLDER --seeds 3 --arm "look-ahead: predictor.beta=0.4"
+python benchmarks/campaign.py lm30m-adamw --data FOLDER --out FOLDER --ladder      # three seeds, all arms
+python benchmarks/campaign.py lm124m-muon --data FOLDER --out FOLDER --grid grid.json   # single runs
 
 FOLDER of --data holds `enwiki_train.bin` (GPT-2 tokens of English Wikipedia, little-endian uint16) for the language
 models and `fashion_mnist.npz` (`images` uint8 [60000, 28, 28], `labels`) for the images. What --out holds is not run
-again, so calls add up. --table prints and --pack writes what is there without running anything.
+again, so calls add up.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from torch.nn import functional as F
 
 from foretrain import Loader
 from foretrain.config import Config, from_mapping
-from foretrain.measure.commands import parse_arm
 from foretrain.measure.compare import Comparison
-from foretrain.measure.plan import Options
+from foretrain.measure.ladder import rungs
+from foretrain.measure.plan import Arm, Options
 from foretrain.measure.runs import Spec, carry_out
 from foretrain.measure.tasks import Job, ModelShelf, Task, TextTask
 from foretrain.show.comparison import ComparisonConsole, print_comparison
@@ -35,33 +35,51 @@ LANGUAGE: dict[str, Any] = {
     "data.tokenizer": "gpt2",
     "data.held_out": 0.04,
     "model.vocab_size": 50257,
-    "evaluation.batches": 16,
-    "optimizer.learning_rate": 1e-3,
+    "evaluation.batches": 12,
+    "optimizer.learning_rate": 2e-3,
     "log.interval": 25,
 }
-MUON: dict[str, Any] = {
-    "optimizer.type": "muon",
-    "optimizer.learning_rate": 0.01,
-    "optimizer.rest_learning_rate": 1e-3,
-}
 SMALL: dict[str, Any] = {
-    "model.layers": 8,
-    "model.width": 512,
-    "model.heads": 8,
-    "model.context": 512,
+    "model.layers": 6,
+    "model.width": 384,
+    "model.heads": 6,
+    "model.context": 256,
+    "batch_size": 64,
+    "max_steps": 600,
+    "schedule.warmup_steps": 120,
+}
+LARGE: dict[str, Any] = {
+    "model.type": "gpt2-small",
+    "model.context": 1024,
     "batch_size": 32,
-    "max_steps": 1200,
+    "max_steps": 400,
+    "schedule.warmup_steps": 80,
+    "optimizer.learning_rate": 1e-3,
 }
-LARGE: dict[str, Any] = {"model.type": "gpt2-small", "model.context": 1024, "batch_size": 32, "max_steps": 1000}
-IMAGES: dict[str, Any] = {"batch_size": 256, "max_steps": 1500, "optimizer.learning_rate": 2e-3, "log.interval": 25}
-TASKS: dict[str, dict[str, Any]] = {
-    "lm51m-adamw": LANGUAGE | SMALL,
-    "lm51m-muon": LANGUAGE | SMALL | MUON,
-    "lm124m-adamw": LANGUAGE | LARGE,
-    "lm124m-muon": LANGUAGE | LARGE | MUON,
-    "images-adamw": IMAGES,
-    "images-muon": IMAGES | MUON | {"optimizer.rest_learning_rate": 2e-3},
+IMAGES: dict[str, Any] = {
+    "batch_size": 256,
+    "max_steps": 1500,
+    "optimizer.learning_rate": 2e-3,
+    "log.interval": 25,
+    "schedule.warmup_steps": 150,
 }
+SETTINGS: dict[str, dict[str, Any]] = {
+    f"{name}-{optimizer}": settings | {"optimizer.type": optimizer}
+    for name, settings in (("lm30m", LANGUAGE | SMALL), ("lm124m", LANGUAGE | LARGE), ("images", IMAGES))
+    for optimizer in ("adamw", "muon")
+}
+AHEAD: dict[str, Any] = {"predictor.beta": 0.3}
+TRIED: dict[str, Any] = {"audit.time_budget": 0.1}
+"""The default tries no leap in so short a run; here it must."""
+ARMS = (
+    Arm("look-ahead", "gradients at the predicted point", AHEAD | {"hybrid.mode": "off"}),
+    Arm("leaps, linear", "leaps that are tried whatever they cost", TRIED, rates_of="plain"),
+    Arm("look-ahead and leaps", "both", AHEAD | TRIED, rates_of="plain"),
+    *(
+        Arm(f"leaps, {name}", "another predictor", TRIED | {"predictor.type": name}, rates_of="plain", once=True)
+        for name in ("momentum", "mlp", "rssm")
+    ),
+)
 
 
 class Convolutions(nn.Module):
@@ -155,7 +173,7 @@ def row(spec: Spec, result: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("task", choices=TASKS)
+    parser.add_argument("task", choices=SETTINGS)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--set", nargs="*", default=[], help="key=value")
@@ -163,23 +181,24 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--rates", type=float, nargs="+", default=[0.5, 1.0, 2.0])
     parser.add_argument("--budgets", type=float, nargs="+", default=[0.7, 1.0, 1.4])
-    parser.add_argument("--arm", action="append", default=[])
+    parser.add_argument("--ladder", action="store_true")
+    parser.add_argument("--no-arms", action="store_true", help="only plain and hybrid")
     parser.add_argument("--no-controls", action="store_true")
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--device", default="cuda")
     options = parser.parse_args()
-    values = TASKS[options.task] | {"device": options.device, "evaluation.interval": 0}
+    values = SETTINGS[options.task] | {"device": options.device, "evaluation.interval": 0}
     values |= {key: json.loads(value) for key, value in (text.split("=", 1) for text in options.set)}
     if options.task.startswith("lm"):
         values |= {"data.path": str(options.data / "enwiki_train.bin"), "data.cache": str(options.data)}
-        values["evaluation.interval"] = values["max_steps"] // 4
+        values["evaluation.interval"] = values["max_steps"] // 3
     base = from_mapping(values)
     task: Task = ImageTask(options.data) if options.task.startswith("images") else TextTask(base)
     plan = Options(
         options.seeds,
         tuple(options.rates),
         tuple(options.budgets),
-        tuple(parse_arm(text) for text in options.arm),
+        (() if options.no_arms else ARMS) + (rungs(base) if options.ladder else ()),
         not options.no_controls,
     )
     comparison = Comparison(task, base, plan, options.out / options.task)

@@ -86,6 +86,23 @@ def graph_equals_eager() -> str:
     return f"largest loss difference over 20 steps {worst:.1e}"
 
 
+def recorded_gradient_equals_eager() -> str:
+    """Chains take the gradient alone: as a graph it must be the eager one, also beside recorded whole steps."""
+    made, loader = trainer(**{"engine.compile": False, "engine.cuda_graph": True, "precision.type": "fp32"})
+    batches = iter(loader)
+    worst = 0.0
+    for step in range(12):
+        batch = made.to_device(next(batches))
+        if step > 5:
+            graph = (made.gradient(batch), *(p.grad.clone() for p in made.full_step.parameters))
+            eager = (made.full_step.gradient(batch), *(p.grad for p in made.full_step.parameters))
+            worst = max(worst, *(float((a - b).abs().max()) for a, b in zip(graph, eager, strict=True)))
+        made.step(batch)
+    assert made._run_gradient is not None
+    assert worst < 1e-5, worst
+    return f"largest difference of loss and gradients {worst:.1e}"
+
+
 def precisions_learn() -> str:
     ends = {}
     for precision in ("fp32", "bf16", "fp16"):
@@ -201,6 +218,7 @@ def main() -> None:
         kernel_equals_torch,
         fused_loss_equals_plain,
         graph_equals_eager,
+        recorded_gradient_equals_eager,
         precisions_learn,
         no_step_waits,
         idle_equals_plain,

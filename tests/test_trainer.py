@@ -54,6 +54,7 @@ def test_a_step_says_what_it_did(make_model: Make, make_batch: Make, make_config
 
 def test_a_step_equals_a_plain_loop(make_model: Make, make_batch: Make, make_config: Make) -> None:
     settings = {"optimizer.learning_rate": 0.01, "optimizer.weight_decay": 0.0, "optimizer.epsilon": 1e-4}
+    settings["optimizer.type"] = "adamw"
     trainer = HybridTrainer(make_model(), config=make_config({**settings, "max_steps": 8}))
     plain = make_model()
     optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01, betas=(0.9, 0.95), eps=1e-4, weight_decay=0.0)

@@ -99,7 +99,8 @@ def _preset(predictor: dict[str, Any], *values: float) -> dict[str, Any]:
         "hybrid.divergence_threshold",
         "optimizer.learning_rate",
     )
-    return dict(zip(keys, values, strict=False)) | predictor
+    adamw = {"optimizer.type": "adamw"} if len(values) == len(keys) else {}  # their learning rates are AdamW's
+    return dict(zip(keys, values, strict=False)) | predictor | adamw
 
 
 PRESETS: dict[str, dict[str, Any]] = {

@@ -129,8 +129,6 @@ def train(
     return summary
 
 
-
-
 def _details(config: Config, corpus: Corpus, model: GPT2, path: Path) -> dict[str, str]:
     return {
         "data": f"{corpus.title}, {len(corpus.train):,} tokens to train on, {len(corpus.held_out):,} held out",

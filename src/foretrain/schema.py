@@ -81,7 +81,7 @@ class DataConfig(Section):
 class OptimizerConfig(Section):
     """How the weights are updated."""
 
-    type: Literal["adamw", "adam", "sgd", "muon"] = "adamw"
+    type: Literal["adamw", "adam", "sgd", "muon"] = "muon"
     """`muon` orthogonalises the updates of hidden matrices and uses AdamW for everything else."""
     learning_rate: Positive = 2e-3
     """Peak learning rate."""
@@ -99,9 +99,9 @@ class OptimizerConfig(Section):
     """Nesterov momentum in `sgd` and `muon`."""
     rest_learning_rate: Positive | None = None
     """Peak learning rate of the AdamW part of `muon`. Unset: `learning_rate`."""
-    muon_scale: Literal["original", "match_rms_adamw"] = "original"
-    """How `muon` scales its step by matrix shape: sqrt(max(1, rows/columns)), or 0.2 sqrt(max(rows, columns)), which
-    makes AdamW's learning rates fit."""
+    muon_scale: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    """How `muon` scales its step by matrix shape: 0.2 sqrt(max(rows, columns)), which makes AdamW's learning rates fit,
+    or sqrt(max(1, rows/columns)), which wants about ten times higher ones."""
     gradient_clip_norm: NonNegative = 1.0
     """Largest allowed global gradient norm. 0: no clipping."""
 
@@ -194,11 +194,11 @@ class HybridConfig(Section):
     """`leap` moves a whole horizon at once and probes it; `rollout` moves one predicted step at a time; `off` is the
     plain loop."""
     warmup_steps: Count = 100
-    """Full steps before anything is predicted."""
+    """Full steps before anything is predicted. Quasi-Newton leaps, where the loss is exact, need none."""
     full_steps: Count = 20
     """Full steps between two predicted phases, at the least."""
     max_predict_steps: Count = 60
-    """Longest predicted phase, in steps."""
+    """Longest predicted phase, in steps; ten times as many for quasi-Newton leaps, which take a gradient each."""
     correct_steps: Annotated[int, Field(ge=1, le=100)] = 5
     """Full steps that validate a move before it is kept."""
     confidence_threshold: Fraction = 0.5
@@ -216,7 +216,7 @@ class HybridConfig(Section):
     search: Switch = "auto"
     """Choose the length and direction of a leap by probing several. `auto`: where batches hardly differ, because
     elsewhere the loss right after a move misleads."""
-    secant_pairs: CountOrZero = 50
+    secant_pairs: CountOrZero = 100
     """Where the loss is exact (full batch, `optimizer.weight_decay = 0`): pairs of weight and gradient changes kept for
     quasi-Newton leaps, one gradient each. 0: none, leaps are then searched along the forecast only."""
     secant_memory_mb: NonNegative = 256.0
@@ -272,7 +272,7 @@ class CorrectionConfig(Section):
 class AuditConfig(Section):
     """Trying a move against not making it, from one snapshot."""
 
-    time_budget: Annotated[float, Field(ge=0, le=1)] = 0.02
+    time_budget: Annotated[float, Field(ge=0, le=1)] = 0.005
     """Share of the run that audits and unproven moves may cost. 0: nothing is tried where noise is high."""
     steps: Annotated[int, Field(ge=2)] = 20
     """Full steps after which the two forks of an audit are compared."""

@@ -138,6 +138,8 @@ class HybridTrainer(Engine):
                 result = self._correct(batch)
         if self.position >= position:  # else a rollback went back in the data
             self.position += 1
+        if self.pilot is not None and self.global_step == self.config.max_steps:
+            self.mover.finish(batch)
         return result
 
     @property
@@ -272,7 +274,8 @@ class HybridTrainer(Engine):
         self.mover.keep_safe()
         before = self.phase
         left = self.config.max_steps - self.global_step
-        pilot.decide(self.global_step, left, self._decaying(), self.mover.chain.ready)
+        chain = self.mover.chain
+        pilot.decide(self.global_step, left, self._decaying(), chain.ready, chain.exact)
         if self.phase is not before:
             self._tell_phase()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from foretrain import HybridTrainer
 from foretrain.config import from_mapping
 from foretrain.control.chain import Chain
 from foretrain.control.machine import Phase
+from foretrain.control.recovery import Action, Kind
 from foretrain.dynamics.slope import LossSlope
 from foretrain.engine.state import put_together, snapshot
 from foretrain.events import Moved
@@ -276,6 +278,130 @@ def test_all_backward_passes_are_counted() -> None:
     run.run()
     assert chained(run)
     assert run.trainer.backward_passes == len(taken)
+
+
+# --- an exact loss needs no caution ----------------------------------------------------------------------------------
+
+
+def test_leaps_need_no_warm_up() -> None:
+    """Every leap is judged by the loss it leads to, so nothing has to be known before."""
+    run = run_of(Net(), hybrid__warmup_steps=150)
+    run.run(lambda: run.trainer.phase is Phase.PREDICT)
+    assert run.trainer.global_step <= 20
+
+
+@pytest.mark.parametrize("data", [drawn(0.9), DATA], ids=["90 % of the rows", "minibatches"])
+def test_any_other_loss_does(data: Callable[[int], Any]) -> None:
+    run = run_of(Net(), data, hybrid__warmup_steps=150)
+    run.run(lambda: run.trainer.global_step >= 150)
+    assert run.moves == []
+
+
+def test_neither_does_one_that_turned_out_not_to_be_exact() -> None:
+    """Dropout in every step of the same batch: found out at the first try, and never taken for exact again."""
+    run = run_of(Net(dropout=0.1), hybrid__warmup_steps=40, max_steps=120)
+    pilot, asked = run.trainer.pilot, []
+    decide = pilot.machine.decide
+    pilot.machine.decide = lambda view: asked.append(view.exact) or decide(view)  # type: ignore[method-assign]
+    run.run()
+    assert run.trainer.mover.chain.exact is False
+    assert not any(asked[len(asked) // 2 :])
+
+
+def test_a_chain_may_be_longer_than_a_predicted_phase() -> None:
+    run = run_of(Net(), max_steps=400).run()
+    longest = max(move.horizon for move in chained(run))
+    assert run.trainer.config.hybrid.max_predict_steps < longest <= 10 * run.trainer.config.hybrid.max_predict_steps
+
+
+@pytest.mark.parametrize("rate", [3e-3, 0.1, 1.0])
+def test_the_optimizers_own_steps_cannot_spoil_what_leaps_have_gained(rate: float) -> None:
+    """At the end of the run the weights are where the loss was lowest at the end of a chain, or at a lower loss."""
+    run = run_of(Net(), optimizer__learning_rate=rate, max_steps=150)
+    ends: list[float] = []
+    end = run.trainer.mover.chain.end
+    run.trainer.mover.chain.end = (  # type: ignore[method-assign]
+        lambda slope, refused: ends.append(run.trainer.mover.chain.loss) or end(slope, refused)
+    )
+    run.run()
+    assert ends
+    assert run.trainer.probe(same(0)) <= min(ends) * (1 + 1e-5)
+
+
+def after_a_chain() -> tuple[World, Chain]:
+    """A run whose first chain was kept, and whose weights were spoilt since."""
+    run = ready()
+    run.run(lambda: bool(run.moves) and run.trainer.phase is Phase.FULL)
+    assert run.moves[-1].chained
+    assert run.moves[-1].verdict == "kept"
+    chain = run.trainer.mover.chain
+    with torch.no_grad():
+        for p in run.trainer.model.parameters():
+            p.add_(0.3)
+    run.step()
+    return run, chain
+
+
+def test_a_chain_begins_at_the_lowest_end_of_the_ones_before() -> None:
+    run, chain = after_a_chain()
+    before = [p.detach().clone() for p in run.trainer.model.parameters()]
+    lowest = chain.lowest
+    assert chain.begin(same(0))
+    assert chain.returned
+    assert chain.loss == chain.start_loss == lowest < run.trainer.probe(same(0))
+    assert all(torch.equal(a, b) for a, b in zip(before, run.trainer.model.parameters(), strict=True))
+    output = chain.leap(same(0))
+    assert output is None or float(output.loss) < lowest
+
+
+def test_but_not_if_its_loss_is_another_by_now() -> None:
+    """The data may have changed since."""
+    _, chain = after_a_chain()
+    chain.lowest *= 0.99
+    assert chain.begin(same(0))
+    assert not chain.returned
+    assert math.isnan(chain.lowest)  # so that the next chain sets its own mark
+    assert chain.secant is not None
+    assert chain.secant.mark is None
+
+
+def test_the_end_of_a_run_is_the_lowest_point_known() -> None:
+    run, chain = after_a_chain()
+    spoilt = run.trainer.probe(same(0))
+    chain.finish(same(0))
+    assert run.trainer.probe(same(0)) == pytest.approx(chain.lowest, rel=1e-5)
+    assert chain.lowest < spoilt
+    with torch.no_grad():
+        next(run.trainer.model.parameters()).fill_(torch.nan)
+    chain.finish(same(0))
+    assert run.trainer.probe(same(0)) == pytest.approx(chain.lowest, rel=1e-5)
+    chain.lowest = 1e9  # a mark that is no lower leaves the weights as they are
+    before = [p.detach().clone() for p in run.trainer.model.parameters()]
+    chain.finish(same(0))
+    assert all(torch.equal(a, b) for a, b in zip(before, run.trainer.model.parameters(), strict=True))
+
+
+def test_validating_steps_that_go_astray_do_not_undo_a_chain() -> None:
+    run = ready()
+    run.run(lambda: run.trainer.phase is Phase.CORRECT)
+    end = run.trainer.mover.open_move.loss
+    undo = [Action(Kind.ROLL_BACK, "the loss is far too high")]
+    run.trainer.pilot.check_validation = lambda readings: undo  # type: ignore[method-assign]
+    with torch.no_grad():
+        for p in run.trainer.model.parameters():
+            p.add_(10.0)
+    run.run(lambda: run.trainer.phase is Phase.FULL)
+    assert run.moves[-1].verdict == "kept"
+    assert run.trainer.probe(same(0)) == pytest.approx(end, rel=1e-5)
+
+
+def test_between_leaps_the_weights_are_where_the_loss_was_measured() -> None:
+    """So that an evaluation or a checkpoint in mid-chain sees what was reported."""
+    trainer, chain = begun()
+    for _ in range(3):
+        output = chain.leap(same(0))
+        assert output is not None
+        assert trainer.probe(same(0)) == pytest.approx(float(output.loss), rel=1e-6)
 
 
 # --- where it is impossible ------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ def test_what_is_known_before_the_run_opens_no_gate_by_itself(kind: str) -> None
     assert made.interval()[0] <= 0
     answer = made.ask(NOISY)
     assert not answer.open
-    assert "not shown to pay" in answer.reason
+    assert "not tried" in answer.reason
     assert answer.rest
 
 
@@ -130,6 +130,15 @@ def test_moves_that_gained_nothing_shut_it(worth: float) -> None:
     answer = made.ask(NOISY)
     assert not answer.open
     assert "did not pay in audits" in answer.reason
+
+
+def test_a_run_too_short_for_an_audit_is_told_so_and_rests_for_long() -> None:
+    made = gate(budget=0.001)
+    answer = made.ask(NOISY)
+    assert (answer.open, answer.rest, answer.long) == (False, True, True)
+    assert "not tried" in answer.reason
+    assert "audit.time_budget" in answer.reason
+    assert made.ask(EXACT).open, "exact losses need no audit"
 
 
 def test_scattered_audits_prove_nothing() -> None:

@@ -81,6 +81,30 @@ def test_full_needs_its_steps() -> None:
     assert machine.next(GOOD).changed
 
 
+def test_an_exact_loss_needs_neither_warm_up_nor_confidence() -> None:
+    """Each leap is judged at once. But the gate may be shut, and there are full steps in between."""
+    machine = Machine(CONFIG)
+    unknown = View(3, exact=True, recent_divergence=True)
+    assert not machine.next(replace(unknown, exact=False)).changed
+    assert "same loss" in machine.next(unknown).reason
+    assert machine.phase is Phase.FULL
+    machine.count(CONFIG.full_steps - 1)
+    assert not machine.next(replace(unknown, gate_open=True)).changed
+    machine.count()
+    assert "the gate is shut" in machine.next(unknown).reason
+    assert "exact" in machine.next(replace(unknown, gate_open=True)).reason
+    assert machine.phase is Phase.PREDICT
+
+
+def test_leaps_of_a_chain_may_go_on_beyond_the_longest_predicted_phase() -> None:
+    machine = machine_in(Phase.PREDICT)
+    machine.count(CONFIG.max_predict_steps)
+    with pytest.raises(ValueError, match="exceed"):
+        machine.count(1)
+    machine.count(1, limited=False)
+    assert machine.steps_in_phase == CONFIG.max_predict_steps + 1
+
+
 def test_mode_off_never_predicts() -> None:
     machine = machine_in(Phase.FULL, 50, CONFIG.model_copy(update={"mode": "off"}))
     assert machine.next(GOOD).reason == "hybrid.mode is off"

@@ -170,15 +170,23 @@ def test_full_steps_without_a_move_are_cycles_too() -> None:
 )
 def test_rests_double_while_nothing_changes(steps: int, expected: list[int]) -> None:
     """Up to 256 windows and an eighth of the run."""
-    flight = Flight(noise=3.0, audit__time_budget=0.0, max_steps=steps).until(Phase.FULL)
+    flight = Flight(noise=3.0, audit__time_budget=1.0, max_steps=steps).until(Phase.FULL)
     pilot, rests = flight.pilot, []
-    pilot.observer.quality.trusted = lambda windows: True  # type: ignore[method-assign]
+    pilot.observer.quality.trusted = lambda windows: False  # type: ignore[method-assign]
     while len(rests) < len(expected):
         flight.full()
         if pilot.rest_steps:
             rests.append(pilot.rest_steps // WINDOW)
             pilot.rest_steps = 0
     assert rests == expected
+
+
+def test_where_nothing_can_be_afforded_the_first_rest_is_the_longest() -> None:
+    flight = Flight(noise=3.0, audit__time_budget=0.0).until(Phase.FULL)
+    while not flight.pilot.rest_steps and flight.step < 900:
+        flight.full()
+    assert flight.pilot.rest_steps == 256 * WINDOW
+    assert "not tried" in flight.pilot.summary(100)["audit"]["sentence"]
 
 
 def test_want_of_confidence_alone_trains_the_predictor_longer() -> None:

@@ -154,6 +154,37 @@ def test_what_is_forgotten_makes_no_pair() -> None:
     assert len(path.secant.order) == 1
 
 
+@pytest.mark.parametrize("reach", [1e-3, 0.1, 1e6])
+def test_a_leap_goes_no_further_than_its_pairs_can_tell(reach: float) -> None:
+    path, near = Path(pairs=6).go(9), Path(pairs=6).go(9)
+    near.secant.reach = reach
+    (far, slope), (short, shorter) = path.secant.leap(None), near.secant.leap(None)
+    longest = max(float(torch.linalg.norm(s)) for s, _ in path.pairs[-6:])
+    assert near.secant.longest == pytest.approx(longest, rel=1e-5)
+    share = min(1.0, reach * longest / float(torch.linalg.norm(far)))
+    assert torch.allclose(short, share * far, rtol=1e-4)
+    assert shorter == pytest.approx(share * slope, rel=1e-4)
+
+
+def test_going_to_a_mark_is_as_if_the_last_gradient_had_been_taken_there() -> None:
+    path = Path(pairs=8).go(3)
+    secant = path.secant
+    secant.set_mark()
+    marked = path.points[-1]
+    path.go(3)
+    count = len(secant.order)
+    secant.go_to_mark()
+    assert torch.equal(path.in_order(secant.weights), marked[0])
+    assert torch.equal(path.in_order(secant.gradient), marked[1])
+    assert len(secant.order) == count + 1  # the way back is a pair
+    resumed = Path(pairs=8)
+    resumed.secant.load_state_dict(put_together(snapshot(secant.state_dict())))
+    assert resumed.secant.mark is not None
+    assert all(torch.equal(a, b) for a, b in zip(resumed.secant.mark, secant.mark or (), strict=True))
+    secant.forget()
+    assert secant.mark is None
+
+
 def test_no_scales_for_an_optimizer_without_second_moments() -> None:
     path = Path(pairs=4)
     assert path.secant.scales([torch.ones(shape) for shape in SHAPES[:-1]] + [None], 1.0, 1e-8) is None

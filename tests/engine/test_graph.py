@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-import torch
+from contextlib import nullcontext
 
-from foretrain.engine.graph import _same_form, launch_bound
+import pytest
+import torch
+from torch import Tensor, nn
+
+from foretrain import HybridTrainer
+from foretrain.config import from_mapping
+from foretrain.engine.graph import GraphedGradient, _same_form, launch_bound
 
 
 def test_small_steps_are_bound_by_launches_and_large_ones_are_not() -> None:
@@ -20,3 +26,43 @@ def test_only_batches_of_the_recorded_form_are_replayed() -> None:
     assert not _same_form(batch, (torch.ones(2, 4), {"y": torch.ones(2)}))
     assert not _same_form(batch, (torch.ones(2, 3).double(), {"y": torch.ones(2)}))
     assert not _same_form(batch, (torch.ones(2, 3),))
+
+
+class Recording:
+    """Stands for a CUDA graph where there is no GPU: replaying it changes nothing."""
+
+    replayed = 0
+
+    def replay(self) -> None:
+        Recording.replayed += 1
+
+
+def test_a_recorded_gradient_is_put_back_on_the_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Recording)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph: nullcontext())
+    monkeypatch.setattr(Recording, "replayed", 0)
+    model = nn.Linear(3, 1)
+    loss = lambda model, batch: model(batch).square().mean()  # noqa: E731
+    trainer = HybridTrainer(model, loss_fn=loss, config=from_mapping({"device": "cpu"}))
+    batch = torch.ones(4, 3)
+    expected, gradients = trainer.full_step.gradient(batch), [p.grad for p in model.parameters()]
+    graphed = GraphedGradient(trainer.full_step)
+    for _ in range(3):
+        trainer.optimizer.zero_grad(set_to_none=True)
+        found = graphed(batch)
+        assert torch.equal(found, expected)
+        assert all(isinstance(p.grad, Tensor) for p in model.parameters())
+        assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), gradients, strict=True))  # type: ignore[arg-type]
+    assert Recording.replayed == 3
+    graphed(torch.zeros(5, 3))  # of another form: without the graph
+    assert Recording.replayed == 3
+    assert float(torch.linalg.norm(model.weight.grad)) == 0  # type: ignore[arg-type]
+
+
+def test_without_a_recorded_step_gradients_are_taken_as_they_come() -> None:
+    model = nn.Linear(3, 1)
+    loss = lambda model, batch: model(batch).square().mean()  # noqa: E731
+    trainer = HybridTrainer(model, loss_fn=loss, config=from_mapping({"device": "cpu"}))
+    trainer.step(torch.ones(4, 3))
+    assert torch.equal(trainer.gradient(torch.ones(4, 3)), trainer.full_step.gradient(torch.ones(4, 3)))
+    assert trainer._run_gradient is None

@@ -172,7 +172,10 @@ class TestRun:
         assert measured[0].environment == {"x": 1}
 
     def test_a_failure_leaves_the_benchmark_out(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        timed_names: list[list[str]] = []
+
         def time(version: bench.Version, names: list[str], plan: bench.Plan) -> dict[str, Any]:
+            timed_names.append(names)
             bad = version.label == "old"
             timed = {
                 name: {"error": "no such thing"} if bad and name == "probe" else fake_process([1.0]) for name in names
@@ -183,12 +186,15 @@ class TestRun:
         old, this = bench.run(bench.Plan(("probe", "snapshot"), 2), self.versions(), lambda *_: None)
         assert set(old.processes) == {"snapshot"}
         assert old.failures == {"probe": "no such thing"}
-        assert set(this.processes) == {"probe", "snapshot"}
+        assert len(this.processes["snapshot"]) == 2
+        assert timed_names == [["probe", "snapshot"], ["snapshot"], ["snapshot"], ["snapshot"]]
 
     def test_nothing_left_is_an_error(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        said: list[int] = []
         monkeypatch.setattr(bench, "_time", lambda version, names, plan: bench._failed(names, "broken"))
         with pytest.raises(ForetrainError, match="broken"):
-            bench.run(bench.Plan(("probe",), 1), self.versions(), lambda *_: None)
+            bench.run(bench.Plan(("probe",), 5), self.versions(), lambda done, total, what: said.append(done))
+        assert said == [0]  # at once, not after all rounds
 
     def test_a_process_of_its_own(self) -> None:
         result = bench._time(bench.this_version(), ["confidence estimate"], bench.Plan(("confidence estimate",), 1))

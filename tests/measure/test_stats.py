@@ -112,6 +112,12 @@ class TestBootstrap:
         assert wide.high - wide.low > 2 * (narrow.high - narrow.low)
         assert wide.effect == narrow.effect == 0
 
+    def test_samples_are_drawn_anew_each_time(self) -> None:
+        """Not once for all resamples, which would make the interval a matter of luck."""
+        spread = [[0.5, 0.6, 1.0, 1.6, 2.0]] * 5
+        lows = [bootstrap_ratio(spread, spread, seed=seed).low for seed in range(8)]
+        assert max(lows) - min(lows) < 0.1
+
     def test_one_slow_process_does_not_move_the_effect(self) -> None:
         ratio = bootstrap_ratio(single([3.0, 3.1, 3.05, 3.02, 3.08]), single([3.0, 3.1, 3.05, 3.02, 30.0]))
         assert ratio.effect == pytest.approx(0, abs=0.01)

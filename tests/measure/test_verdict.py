@@ -95,6 +95,14 @@ class TestRules:
         assert verdict.delta == pytest.approx(2 * verdict.noise)
         assert verdict.verdict == "inconclusive"  # too noisy to see 5 % is no proof that there is none
 
+    def test_beyond_two_percent_but_not_beyond_the_noise_is_no_regression(self) -> None:
+        noisy = [1.0, 1.03, 0.97, 1.06, 0.94]
+        verdict = verdict_of(noisy, [1.18 * value for value in noisy])
+        assert math.log1p(DELTA) < verdict.low < verdict.delta
+        assert verdict.probability <= 0.05
+        assert verdict.verdict == "inconclusive"
+        assert verdict_of(noisy, [1.25 * value for value in noisy]).verdict == "regressed"
+
     def test_many_benchmarks_need_more_processes(self) -> None:
         same, slow = [[value] for value in TIGHT], [[1.3 * value] for value in TIGHT]
         many = {f"same {number}": (same, same) for number in range(40)}
@@ -152,7 +160,10 @@ class TestRunsNeeded:
         assert runs_needed(0.1, 0.01, (5, 5), 0.02) < runs_needed(0.1, 0.1, (5, 5), 0.02)
 
     def test_on_the_border_none_would_do(self) -> None:
-        assert runs_needed(0.02, 0.02, (5, 5), 0.02) == MOST_RUNS
+        assert runs_needed(0.02, 0.0, (5, 5), 0.02) == MOST_RUNS
+
+    def test_near_the_border_the_uncertainty_of_the_effect_counts(self) -> None:
+        assert runs_needed(0.02, 0.02, (5, 5), 0.02) < MOST_RUNS / 10
 
     def test_is_about_right(self) -> None:
         """With as many processes as it says, the planted slowdown is found more often than not."""

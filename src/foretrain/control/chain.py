@@ -23,9 +23,13 @@ LEAST_PAIRS = 4
 _FEWEST_PAIRS = 5
 _ARMIJO = 1e-4
 _MOST_BACKTRACKS = 4
-_FIRST_LENGTH = 32
+_REACH = 10.0
+"""A leap goes no further than this many times the longest step that its pairs were taken from."""
+_FIRST_LENGTH = 512
+"""Every leap is judged by itself and takes a gradient, so a chain need not be short at first."""
 _SHORTEST_LENGTH = 4
 _FADE = 0.7
+_SAVED = ("length", "loss", "leaps", "start_loss", "rate", "cost", "returned", "lowest", "exact")
 
 
 class Chain:
@@ -50,6 +54,12 @@ class Chain:
         self.rate = math.nan
         """Fading fall of the logarithm of the loss per full step, in this chain."""
         self.cost = 0.0
+        self.returned = False
+        """This chain began at the end of an earlier one, because the optimizer's own steps had led uphill since."""
+        self.lowest = math.nan
+        """Loss at the marked point: the lowest end of a chain so far."""
+        self.exact: bool | None = None
+        """Whether two batches gave the same loss at the same weights when they were last compared."""
         self._last: Tensor | None = None
 
     # --- full steps of the optimizer ---------------------------------------------------------------------------------
@@ -59,7 +69,7 @@ class Chain:
         if not self.possible:
             return step(batch)
         if self.secant is None:
-            self.secant = Secant(self.parameters, self.pairs)
+            self.secant = Secant(self.parameters, self.pairs, _REACH)
         secant = self.secant
         secant.at()
         output = step(batch, lambda: secant.gradient_known([p.grad for p in self.parameters]))
@@ -70,6 +80,7 @@ class Chain:
         """The loss turned out not to be exact."""
         if self.secant is not None:
             self.secant.forget()
+        self.lowest = math.nan
         self._last = None
 
     @property
@@ -79,17 +90,49 @@ class Chain:
     # --- leaps -------------------------------------------------------------------------------------------------------
 
     def begin(self, batch: Any) -> bool:
-        """Whether another batch gives the same loss at the same weights. Costs one forward pass."""
+        """Whether another batch gives the same loss at the same weights. Costs one forward pass, or two.
+
+        The chain begins at the point of the last gradient, or at the end of an earlier chain where that was lower.
+        """
         if self.secant is None or self._last is None:
             return False
+        secant, now = self.secant, [p.detach().clone() for p in self.parameters]
         self.loss = self.start_loss = float(self._last)
-        now = [p.detach().clone() for p in self.parameters]
-        self.secant.place(torch.zeros_like(self.secant.weights), 0.0)
-        other = self.engine.probe(batch)
+        self.leaps, self.cost, self.rate, self.returned = 0, 0.0, math.nan, False
+        secant.place()
+        self.exact = _same(self.engine.probe(batch), self.loss)
+        if self.exact and self._probe_mark(batch) < self.loss:
+            secant.go_to_mark()
+            self.loss, self.start_loss, self.returned = self.lowest, self.lowest, True
         with torch.no_grad():
             torch._foreach_copy_([p.detach() for p in self.parameters], now)
-        self.leaps, self.cost, self.rate = 0, 0.0, math.nan
-        return abs(other - self.loss) <= EXACT * max(abs(self.loss), 1e-30)
+        return self.exact
+
+    def _probe_mark(self, batch: Any) -> float:
+        """Loss at the marked point; nan if there is none, or it is another by now: then the mark is of no use any more.
+
+        The weights stay there.
+        """
+        if self.secant is None or self.secant.mark is None or not self.lowest < math.inf:
+            return math.nan
+        with torch.no_grad():
+            views = self.secant.layout.views(self.secant.mark[0])
+            torch._foreach_copy_([p.detach() for p in self.parameters], views)
+        loss = self.engine.probe(batch)
+        if _same(loss, self.lowest):
+            return loss
+        self.secant.mark, self.lowest = None, math.nan
+        return math.nan
+
+    def finish(self, batch: Any) -> None:
+        """The end of a run: at the lowest point that is known."""
+        if self.secant is None or self.secant.mark is None:
+            return
+        now, here = [p.detach().clone() for p in self.parameters], self.engine.probe(batch)
+        there = self._probe_mark(batch)
+        if math.isnan(there) or there >= here:  # false where the run ended at no number
+            with torch.no_grad():
+                torch._foreach_copy_([p.detach() for p in self.parameters], now)
 
     def leap(self, batch: Any) -> StepOutput | None:
         """One leap and the gradient there; None when no length of it lowers the loss: the optimizer's step stands."""
@@ -107,7 +150,9 @@ class Chain:
         secant.at()
         secant.gradient_known([p.grad for p in self.parameters])
         engine.set_rate()
-        output = engine.count_step(batch, engine.full_step.update(loss))
+        output = engine.full_step.update(loss)
+        secant.place()  # the optimizer has learned from the gradient; its own step is not wanted
+        engine.count_step(batch, output)
         cost, new = 1 + probes / 3, float(loss)
         fall = _fall(self.loss, new) / cost
         self.rate = fall if math.isnan(self.rate) else _FADE * self.rate + (1 - _FADE) * fall
@@ -126,7 +171,7 @@ class Chain:
         if secant is None or not slope < 0:
             return 0.0, 0, nothing
         secant.place(direction, 1.0)
-        loss = engine.full_step.gradient(batch)
+        loss = engine.gradient(batch)
         value, share, probes = float(loss), 1.0, 0
         if value <= self.loss + _ARMIJO * slope:
             return 1.0, 0, loss
@@ -140,7 +185,7 @@ class Chain:
             value = engine.probe(batch)
             probes += 1
             if value <= self.loss + _ARMIJO * share * slope:
-                return share, probes + wasted, engine.full_step.gradient(batch)
+                return share, probes + wasted, engine.gradient(batch)
         return 0.0, probes + wasted, nothing
 
     def _scales(self, secant: Secant) -> Tensor | None:
@@ -153,39 +198,48 @@ class Chain:
 
     def over(self, slope: LossSlope) -> bool:
         """Long enough, or no better than the optimizer's own steps."""
-        slow = self.leaps >= _SHORTEST_LENGTH and not self.rate > self._usual(slope)
+        whole = _fall(self.start_loss, self.loss) / max(self.cost, 1.0)
+        slow = self.leaps >= _SHORTEST_LENGTH and not (self.rate > self._usual(slope) or whole > self._usual(slope))
         return self.leaps >= self.length or slow
 
     def end(self, slope: LossSlope, refused: bool) -> None:
         """Longer chains while leaps beat the optimizer's own steps, shorter ones otherwise."""
+        if self.secant is not None and self.leaps and not self.loss >= self.lowest:
+            self.secant.set_mark()
+            self.lowest = self.loss
         fall = _fall(self.start_loss, self.loss)
         good = self.cost > 0 and fall / self.cost > self._usual(slope) and not refused
         self.length = min(2 * self.length, self.longest) if good else max(self.length // 2, _SHORTEST_LENGTH)
 
     def _usual(self, slope: LossSlope) -> float:
-        """Fall per full step of the optimizer alone, in the window before."""
+        """Fall per full step of the optimizer alone, in the window before; 0 where it only made up for its own rise."""
+        if self.returned:
+            return 0.0
         usual = slope.last_log_fall if self.loss > 0 else slope.last_fall
         return max(usual, 0.0) if math.isfinite(usual) else 0.0
 
     def return_to_end(self) -> None:
         """Put the weights back to where the last leap ended."""
         if self.secant is not None:
-            self.secant.place(torch.zeros_like(self.secant.weights), 0.0)
+            self.secant.place()
 
     def state_dict(self) -> dict[str, Any]:
-        names = ("length", "loss", "leaps", "start_loss", "rate", "cost")
         secant = self.secant.state_dict() if self.secant is not None else None
-        return {name: getattr(self, name) for name in names} | {"secant": secant, "last": self._last}
+        return {name: getattr(self, name) for name in _SAVED} | {"secant": secant, "last": self._last}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name in ("length", "loss", "leaps", "start_loss", "rate", "cost"):
+        for name in _SAVED:
             setattr(self, name, state[name])
         self.length = min(self.length, self.longest)
         last = state["last"]
         self._last = None if last is None else last.clone().to(self.engine.device)
         if self.possible and state["secant"] is not None:
-            self.secant = self.secant or Secant(self.parameters, self.pairs)
+            self.secant = self.secant or Secant(self.parameters, self.pairs, _REACH)
             self.secant.load_state_dict(state["secant"])
+
+
+def _same(loss: float, other: float) -> bool:
+    return abs(loss - other) <= EXACT * max(abs(other), 1e-30)
 
 
 def _fall(before: float, after: float) -> float:

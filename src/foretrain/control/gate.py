@@ -49,6 +49,8 @@ class Answer:
     reason: str
     rest: bool = False
     """Nothing will change that soon: watching the weights can pause."""
+    long: bool = False
+    """Nor later, as far as can be seen."""
 
 
 class Gate:
@@ -77,24 +79,27 @@ class Gate:
             return Answer(False, False, "the run is nearly over", rest=True)
         if self.wait > 0:
             return Answer(False, False, f"moves did not pay lately, {self.wait} more cycles without", rest=True)
+        affordable = self.spent + ask.cost <= self.allowed
+        low = self.interval()[0]
+        if not (ask.low_noise or affordable or low > 0):
+            return Answer(False, False, self.too_dear(ask.cost), rest=True, long=True)
         if not ask.trusted:
             reason = "the predictor does not beat 'no change' and 'repeat the last displacement'"
             return Answer(False, False, reason, rest=True)
-        affordable = self.spent + ask.cost <= self.allowed
         if ask.decaying and not ask.chained:
             return Answer(False, False, "forward moves harm while the learning rate decays", rest=True)
         if ask.low_noise:
             due = affordable and (self.count < 2 or self.since_audit >= 8)
             return Answer(True, due, "batches hardly differ: each move is judged at once")
-        low = self.interval()[0]
-        if low > 0 and self.since_audit < 8:
-            return Answer(True, False, f"a predicted step was worth at least {low:.2f} full steps")
-        if affordable:
+        if affordable and not (low > 0 and self.since_audit < 8):
             return Answer(True, True, "an audit is due and affordable")
-        if low > 0:
-            return Answer(True, False, f"a predicted step was worth at least {low:.2f} full steps")
-        what = "moves did not pay in audits" if self.count else "not shown to pay"
-        return Answer(False, False, f"{what}, and the budget for trying is used up", rest=True)
+        return Answer(True, False, f"a predicted step was worth at least {low:.2f} full steps")
+
+    def too_dear(self, cost: float) -> str:
+        """Why nothing is tried."""
+        if self.count:
+            return "moves did not pay in audits, and the budget for trying is used up"
+        return f"not tried: an audit costs {cost:.0f} full steps, and audit.time_budget allows {self.allowed:.0f} here"
 
     def new_cycle(self, count: int = 1) -> None:
         self.wait = max(0, self.wait - count)

@@ -39,6 +39,8 @@ class View:
     confidence: float = 0.0
     confidence_threshold: float = 0.5
     recent_divergence: bool = False
+    exact: bool = False
+    """The move would be a chain of leaps, each judged by the exact loss it leads to: nothing has to be known before."""
     gate_open: bool = False
     gate_reason: str = "it has not paid so far"
     """Why the gate is shut, in words that follow "the gate is shut:"."""
@@ -96,11 +98,14 @@ class Machine:
         done = self.steps_in_phase if self.phase is Phase.PREDICT else 0
         return self.config.max_predict_steps - done
 
-    def count(self, steps: int = 1) -> None:
-        """Steps done in this phase: one for a full or predicted step, the whole horizon for a leap."""
+    def count(self, steps: int = 1, limited: bool = True) -> None:
+        """Steps done in this phase: one for a full or predicted step, the whole horizon for a leap.
+
+        limited: to `max_predict_steps`; leaps of a chain, which take a gradient each, are not.
+        """
         if steps < 0:
             raise ValueError(f"{steps} steps cannot have been done")
-        if self.phase is Phase.PREDICT and steps > self.predict_steps_left:
+        if limited and self.phase is Phase.PREDICT and steps > self.predict_steps_left:
             raise ValueError(
                 f"{steps} more predicted steps would exceed hybrid.max_predict_steps = {self.config.max_predict_steps} "
                 f"({self.steps_in_phase} are done)"
@@ -137,12 +142,12 @@ class Machine:
             against.append(f"the phase is {self.phase}")
         elif self.steps_in_phase < self.full_steps_needed:
             against.append(f"{self.steps_in_phase} of {self.full_steps_needed} full steps are done")
-        if view.step < self.earliest_predict_step:
+        if view.step < self.earliest_predict_step and not view.exact:
             against.append(f"step {view.step} is before step {self.earliest_predict_step}, the first that may predict")
-        if not view.confidence > view.confidence_threshold:
+        if not view.confidence > view.confidence_threshold and not view.exact:
             relation = "below" if view.confidence < view.confidence_threshold else "not above"
             against.append(f"confidence {view.confidence:.2f} is {relation} {view.confidence_threshold:.2f}")
-        if view.diverged or view.recent_divergence:
+        if view.diverged or (view.recent_divergence and not view.exact):
             against.append("the run diverged a short while ago")
         if not view.gate_open:
             against.append(f"the gate is shut: {view.gate_reason}")
@@ -170,6 +175,8 @@ class Machine:
 
     def _from_warmup(self, view: View) -> Transition:
         needed = self.config.warmup_steps
+        if view.exact:
+            return self._go(Phase.FULL, "every batch gives the same loss: leaps can be judged at once")
         if view.step < needed:
             return self._stay(f"{view.step} of {needed} warm-up steps are done")
         missing = []
@@ -189,6 +196,8 @@ class Machine:
         against = self.why_not_predict(view)
         if against:
             return self._stay("; ".join(against))
+        if view.exact:
+            return self._go(Phase.PREDICT, f"{self.steps_in_phase} full steps are done and the loss is exact")
         return self._go(
             Phase.PREDICT,
             f"{self.steps_in_phase} full steps are done and confidence {view.confidence:.2f} is above "

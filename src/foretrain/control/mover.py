@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,8 @@ from foretrain.events import Event, Moved, Recovered
 _PROBES_OF_AUDIT = 4
 _MOST_WORTH = 10.0
 """Full steps that one quasi-Newton leap is taken to be worth at the most, whatever the slope says."""
+_LONGEST_CHAIN = 10
+"""Times `max_predict_steps`: leaps of a chain take a gradient each and are judged one by one."""
 _SAFE_EVERY = 500
 """Full steps between snapshots that an emergency can return to."""
 
@@ -49,7 +52,7 @@ class Mover:
         """Where the data is; set by `fit`."""
         hybrid = pilot.config.hybrid
         pairs = hybrid.secant_pairs if hybrid.mode == "leap" else 0
-        self.chain = Chain(engine, pairs, hybrid.secant_memory_mb, hybrid.max_predict_steps)
+        self.chain = Chain(engine, pairs, hybrid.secant_memory_mb, _LONGEST_CHAIN * hybrid.max_predict_steps)
         self._recent: list[Any] = []
         self._outputs: list[Tensor] = []
 
@@ -70,7 +73,7 @@ class Mover:
 
     def full(self, batch: Any, full_step: Callable[..., StepOutput]) -> StepOutput:
         """A full step; where noise is low its gradient is remembered for later leaps."""
-        if self.pilot.predictability.low_noise and self.pilot.searches:
+        if self.pilot.may_chain:
             return self.chain.full(batch, full_step)
         self.chain.forget()
         return full_step(batch)
@@ -103,6 +106,11 @@ class Mover:
             self.engine.position = position
             self.pilot.observer.restart()
 
+    def finish(self, batch: Any) -> None:
+        """The run is over. Where the loss is exact it ends at the lowest point that is known."""
+        if self.move is None:
+            self.chain.finish(batch)
+
     # --- PREDICT -----------------------------------------------------------------------------------------------------
 
     def begin(self, batch: Any) -> Move:
@@ -125,21 +133,25 @@ class Mover:
         if plan.low_noise and self.pilot.searches and self.chain.ready:
             move.chained = self.chain.begin(batch)
             move.cost += FORWARD
+        if move.chained:  # without noise there is nothing to average away
+            move.plan = replace(plan, correct_steps=self.pilot.config.hybrid.correct_steps)
         return move
 
     def leap_on(self, batch: Any) -> StepOutput | None:
         """One leap of a chain; None when no leap lowers the loss any more."""
         move, pilot = self.open_move, self.pilot
         output = self.chain.leap(batch)
-        if output is None and self.chain.leaps == 0:
+        if output is None and self.chain.leaps == 0 and not self.chain.returned:
             self.chain.end(pilot.slope, refused=True)
             move.cost += self.chain.cost
             self._refuse("no quasi-Newton leap lowers the loss")
             return None
         if output is not None:
             move.moved += 1
-            pilot.machine.count(1)
-        if output is None or self.chain.over(pilot.slope) or move.moved >= move.plan.most:
+            pilot.machine.count(1, limited=False)
+            self._count_credit(1)  # it took a gradient and an update
+        room = self.engine.config.max_steps - self.engine.global_step - move.plan.correct_steps
+        if output is None or self.chain.over(pilot.slope) or room <= 0:
             self.chain.end(pilot.slope, refused=output is None)
             move.cost += self.chain.cost
             move.loss = self.chain.loss
@@ -226,9 +238,9 @@ class Mover:
         """What the move counts, as far as that is known now; then on to CORRECT. `view`: why, if not at the horizon."""
         move, pilot = self.open_move, self.pilot
         if move.chained:
-            move.credit = move.moved  # each leap took a gradient and an update
+            move.credit = 0  # every leap was counted by itself
         elif move.plan.low_noise:
-            move.credit = pilot.exact_credit(move.plan, self._worth(move))
+            move.credit = pilot.exact_credit(move.plan, self._worth(move, move.anchor, move.loss))
         elif not move.plan.audited:
             move.credit = pilot.gate.credit(move.moved)
         if self.pilot.config.hybrid.mode == "leap" and not move.chained:
@@ -238,10 +250,13 @@ class Mover:
             pilot.guard.after_move()
         self._count_credit(move.credit)
 
-    def _worth(self, move: Move) -> float:
+    def _worth(self, move: Move, before: float, after: float) -> float:
         """Full steps that the fall of the exact loss is worth."""
-        steps = self.pilot.worth_exactly(move.anchor, move.loss)
-        return min(steps, _MOST_WORTH * move.moved) if move.chained else steps
+        steps, most = self.pilot.worth_exactly(before, after), _MOST_WORTH * max(1, move.moved)
+        if not move.chained:
+            return steps
+        uphill = after < before and not steps > 0  # where the optimizer's own steps lead: they never get there
+        return most if uphill else min(steps, most)
 
     def _count_credit(self, credit: int) -> None:
         self.engine.global_step += credit
@@ -313,19 +328,19 @@ class Mover:
         first = self.engine.global_step - move.steps + 1
         numbers = enumerate(zip(losses[::2], losses[1::2], strict=True), start=first)
         actions = pilot.check_validation([Reading(step, Phase.CORRECT, loss, norm) for step, (loss, norm) in numbers])
+        if move.chained and move.loss < move.anchor and not self._probe() < move.loss:
+            self.chain.return_to_end()  # the optimizer's own steps are too long here
         audit = self._audit(move, full_step) if move.plan.audited else None
         if audit is not None:
             kept, worth = audit.gain_steps > 0, audit.gain_steps
             after = audit.loss_with
         else:
             after = self._probe()
-            move.cost += FORWARD
-            harmed = any(action.kind is Kind.ROLL_BACK for action in actions)
-            if move.chained and not after < move.loss < move.anchor:
-                self.chain.return_to_end()  # the optimizer's own steps are too long here
-                after = move.loss
+            move.cost += FORWARD * (1 + move.chained)
+            harmed = not move.chained and any(action.kind is Kind.ROLL_BACK for action in actions)
             kept = after < move.anchor and not harmed
-            worth = self._worth(move) if move.plan.low_noise else float(move.credit)
+            before = min(move.anchor, self.chain.start_loss) if move.chained else move.anchor
+            worth = self._worth(move, before, move.loss) if move.plan.low_noise else float(move.credit)
         if not kept and audit is None:
             move.cost += move.steps  # these full steps are taken back
         transition = pilot.settled(self.engine.global_step, move.plan, kept, worth, move.cost, audit)
@@ -363,7 +378,7 @@ class Mover:
         """The same batches from the same snapshot, without the move; afterwards the run stands at the better fork."""
         engine = self.engine
         batches = [*self._recent, move.batch]
-        with_move = self._probe_mean(move.mean, move, batches)
+        with_move = self._probe_fork(move.mean, move, batches)
         position = engine.position
         end = snapshot(self._rewindable())
         self._rewind(self._snapshot())
@@ -373,7 +388,7 @@ class Mover:
             self.pilot.counts.steps["full"] += 1
             if index + 1 > len(move.batches) // 2:
                 mean = _accumulate(mean, self.trajectory.parameters)
-        without = self._probe_mean(mean, move, batches)
+        without = self._probe_fork(mean, move, batches)
         move.cost += len(move.batches) + FORWARD * 2 * len(batches)
         differences = np.asarray(without) - np.asarray(with_move)
         gain = float(differences.mean())
@@ -381,8 +396,8 @@ class Mover:
         if not math.isfinite(gain):
             steps = -float(move.moved)
         elif move.plan.low_noise:
-            steps = self.pilot.worth_exactly(float(np.mean(without)), float(np.mean(with_move)))
-            steps = min(steps, _MOST_WORTH * move.moved)
+            steps = self._worth(move, float(np.mean(without)), float(np.mean(with_move)))
+            steps = min(steps, _MOST_WORTH * max(1, move.moved))
         else:
             steps = self.pilot.worth(gain)
         audit = Audit(
@@ -398,8 +413,10 @@ class Mover:
         engine.position = position
         return audit
 
-    def _probe_mean(self, sums: list[Tensor], move: Move, batches: list[Any]) -> list[float]:
-        """Probe losses at the mean of the weights; the weights themselves come back."""
+    def _probe_fork(self, sums: list[Tensor], move: Move, batches: list[Any]) -> list[float]:
+        """Probe losses at the mean of the weights, of chains at the weights as they are; the weights come back."""
+        if move.chained:
+            return [self._probe(batch) for batch in batches]
         kept = [p.clone() for p in self.trajectory.parameters]
         count = move.plan.correct_steps - move.plan.correct_steps // 2
         with torch.no_grad():

@@ -24,8 +24,6 @@ from foretrain.dynamics.predictor import Array, Forecast
 from foretrain.dynamics.records import HORIZONS_IN_WINDOWS, PhaseRecord, WindowRecord
 from foretrain.dynamics.slope import LossSlope
 
-_TRIAL_BUDGET = 0.01
-"""Share of a run that unproven moves may cost beside their audits."""
 _WINDOWS_TO_SCORE = 2
 """Windows after a move until a forecast has met what followed."""
 _WINDOWS_AWAKE = 10
@@ -33,7 +31,7 @@ _WINDOWS_AWAKE = 10
 _NEARLY_EXACT = 0.98
 """R2 from which forecasts are steps."""
 _LONGEST_REST = 256
-"""Windows; a short run rests an eighth of its length at the most."""
+"""Windows; a short run rests an eighth of its length at the most, unless nothing will ever be tried."""
 _PROBES_OF_AUDIT = 16 * FORWARD
 """Full steps that the forward passes of an audited move cost."""
 
@@ -87,8 +85,7 @@ class Pilot:
         self.machine = Machine(hybrid)
         self.guard = Guard(hybrid, config.guard)
         self.recovery = Recovery(hybrid, config.guard)
-        budget = config.audit.time_budget + _TRIAL_BUDGET if config.audit.time_budget else 0.0
-        self.gate = Gate(config.max_steps, budget, kind)
+        self.gate = Gate(config.max_steps, config.audit.time_budget, kind)
         self.bandit = HorizonBandit(hybrid.max_predict_steps, hybrid.window_steps)
         self.confidence = Confidence()
         self.correction = Correction(config.correction)
@@ -169,9 +166,16 @@ class Pilot:
 
     # --- may we predict? ---------------------------------------------------------------------------------------------
 
-    def decide(self, step: int, steps_left: int, decaying: bool, chained: bool = False) -> Transition:
-        """At the end of a window in WARMUP or FULL: stay, or go on to the next phase."""
+    def decide(
+        self, step: int, steps_left: int, decaying: bool, chained: bool = False, exact: bool | None = None
+    ) -> Transition:
+        """At the end of a window in WARMUP or FULL: stay, or go on to the next phase.
+
+        chained: pairs for quasi-Newton leaps are there; exact: whether the loss turned out to be, if that was tried.
+        """
         forecast = self.observer.forecast
+        chained = chained and self.predictability.low_noise
+        exact = chained and (self.predictability.same_batch if exact is None else exact)
         needed = self._correct_steps(True)
         confidence, answer = 0.0, Answer(False, False, "nothing is forecast yet")
         if forecast is not None and self.machine.phase is Phase.FULL:
@@ -180,7 +184,7 @@ class Pilot:
             confidence = self.estimate(forecast, min(limit, self.config.hybrid.max_predict_steps))
             horizon = self.bandit.choose(context, confidence, limit) if limit >= 1 else 0
             confidence = self.estimate(forecast, horizon) if horizon else confidence
-            answer = self.gate.ask(self._question(horizon, steps_left, needed, decaying, chained))
+            answer = self.gate.ask(self._question(horizon, steps_left, needed, decaying, chained, exact))
             if not self.searches and self.observer.windows < _WINDOWS_TO_SCORE:
                 answer = Answer(False, False, "forecasts since the last move are not scored yet")
             self._chosen = (horizon, answer.audited, limit)
@@ -192,6 +196,7 @@ class Pilot:
                 confidence=confidence,
                 confidence_threshold=self.recovery.threshold,
                 recent_divergence=self.guard.recent_divergence,
+                exact=exact,
                 gate_open=answer.open,
                 gate_reason=answer.reason,
             )
@@ -216,6 +221,7 @@ class Pilot:
         if answer.rest:
             window = self.config.hybrid.window_steps
             windows = min(_LONGEST_REST, 2**self._rests, max(2, self.config.max_steps // (8 * window)))
+            windows = _LONGEST_REST if answer.long else windows
             self.rest_steps, self._last_rest = windows * window, windows
             self.gate.new_cycle(self.rest_steps // self.config.hybrid.full_steps)
         if answer.open and confidence <= self.recovery.threshold:
@@ -224,13 +230,13 @@ class Pilot:
         self.machine.steps_in_phase = 0
         self.machine.cycle += 1
 
-    def _question(self, horizon: int, steps_left: int, needed: int, decaying: bool, chained: bool) -> Ask:
+    def _question(self, horizon: int, steps_left: int, needed: int, decaying: bool, chained: bool, exact: bool) -> Ask:
         windows = max(1, round(horizon / self.config.hybrid.window_steps))
         cost = self._correct_steps(True) + _PROBES_OF_AUDIT
         low_noise, quality = self.predictability.low_noise, self.observer.quality
         # A searched move need only point the right way: its length is found on the exact loss.
-        trusted = quality.cosine(1) > 0 if self.searches else quality.trusted(windows)
-        return Ask(horizon, steps_left, needed, trusted, low_noise, decaying, cost, chained and low_noise)
+        trusted = exact or (quality.cosine(1) > 0 if self.searches else quality.trusted(windows))
+        return Ask(horizon, steps_left, needed, trusted, low_noise, decaying, cost, chained)
 
     def _correct_steps(self, audited: bool) -> int:
         """An audit validates for longer; a short run can afford a short one only."""
@@ -281,6 +287,12 @@ class Pilot:
         )
 
     @property
+    def may_chain(self) -> bool:
+        """Whether gradients are worth remembering for quasi-Newton leaps."""
+        exact = self.predictability.low_noise or self.predictability.same_batch
+        return exact and self.config.hybrid.search is not False
+
+    @property
     def searches(self) -> bool:
         """Whether the length of a move is chosen by probing several."""
         wanted = self.config.hybrid.search
@@ -294,6 +306,12 @@ class Pilot:
 
     def context(self) -> Context:
         return Context(self.machine.phase, skipped=self.config.guard.nan_check)
+
+    def _sentence(self, others: float) -> str:
+        cost = self._correct_steps(True) + _PROBES_OF_AUDIT
+        if not self.counts.tried and not self.predictability.low_noise and cost > self.gate.allowed:
+            return f"prediction was {self.gate.too_dear(cost)}"
+        return self.ledger.sentence(others)
 
     def summary(self, backward_passes: int) -> dict[str, Any]:
         """What the run's summary says of prediction."""
@@ -313,7 +331,7 @@ class Pilot:
                 "outcomes": self.confidence.outcomes,
             },
             "predictability": self.predictability.summary(quality),
-            "audit": self.ledger.gain(others) | {"sentence": self.ledger.sentence(others)},
+            "audit": self.ledger.gain(others) | {"sentence": self._sentence(others)},
         }
 
     # --- a move ------------------------------------------------------------------------------------------------------

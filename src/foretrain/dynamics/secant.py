@@ -22,7 +22,9 @@ _LEAST_CURVATURE = 1e-8
 class Secant:
     """The last `pairs` pairs, and the point of the last gradient."""
 
-    def __init__(self, parameters: Sequence[Tensor], pairs: int) -> None:
+    def __init__(self, parameters: Sequence[Tensor], pairs: int, reach: float = np.inf) -> None:
+        """reach: a leap goes no further than this many times the longest step that a pair was taken from."""
+        self.reach = reach
         self.parameters = [p.detach() for p in parameters]
         self.layout = Layout(self.parameters, [str(index) for index in range(len(self.parameters))])
         device, size = self.parameters[0].device, self.layout.size
@@ -40,14 +42,38 @@ class Secant:
         self._new_views = [self.layout.views(row) for row in self._new]
         self._sy: Array = np.zeros((pairs, pairs))
         """s_i . y_j, by row."""
+        self._lengths: Array = np.zeros(pairs)
+        """Of s, by row."""
+        self.mark: tuple[Tensor, Tensor] | None = None
+        """Weights and gradient of a point to come back to."""
 
     @property
     def bytes(self) -> int:
-        return 4 * self.layout.size * (2 * len(self.s) + 4)
+        return 4 * self.layout.size * (2 * len(self.s) + 4 + 2 * (self.mark is not None))
 
     def forget(self) -> None:
         self.order = []
         self.known = False
+        self.mark = None
+
+    @property
+    def longest(self) -> float:
+        """Length of the longest s."""
+        return float(self._lengths[self.order].max()) if self.order else 0.0
+
+    def set_mark(self) -> None:
+        """The point of the last gradient is worth coming back to."""
+        self.mark = (self.weights.clone(), self.gradient.clone())
+
+    @torch.no_grad()
+    def go_to_mark(self) -> None:
+        """As if the last gradient had been taken there; the way back makes a pair, too."""
+        if self.mark is None:
+            return
+        weights, gradient = self.mark
+        self._add(weights - self.weights, gradient - self.gradient)
+        self.weights.copy_(weights)
+        self.gradient.copy_(gradient)
 
     @torch.no_grad()
     def at(self) -> None:
@@ -69,8 +95,7 @@ class Secant:
 
     def _add(self, s: Tensor, y: Tensor) -> None:
         row = self.order[0] if len(self.order) == len(self.s) else len(self.order)
-        dots = torch.stack([s @ y, s @ s, y @ y])
-        curvature, ss, yy = (float(value) for value in dots)
+        curvature, ss, yy = torch.stack([s @ y, s @ s, y @ y]).tolist()
         if not curvature > _LEAST_CURVATURE * np.sqrt(ss * yy):
             return
         if len(self.order) == len(self.s):
@@ -78,8 +103,10 @@ class Secant:
         self.s[row].copy_(s)
         self.y[row].copy_(y)
         self.order.append(row)
-        self._sy[row, :] = (self.y @ s).double().cpu().numpy()
-        self._sy[:, row] = (self.s @ y).double().cpu().numpy()
+        self._lengths[row] = np.sqrt(ss)
+        count = len(self.order)
+        dots = torch.cat([self.y[:count] @ s, self.s[:count] @ y]).double().cpu().numpy()
+        self._sy[row, :count], self._sy[:count, row] = dots[:count], dots[count:]
 
     @torch.no_grad()
     def leap(self, scales: Tensor | None) -> tuple[Tensor, float]:
@@ -99,11 +126,16 @@ class Secant:
         start = (q * scales if scales is not None else q) * (sy[-1, -1] / (newest @ bent).double()).to(s.dtype)
         rest = _solve(upper.T, alpha * sy.diagonal() - (y @ start).double()[place], upper_triangle=False)
         direction = -(start + s.T @ torch.zeros_like(s[:, 0]).index_copy_(0, place, rest.to(s.dtype)))
-        return direction, float(direction @ g)
+        slope, square = torch.stack([direction @ g, direction @ direction]).tolist()
+        share = min(1.0, self.reach * self.longest / max(np.sqrt(square), 1e-30))  # the curvature is not known further
+        return direction.mul_(share) if share < 1 else direction, share * slope
 
     @torch.no_grad()
-    def place(self, direction: Tensor, share: float) -> None:
+    def place(self, direction: Tensor | None = None, share: float = 1.0) -> None:
         """Put the weights at the point of the last gradient + share x direction."""
+        if direction is None:
+            torch._foreach_copy_(self.parameters, self._weights_views)
+            return
         torch.add(self.weights, direction, alpha=share, out=self._new[1])
         torch._foreach_copy_(self.parameters, self._new_views[1])
 
@@ -119,6 +151,9 @@ class Secant:
         count = len(self.order)
         tensors = {"s": self.s[:count], "y": self.y[:count], "weights": self.weights, "gradient": self.gradient}
         tensors["sy"] = torch.from_numpy(self._sy[:count, :count].copy())
+        tensors["lengths"] = torch.from_numpy(self._lengths[:count].copy())
+        if self.mark is not None:
+            tensors["mark_weights"], tensors["mark_gradient"] = self.mark
         return {"order": list(self.order), "known": self.known} | (tensors if self.known else {})
 
     @torch.no_grad()
@@ -132,6 +167,10 @@ class Secant:
         self.y[:count].copy_(state["y"])
         self.weights.copy_(state["weights"])
         self.gradient.copy_(state["gradient"])
+        self._lengths[:count] = state["lengths"].cpu().numpy()
+        if "mark_weights" in state:
+            device = self.weights.device
+            self.mark = (state["mark_weights"].clone().to(device), state["mark_gradient"].clone().to(device))
         self._sy[:count, :count] = state["sy"].cpu().numpy()
 
 

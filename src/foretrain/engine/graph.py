@@ -34,6 +34,10 @@ class GraphedStep:
         self._eager_steps = 0
         self._stream = torch.cuda.Stream(step.device)  # type: ignore[no-untyped-call]
 
+    @property
+    def recorded(self) -> bool:
+        return self._recorded is not None
+
     def __call__(self, batch: Any) -> StepOutput:
         if self._eager_steps < WARMUP_STEPS:
             self._eager_steps += 1
@@ -62,6 +66,38 @@ class GraphedStep:
         with torch.cuda.graph(graph):
             output = self.step(inputs)
         return graph, inputs, output
+
+
+class GraphedGradient:
+    """Forward and backward of `step` as one graph, for whoever has to look at the gradient before the update.
+
+    To be made when a whole step has been recorded: then everything it runs is warm, and known to be recordable.
+    """
+
+    def __init__(self, step: FullStep) -> None:
+        self.step = step
+        self._recorded: tuple[torch.cuda.CUDAGraph, Any, Tensor, list[Tensor | None]] | None = None
+
+    def __call__(self, batch: Any) -> Tensor:
+        """The loss; the gradients are on the parameters."""
+        if self._recorded is None:
+            self._recorded = self._record(batch)
+        graph, inputs, loss, gradients = self._recorded
+        if not _same_form(batch, inputs):
+            return self.step.gradient(batch)
+        torch._foreach_copy_(tensors_of(inputs), tensors_of(batch), non_blocking=True)
+        graph.replay()
+        for parameter, gradient in zip(self.step.parameters, gradients, strict=True):
+            parameter.grad = gradient
+        return loss.clone()
+
+    def _record(self, batch: Any) -> tuple[torch.cuda.CUDAGraph, Any, Tensor, list[Tensor | None]]:
+        inputs = map_tensors(batch, lambda tensor: tensor.clone())
+        self.step.optimizer.zero_grad(set_to_none=True)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            loss = self.step.gradient(inputs)
+        return graph, inputs, loss, [parameter.grad for parameter in self.step.parameters]
 
 
 def _same_form(batch: Any, other: Any) -> bool:

@@ -69,10 +69,15 @@ class FullStep:
         self.optimizer.zero_grad(set_to_none=True)
         return self._accumulate(batch)
 
-    def __call__(self, batch: Any, between: Callable[[], None] | None = None) -> StepOutput:
-        """between: called when the gradients are there and nothing is updated yet."""
+    def __call__(
+        self,
+        batch: Any,
+        between: Callable[[], None] | None = None,
+        gradient: Callable[[Any], Tensor] | None = None,
+    ) -> StepOutput:
+        """between: called when the gradients are there and nothing is updated yet; gradient: another way to them."""
         kept = [buffer.clone() for buffer in self.buffers]
-        loss = self.gradient(batch)
+        loss = (gradient or self.gradient)(batch)
         if between is not None:
             between()
         output = self.update(loss)

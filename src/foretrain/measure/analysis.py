@@ -16,44 +16,39 @@ _FARTHEST = 1.25
 
 
 class Curve:
-    """Steps that the plain loop of one seed needs to end at a loss: its budgets, interpolated in log(steps)."""
+    """Steps that the plain loop needs to end at a loss: its budgets, interpolated in log(steps)."""
 
     def __init__(self, points: Sequence[tuple[int, float]]) -> None:
-        """points: (steps, final loss), each from a run with a complete schedule."""
+        """points: (steps, final loss), each from runs with a complete schedule."""
         ordered = sorted(dict(points).items())
-        self.log_steps = np.log([steps for steps, _ in ordered])
-        self.losses = _falling(np.asarray([loss for _, loss in ordered], dtype=float))
+        self._log_steps = np.log([steps for steps, _ in ordered])
+        self._losses = np.asarray([loss for _, loss in ordered], dtype=float)
+
+    @property
+    def falls(self) -> bool:
+        """Longer budgets end lower; otherwise nothing can be read off."""
+        return bool((np.diff(self._losses) < 0).all())
+
+    def loss(self, steps: int) -> float:
+        return float(np.interp(np.log(steps), self._log_steps, self._losses))
 
     def steps(self, loss: float) -> tuple[float, bool]:
         """(steps, whether that lies within the measured budgets)."""
-        x, y = self.log_steps[::-1], self.losses[::-1]  # losses ascending
+        x, y = self._log_steps[::-1], self._losses[::-1]  # losses ascending
         if y[0] <= loss <= y[-1]:
             return float(np.exp(np.interp(loss, y, x))), True
-        ends = (0, -1) if loss < y[0] else (-1, 0)
-        rise = y[ends[0]] - y[ends[1]]
-        slope = (x[ends[0]] - x[ends[1]]) / rise if rise else 0.0
-        guess = x[ends[0]] + slope * (loss - y[ends[0]])
+        one, two = (0, 1) if loss < y[0] else (-1, -2)
+        guess = x[one] + (x[one] - x[two]) / (y[one] - y[two]) * (loss - y[one])
         low, high = x.min() - math.log(_FARTHEST), x.max() + math.log(_FARTHEST)
         return float(np.exp(np.clip(guess, low, high))), False
 
 
-def _falling(losses: np.ndarray[Any, np.dtype[np.float64]]) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """The closest sequence that never rises (neighbours that do are averaged), very slightly tilted."""
-    blocks: list[list[float]] = []
-    for loss in losses:
-        blocks.append([float(loss)])
-        while len(blocks) > 1 and np.mean(blocks[-2]) <= np.mean(blocks[-1]):
-            blocks[-2:] = [blocks[-2] + blocks[-1]]
-    flat = np.concatenate([np.full(len(block), np.mean(block)) for block in blocks])
-    return np.asarray(flat - 1e-12 * np.arange(len(flat)) * max(1.0, float(np.abs(flat).max())))
-
-
 def analyse(plan: Plan) -> dict[str, Any]:
     """Everything that the page and the table show."""
-    curves = {seed: curve for seed in plan.seeds if (curve := plain_curve(plan, seed)) is not None}
+    curve = plain_curve(plan)
     compared = [PLAIN, *plan.claims, *plan.controls]
-    arms = [_arm(plan, arm, curves) for arm in compared]
-    arms += [_arm(plan, arm, curves, plan.derived) for arm in (SAME_PASSES, SAME_SECONDS)]
+    arms = [_arm(plan, arm, curve) for arm in compared]
+    arms += [_arm(plan, arm, curve, plan.derived) for arm in (SAME_PASSES, SAME_SECONDS)]
     arms = [arm for arm in arms if arm["n"]]
     claim = next((arm for arm in arms if arm["arm"] == plan.claims[0].name), None)
     verdict, sentence = _verdict(plan, claim)
@@ -67,15 +62,16 @@ def analyse(plan: Plan) -> dict[str, Any]:
     }
 
 
-def plain_curve(plan: Plan, seed: int) -> Curve | None:
-    """None while fewer than three budgets are there."""
-    points = []
-    for spec in plan.curve(seed):
-        result = plan.find(spec)
-        if result is None or result["loss"] is None:
-            return None
-        points.append((spec.max_steps, result["loss"]))
-    return Curve(points) if len({steps for steps, _ in points}) >= 3 else None
+def plain_curve(plan: Plan) -> Curve | None:
+    """Mean over seeds; None while fewer than three budgets are there for any seed."""
+    losses: dict[int, list[float]] = {}
+    for seed in plan.seeds:
+        results = {spec.max_steps: plan.find(spec) for spec in plan.curve(seed)}
+        found = {steps: r["loss"] for steps, r in results.items() if r is not None and r["loss"] is not None}
+        if len(found) == len(results):
+            for steps, loss in found.items():
+                losses.setdefault(steps, []).append(loss)
+    return Curve([(steps, float(np.mean(values))) for steps, values in losses.items()]) if len(losses) > 2 else None
 
 
 def seconds_per_step(plan: Plan, seed: int) -> float:
@@ -99,21 +95,28 @@ def _results(plan: Plan, arm: Arm, derived: Any = None) -> dict[int, Result]:
     return found
 
 
-def _arm(plan: Plan, arm: Arm, curves: dict[int, Curve], derived: Any = None) -> dict[str, Any]:
+def _arm(plan: Plan, arm: Arm, curve: Curve | None, derived: Any = None) -> dict[str, Any]:
     results = _results(plan, arm, derived)
     plain = _results(plan, PLAIN)
     paired = [seed for seed in results if seed in plain]
     notes = []
     ratios, outside = [], False
-    for seed in results:
-        if seed in curves and arm.name != PLAIN.name:
-            steps, inside = curves[seed].steps(results[seed]["loss"])
+    if curve is not None and not curve.falls:
+        notes.append(
+            "the plain loop does not end lower with a longer budget: no speed-up can be read off; train longer"
+        )
+    elif curve is not None and arm.name != PLAIN.name:
+        for seed in paired:
+            # A seed's luck is the same for all its arms: it is taken out by where its own plain run ended.
+            luck = plain[seed]["loss"] - curve.loss(plan.base.max_steps)
+            steps, inside = curve.steps(results[seed]["loss"] - luck)
             outside = outside or not inside
             ratios.append(math.log(steps * seconds_per_step(plan, seed) / results[seed]["seconds"]))
     if outside:
         notes.append("the plain loop's budgets do not reach this loss: its curve was prolonged; add to --budgets")
-    more = [results[seed]["tokens"] / plain[seed]["tokens"] - 1 for seed in paired]
-    if more and np.mean(more) > 0.001 and not derived:
+    same_length = arm.budget == 1.0 and not derived
+    more = [results[seed]["tokens"] / plain[seed]["tokens"] - 1 for seed in paired if same_length]
+    if more and np.mean(more) > 0.001:
         notes.append(f"trained on {np.mean(more):.1%} more tokens than plain; their time is in its seconds")
     return {
         "arm": arm.name,
@@ -126,7 +129,7 @@ def _arm(plan: Plan, arm: Arm, curves: dict[int, Curve], derived: Any = None) ->
         "seconds_mean": _mean([r["seconds"] for r in results.values()]),
         "backward_passes_mean": _mean([r["backward_passes"] for r in results.values()]),
         "tokens_mean": _mean([r["tokens"] for r in results.values()]),
-        "loss_difference": _interval([results[s]["loss"] - plain[s]["loss"] for s in paired]),
+        "loss_difference": _interval([results[s]["loss"] - plain[s]["loss"] for s in paired if same_length]),
         "speedup": _ratio(ratios),
         "speedups": [math.exp(value) for value in ratios],
         "smallest_detectable": _detectable(ratios),
@@ -136,8 +139,10 @@ def _arm(plan: Plan, arm: Arm, curves: dict[int, Curve], derived: Any = None) ->
 
 def _verdict(plan: Plan, claim: dict[str, Any] | None) -> tuple[str, str]:
     missing = [spec for spec in plan.specs() if plan.find(spec) is None]
-    if claim is None or claim["speedup"] is None or missing or plan.next():
+    if claim is None or missing or plan.next():
         return "incomplete", "Not finished: run the same command again to go on."
+    if claim["speedup"] is None:
+        return "no gain shown", f"No gain shown: {claim['note'] or 'nothing can be compared'}."
     ratio, n = claim["speedup"], claim["n"]
     times = f"{ratio['mean']:.3f}x as fast as the equally tuned plain loop to the same loss"
     if n < 3:

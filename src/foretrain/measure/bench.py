@@ -96,21 +96,27 @@ def other_version(path: Path) -> Version:
 
 
 def run(plan: Plan, versions: Sequence[Version], progress: Progress) -> list[Measured]:
-    """Rounds over all groups; within each the versions take turns, A B then B A."""
+    """Rounds over all groups; within each the versions take turns, A B then B A.
+
+    What fails in one version is not timed again in any.
+    """
     measured = [Measured(version) for version in versions]
     groups = plan.groups()
     total, done = plan.processes * len(groups) * len(versions), 0
     for turn in range(plan.processes):
         for group in groups:
             for one in measured if turn % 2 == 0 else reversed(measured):
-                progress(done, total, f"{group[0]}{' ...' if len(group) > 1 else ''}")
-                _take(one, group, _time(one.version, group, plan))
+                failed = {name for other in measured for name in other.failures}
+                names = [name for name in group if name not in failed]
+                if names:
+                    progress(done, total, f"{names[0]}{' ...' if len(names) > 1 else ''}")
+                    _take(one, names, _time(one.version, names, plan))
                 done += 1
+        for one in measured:
+            if not one.processes:
+                reasons = "; ".join(sorted(set(one.failures.values())))
+                raise ForetrainError(f"no benchmark could be timed in {one.version.label!r}: {reasons}")
     progress(done, total, "done")
-    for one in measured:
-        if not one.processes:
-            reasons = "; ".join(sorted(set(one.failures.values())))
-            raise ForetrainError(f"no benchmark could be timed in {one.version.label!r}: {reasons}")
     return measured
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -111,7 +112,7 @@ def comparison_table(verdicts: Mapping[str, Verdict], seconds: bool, a: str, b: 
             *(time_in_words(median, seconds) for median in verdict.medians),
             percent(verdict.ratio),
             f"{percent(low)} .. {percent(high)}",
-            f"{100 * (2.718281828459045**verdict.delta - 1):.1f} %",
+            f"{100 * math.expm1(verdict.delta):.1f} %",
             f"[{_COLOURS[verdict.verdict]}]{verdict.verdict}[/]",
             needed,
         )

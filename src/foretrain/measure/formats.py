@@ -156,13 +156,13 @@ def _read_plain(results: Results, content: Mapping[str, Any]) -> None:
 
 
 def _read_criterion(results: Results, text: str) -> None:
-    """`name   time:   [low middle high]`; a long name stands on the line before."""
+    """`name   time:   [low middle high]`; a long name stands on the line before. Changes in percent have no unit."""
     before = ""
     for line in _COLOURS.sub("", text).splitlines():
         found = _TIME.match(line)
         if found:
             name = found["name"].strip() or before
-            if name and not name.endswith("change:"):
+            if name:
                 results.add(name, [float(found["middle"]) * _SECONDS[found["unit"]]])
         if line.strip():
             before = line.strip()

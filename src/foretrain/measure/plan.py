@@ -27,6 +27,8 @@ class Arm:
     """The arm whose learning rate it takes; empty: its own, swept."""
     rung: str = ""
     """What it changes, if it is a rung of the ladder."""
+    budget: float = 1.0
+    """Its length, as a factor on `max_steps`: a much faster arm must end where the plain loop's budgets reach."""
     once: bool = False
     """One seed is enough: it changes only how fast the same is computed."""
 
@@ -84,6 +86,9 @@ class Plan:
             raise InputError(
                 "there is nothing to compare: hybrid.mode = 'off' and predictor.beta = 0 is the plain loop itself"
             )
+        names = [arm.name for arm in (PLAIN, *self.claims, STILL, REPEAT, SAME_PASSES, SAME_SECONDS)]
+        if len(set(names)) < len(names):
+            raise InputError(f"two arms have the same name; there are {', '.join(sorted(names))}")
         self.controls = [STILL, REPEAT] if options.controls and hybrid_moves else []
 
     @property
@@ -196,7 +201,8 @@ class Plan:
 
     def _spec(self, arm: Arm, seed: int, rate: float | None = None, steps: int | None = None) -> Spec:
         factor = rate if rate is not None else self.best_rate(arm)
-        return Spec(arm.name, seed, factor or 1.0, steps or self.base.max_steps, dict(arm.settings), arm.control)
+        length = steps or self._steps(arm.budget)
+        return Spec(arm.name, seed, factor or 1.0, length, dict(arm.settings), arm.control)
 
 
 def _usable(result: Result | None) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -126,6 +127,7 @@ def bootstrap_ratio(
     return Ratio(effect, float(low), float(high))
 
 
+@cache
 def small_sample_widening(a: int, b: int, level: float = 0.95) -> float:
     """Student's quantile over the normal one; 1 for many processes."""
     probability = (1 + level) / 2

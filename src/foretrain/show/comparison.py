@@ -83,9 +83,12 @@ def print_comparison(result: Mapping[str, Any], page: str, console: Console | No
     console.print(table)
     if analysis["ladder"]:
         console.print(_ladder(analysis["ladder"]))
+    notes: dict[str, list[str]] = {}
     for arm in analysis["arms"]:
         if arm["note"]:
-            console.print(f"{arm['label']}: {arm['note']}", style="dim", highlight=False)
+            notes.setdefault(arm["note"], []).append(arm["label"])
+    for note, labels in notes.items():
+        console.print(f"{'; '.join(labels)}: {note}", style="dim", highlight=False)
     if not result["complete"]:
         console.print(f"{len(result['missing'])} known runs are still to do.", highlight=False)
     console.print(f"page: {page}", highlight=False, soft_wrap=True)
