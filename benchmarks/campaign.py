@@ -182,7 +182,7 @@ def main() -> None:
     parser.add_argument("--rates", type=float, nargs="+", default=[0.5, 1.0, 2.0])
     parser.add_argument("--budgets", type=float, nargs="+", default=[0.7, 1.0, 1.4])
     parser.add_argument("--ladder", action="store_true")
-    parser.add_argument("--no-arms", action="store_true", help="only plain and hybrid")
+    parser.add_argument("--arms", nargs="*", help="only these, beside plain and hybrid")
     parser.add_argument("--no-controls", action="store_true")
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--device", default="cuda")
@@ -198,7 +198,8 @@ def main() -> None:
         options.seeds,
         tuple(options.rates),
         tuple(options.budgets),
-        (() if options.no_arms else ARMS) + (rungs(base) if options.ladder else ()),
+        tuple(arm for arm in ARMS if options.arms is None or arm.name in options.arms)
+        + (rungs(base) if options.ladder else ()),
         not options.no_controls,
     )
     comparison = Comparison(task, base, plan, options.out / options.task)

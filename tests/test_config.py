@@ -727,7 +727,8 @@ def test_the_changed_values_alone_load_back_equal(tmp_path: Path) -> None:
 
 
 def test_a_preset_overridden_by_the_default_survives_the_way_out_and_in(tmp_path: Path) -> None:
-    config = from_mapping({"preset": "small", "optimizer.learning_rate": Config().optimizer.learning_rate})
+    settings = {"optimizer.type": Config().optimizer.type, "hybrid.confidence_threshold": 0.5}
+    config = from_mapping({"preset": "small", **settings})
     assert load_text(tmp_path, to_toml(config)).config == config
     assert load_text(tmp_path, to_toml(config, changed_only=True)).config == config
 

@@ -24,6 +24,7 @@ QUICK: dict[str, Any] = {
     "hybrid.window_steps": 5,
     "hybrid.max_predict_steps": 20,
     "hybrid.secant_pairs": 0,
+    "optimizer.type": "adamw",
     "optimizer.weight_decay": 0.0,
     "schedule.type": "constant",
 }

@@ -83,8 +83,8 @@ class OptimizerConfig(Section):
 
     type: Literal["adamw", "adam", "sgd", "muon"] = "muon"
     """`muon` orthogonalises the updates of hidden matrices and uses AdamW for everything else."""
-    learning_rate: Positive = 2e-3
-    """Peak learning rate."""
+    learning_rate: Positive | None = None
+    """Peak learning rate. Unset: 6e-3 for `muon`, 2e-3 for the others."""
     weight_decay: NonNegative = 0.1
     """Pull towards zero, on matrices only. Decoupled from the gradient, except for `adam` and `sgd`."""
     beta1: Fraction = 0.9
@@ -104,6 +104,11 @@ class OptimizerConfig(Section):
     or sqrt(max(1, rows/columns)), which wants about ten times higher ones."""
     gradient_clip_norm: NonNegative = 1.0
     """Largest allowed global gradient norm. 0: no clipping."""
+
+    @property
+    def peak_rate(self) -> float:
+        """The learning rate, also where none is set."""
+        return self.learning_rate or (6e-3 if self.type == "muon" else 2e-3)
 
 
 class ScheduleConfig(Section):
@@ -358,10 +363,10 @@ class Config(Section):
         warmup = self.schedule.warmup_steps or 0
         if self.schedule.type in ("wsd", "cosine") and warmup >= self.max_steps > 1:
             raise ValueError(f"schedule.warmup_steps = {warmup} leaves nothing of max_steps = {self.max_steps}")
-        if self.schedule.type == "cyclic" and self.schedule.base_rate > self.optimizer.learning_rate:
+        if self.schedule.type == "cyclic" and self.schedule.base_rate > self.optimizer.peak_rate:
             raise ValueError(
                 f"schedule.base_rate = {self.schedule.base_rate} is above "
-                f"optimizer.learning_rate = {self.optimizer.learning_rate}"
+                f"optimizer.learning_rate = {self.optimizer.peak_rate}"
             )
         return self
 

@@ -168,23 +168,31 @@ class HybridTrainer(Engine):
         return result
 
     def _rest(self, pilot: Pilot, batch: Any) -> StepResult:
-        """FULL while nothing would come of watching the weights: only now and then the losses are looked at."""
-        if self.meter.noted is None:
-            self.meter.fetch()  # what is older was watched
-            self.meter.noted = []
-        result = self._result(Phase.FULL, self._full_step(batch))
-        pilot.count(1, Phase.FULL)
+        """Full steps while nothing would come of watching the weights: only now and then losses are looked at."""
+        phase = self.phase
+        if not self.meter.noting:
+            self.meter.start_noting()
+        result = self._result(phase, self._full_step(batch))
+        pilot.count(1, phase)
         pilot.rest_steps -= 1
         if pilot.rest_steps % _LOOK_EVERY == 0:
-            numbers = [(torch.nan if skipped else loss, norm) for loss, norm, skipped in self.meter.take_noted()]
-            for action in pilot.rested(self.global_step, numbers, fp16=self.precision.scaled):
-                self._carry_out(action)
-            self._follow_recovery(pilot)
-            self.mover.keep_safe()
+            self._look(pilot)
         if pilot.rest_steps == 0:
-            self.meter.noted = None
+            self.meter.stop_noting()
             pilot.wake()
         return result
+
+    def _look(self, pilot: Pilot) -> None:
+        """At the losses of a rest. What is seen on a GPU is one look old, except at the end: the device never waits."""
+        rows = self.meter.take_noted(everything=pilot.rest_steps == 0)
+        numbers = [(torch.nan if skipped else loss, norm) for loss, norm, skipped in rows]
+        actions = pilot.rested(self.global_step - self.meter.untaken, numbers, fp16=self.precision.scaled)
+        for action in actions:
+            self._carry_out(action)
+        if any(action.kind is Kind.ROLL_BACK for action in actions):
+            self.meter.start_noting()  # what came after the fault was taken back
+        self._follow_recovery(pilot)
+        self.mover.keep_safe()
 
     def _predict(self, batch: Any) -> StepResult:
         """PREDICT: the weights move as forecast, forward only. A refused move leaves everything as it was."""
@@ -326,7 +334,6 @@ class HybridTrainer(Engine):
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that decides how the run goes on, also in the middle of a move. Tensors are not copied."""
-        self.meter.fetch()  # a rest looks at these numbers later
         state = super().state_dict()
         state["look_ahead"] = self.look_ahead.state_dict() if self.look_ahead is not None else None
         state["hybrid"] = None

@@ -28,7 +28,8 @@ def test_no_feature_is_constant_over_a_run(monkeypatch: pytest.MonkeyPatch) -> N
     targets = inputs @ (3 * torch.randn(20, 1, generator=generator)) + 0.3 * torch.randn(2000, 1, generator=generator)
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(20, 16), nn.Tanh(), nn.Linear(16, 1))
-    config = from_mapping({"max_steps": 1000, "optimizer.learning_rate": 5e-4, "device": "cpu"})
+    settings = {"optimizer.type": "adamw", "optimizer.learning_rate": 5e-4, "audit.time_budget": 0.2}
+    config = from_mapping({"max_steps": 1000, "device": "cpu", **settings})
     trainer = HybridTrainer(model, None, lambda model, batch: F.mse_loss(model(batch[0]), batch[1]), config)
     while trainer.global_step < 1000 or trainer.judging:
         rows = torch.randint(0, 2000, (32,), generator=generator)

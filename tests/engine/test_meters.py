@@ -52,19 +52,54 @@ def test_when_every_step_was_skipped_all_of_them_are_counted() -> None:
 def test_what_is_noted_is_told_once_more_whatever_is_read() -> None:
     meter = StepMeter()
     meter.add(output(1.0))
-    meter.fetch()
-    assert meter.noted is None
-    meter.noted = []
+    assert not meter.noting
+    meter.start_noting()
     for loss in (2.0, 3.0):
         meter.add(output(loss, 2 * loss))
         meter.read()
     meter.add(output(4.0, 8.0, skipped=True))
+    assert meter.untaken == 3
     assert meter.take_noted() == [(2.0, 4.0, 0.0), (3.0, 6.0, 0.0), (4.0, 8.0, 1.0)]
     assert meter.take_noted() == []
+    assert meter.untaken == 0
     assert meter.read().steps == 1
-    again = StepMeter(0, 0, [], [(2.0, 4.0, 0.0)])
-    again.add(output(3.0, 6.0))
-    assert again.take_noted() == [(2.0, 4.0, 0.0), (3.0, 6.0, 0.0)]
+    meter.stop_noting()
+    assert not meter.noting
+
+
+@pytest.mark.parametrize("saved_after", [None, 2, 4, 5, 7])
+@pytest.mark.parametrize("read_after", [None, 3, 6])
+def test_a_lagging_meter_tells_each_row_one_look_late_whenever_it_is_read_or_saved(
+    saved_after: int | None, read_after: int | None
+) -> None:
+    meter = StepMeter(lagging=True)
+    meter.add(output(0.0))
+    meter.start_noting()
+    looks = []
+    for number in range(1, 10):
+        meter.add(output(float(number)))
+        if number == read_after:
+            meter.read()
+        if number == saved_after:
+            state = meter.state_dict()
+            meter = StepMeter(lagging=True)
+            meter.load_state_dict(state)
+        if number % 2 == 0:
+            looks.append([row[0] for row in meter.take_noted()])
+    assert looks == [[], [1, 2], [3, 4], [5, 6]]
+    assert meter.untaken == 3
+    assert [row[0] for row in meter.take_noted(everything=True)] == [7, 8, 9]
+
+
+def test_noting_anew_forgets_what_was_noted() -> None:
+    meter = StepMeter(lagging=True)
+    meter.start_noting()
+    for number in range(4):
+        meter.add(output(float(number)))
+    meter.start_noting()
+    meter.add(output(9.0))
+    assert meter.take_noted() == []
+    assert [row[0] for row in meter.take_noted()] == [9.0]
 
 
 def test_steps_in_a_row_are_counted_over_readings() -> None:

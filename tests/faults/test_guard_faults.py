@@ -234,7 +234,8 @@ def test_an_oscillating_loss_lowers_the_rate() -> None:
 def test_a_slow_drift_lengthens_the_full_steps() -> None:
     """By less than half of what was gained; more would be a runaway."""
     rising = tampered(offset=lambda position: 0.0012 * (position - 560))
-    run = faulty(between(560, 10**9, rising), {"max_steps": 900}).run()
+    watched = {"audit.time_budget": 1.0, "hybrid.confidence_threshold": 0.9999}  # it waits for a move, so it watches
+    run = faulty(between(560, 10**9, rising), {"max_steps": 900, **watched}).run()
     event = next(event for event in run.events if isinstance(event, Recovered) and not event.advice)
     assert event.action == "force_full"
     assert "rose by" in event.text

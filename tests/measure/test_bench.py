@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import foretrain
+from foretrain import environment
 from foretrain.errors import ForetrainError, InputError
 from foretrain.measure import bench, worker
 from foretrain.measure.hotpaths import BENCHMARKS, HORIZONS, PREDICTORS
@@ -247,15 +248,15 @@ class TestRecord:
         source = tmp_path / "src"
         (source / "foretrain").mkdir(parents=True)
         (source / "foretrain" / "__init__.py").write_text("x = 1\n", encoding="utf-8")
-        assert bench.commit_of(source) is None
-        assert bench.commit_of(None) is None
+        assert environment.commit_of(source) is None
+        assert environment.commit_of(None) is None
         git = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x@y"]
         subprocess.run([*git, "init", "-q"], check=True)
-        assert bench.commit_of(source) is None  # git does not know the file
+        assert environment.commit_of(source) is None  # git does not know the file
         subprocess.run([*git, "add", "."], check=True)
         subprocess.run([*git, "commit", "-qm", "one"], check=True)
-        commit = bench.commit_of(source)
+        commit = environment.commit_of(source)
         assert commit is not None
         assert len(commit) == 12
         (source / "foretrain" / "__init__.py").write_text("x = 2\n", encoding="utf-8")
-        assert bench.commit_of(source) == f"{commit}-changed"
+        assert environment.commit_of(source) == f"{commit}-changed"

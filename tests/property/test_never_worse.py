@@ -193,6 +193,6 @@ def test_a_perfect_predictor_ends_no_worse(mode: str, search: Any) -> None:
 
 
 def test_what_is_saved_by_a_perfect_predictor_is_said() -> None:
-    summary = bowl(Perfect(1.0, 0.1)).run().trainer.summary()
+    summary = bowl(Perfect(1.0, 0.1), audit__time_budget=0.03).run().trainer.summary()
     assert summary["audit"]["gain_percent"] > 0
     assert summary["audit"]["sentence"].startswith("prediction saved")

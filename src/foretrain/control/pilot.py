@@ -208,6 +208,12 @@ class Pilot:
             self._next_cycle(step, confidence, answer)
         return transition
 
+    @property
+    def _too_dear(self) -> bool:
+        """An audit costs more than this run may spend, and nothing but an audit can tell what a move is worth."""
+        cost = self._correct_steps(True) + _PROBES_OF_AUDIT
+        return not self.counts.tried and not self.predictability.low_noise and cost > self.gate.allowed
+
     def _cycle_is_over(self) -> bool:
         """A FULL phase of full length, in which forecasts could be scored."""
         full = self.machine.phase is Phase.FULL and self.machine.steps_in_phase >= self.machine.full_steps_needed
@@ -308,9 +314,8 @@ class Pilot:
         return Context(self.machine.phase, skipped=self.config.guard.nan_check)
 
     def _sentence(self, others: float) -> str:
-        cost = self._correct_steps(True) + _PROBES_OF_AUDIT
-        if not self.counts.tried and not self.predictability.low_noise and cost > self.gate.allowed:
-            return f"prediction was {self.gate.too_dear(cost)}"
+        if self._too_dear:
+            return f"prediction was {self.gate.too_dear(self._correct_steps(True) + _PROBES_OF_AUDIT)}"
         return self.ledger.sentence(others)
 
     def summary(self, backward_passes: int) -> dict[str, Any]:

@@ -73,7 +73,7 @@ class Engine:
         self._run_step: Callable[[Any], StepOutput] | None = None
         self._run_gradient: GraphedGradient | None = None
         self._loss_takes_derivatives = False
-        self.meter = StepMeter()
+        self.meter = StepMeter(lagging=self.device.type == "cuda")
         self.clock = Stopwatch()
         self.global_step = 0
         self.tokens = 0
@@ -210,10 +210,7 @@ class Engine:
                 **{name: getattr(self, name) for name in _COUNTS + _LOSSES},
                 "probe_tokens": self.probe_tokens,
                 "seconds": self.clock.seconds,
-                "skipped": self.meter.skipped,
-                "skipped_in_a_row": self.meter.skipped_in_a_row,
-                "unread": self.meter.unread,
-                "noted": self.meter.noted,
+                **self.meter.state_dict(),
             },
         }
 
@@ -248,8 +245,7 @@ class Engine:
         self._put_back_training(state, origin)
         progress = state["progress"]
         self.clock = Stopwatch(float(progress["seconds"]))
-        unread, noted = progress["unread"], progress.get("noted")
-        self.meter = StepMeter(progress["skipped"], progress["skipped_in_a_row"], unread, noted)
+        self.meter.load_state_dict(progress)
         self.probe_tokens = int(progress.get("probe_tokens", 0))
         for name in _COUNTS:
             setattr(self, name, int(progress[name]))

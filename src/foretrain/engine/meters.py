@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from torch import Tensor
 from foretrain.engine.step import StepOutput
 
 _READ_AT_LEAST_EVERY = 1000
+Row = tuple[float, float, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,47 +29,122 @@ class Reading:
 
 
 class StepMeter:
-    """Collects step outputs without looking at them. `read` is the only place that waits for the device."""
+    """Collects step outputs without looking at them. Only `read` and `fetch` wait for the device.
 
-    def __init__(
-        self,
-        skipped: int = 0,
-        skipped_in_a_row: int = 0,
-        unread: Sequence[tuple[float, float, float]] = (),
-        noted: Sequence[tuple[float, float, float]] | None = None,
-    ) -> None:
+    Somebody who wants every single row starts noting, and takes the rows now and then. On a GPU rows are taken one look
+    late: by then they have long arrived, and the device never stands still for it.
+    """
+
+    def __init__(self, lagging: bool = False) -> None:
+        self._lagging = lagging
         self._outputs: list[Tensor] = []
-        self.noted = None if noted is None else _rows(noted)
-        """The same rows once more for whoever takes them with `take_noted`; None while nobody wants them."""
-        self.unread = _rows(unread)
+        self._flights: list[tuple[Tensor, torch.cuda.Event | None]] = []
+        """Rows on their way to the host."""
+        self.unread: list[Row] = []
         """(loss, gradient norm, skipped) of the steps since the last reading, as far as they were fetched."""
-        self.skipped = int(skipped)
+        self.skipped = 0
         """Skipped steps so far."""
-        self.skipped_in_a_row = int(skipped_in_a_row)
+        self.skipped_in_a_row = 0
+        self._noted: list[Row] | None = None
+        """The same rows once more for whoever takes them; None while nobody wants them."""
+        self._due = 0
+        """How many of them were made before the last look."""
+        self._made = 0
+        """Rows made since noting began that were not taken yet, those on their way included."""
 
     def add(self, output: StepOutput) -> None:
         self._outputs.extend((output.loss, output.gradient_norm, output.skipped))
+        self._made += 1
         if len(self._outputs) >= 3 * _READ_AT_LEAST_EVERY:
             self.fetch()
 
     def fetch(self) -> None:
+        """All rows to the host, now."""
+        self._launch()
+        while self._flights:
+            self._land()
+
+    def _launch(self) -> None:
         if not self._outputs:
             return
-        values = torch.stack([value.float() for value in self._outputs]).tolist()
+        rows = torch.stack([value.float() for value in self._outputs])
         self._outputs.clear()
-        rows = list(zip(values[::3], values[1::3], values[2::3], strict=True))
-        for _, _, skipped in rows:
+        event = None
+        if rows.is_cuda:
+            rows = torch.empty(rows.shape, pin_memory=True).copy_(rows, non_blocking=True)
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+        self._flights.append((rows, event))
+
+    def _land(self) -> None:
+        rows, event = self._flights.pop(0)
+        if event is not None:
+            event.synchronize()
+        values = rows.tolist()
+        found = list(zip(values[::3], values[1::3], values[2::3], strict=True))
+        for _, _, skipped in found:
             self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
             self.skipped += int(skipped)
-        self.unread.extend(rows)
-        if self.noted is not None:
-            self.noted.extend(rows)
+        self.unread.extend(found)
+        if self._noted is not None:
+            self._noted.extend(found)
 
-    def take_noted(self) -> list[tuple[float, float, float]]:
-        """(loss, gradient norm, skipped) of the steps since `noted` was started or last taken."""
+    # --- every single row --------------------------------------------------------------------------------------------
+
+    @property
+    def noting(self) -> bool:
+        return self._noted is not None
+
+    def start_noting(self) -> None:
+        """From now on, whatever was noted before."""
         self.fetch()
-        rows, self.noted = self.noted or [], []
+        self._noted, self._due, self._made = [], 0, 0
+
+    def stop_noting(self) -> None:
+        self._noted = None
+
+    def take_noted(self, everything: bool = False) -> list[Row]:
+        """(loss, gradient norm, skipped) of the steps up to the last look, or of all steps."""
+        if everything or not self._lagging:
+            self.fetch()
+            rows, self._noted = self._noted or [], []
+            self._due = self._made = 0
+            return rows
+        while self._flights:
+            self._land()
+        self._launch()
+        noted = self._noted or []
+        rows, self._noted = noted[: self._due], noted[self._due :]
+        self._made -= len(rows)
+        self._due = self._made
         return rows
+
+    @property
+    def untaken(self) -> int:
+        """Rows that the next look, or the one after it, will see."""
+        return self._made
+
+    # --- state -------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Fetches everything first."""
+        self.fetch()
+        return {
+            "skipped": self.skipped,
+            "skipped_in_a_row": self.skipped_in_a_row,
+            "unread": list(self.unread),
+            "noted": None if self._noted is None else list(self._noted),
+            "due": self._due,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._outputs.clear()
+        self._flights.clear()
+        self.skipped, self.skipped_in_a_row = int(state["skipped"]), int(state["skipped_in_a_row"])
+        self.unread = _rows(state["unread"])
+        noted = state.get("noted")
+        self._noted = None if noted is None else _rows(noted)
+        self._due, self._made = int(state.get("due", 0)), len(noted or ())
 
     def read(self) -> Reading | None:
         """Averages over good steps since the last call (all steps, if none was good); None if there was no step."""
@@ -84,7 +161,7 @@ class StepMeter:
         )
 
 
-def _rows(rows: Sequence[tuple[float, float, float]]) -> list[tuple[float, float, float]]:
+def _rows(rows: Sequence[Row]) -> list[Row]:
     return [(float(loss), float(norm), float(bad)) for loss, norm, bad in rows]
 
 

@@ -17,7 +17,7 @@ def build(model: nn.Module, config: OptimizerConfig) -> Optimizer:
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     matrices = [p for p in trained.values() if p.ndim >= 2]
     vectors = [p for p in trained.values() if p.ndim < 2]
-    rate: Any = config.learning_rate
+    rate: Any = config.peak_rate
     if any(p.is_cuda for p in trained.values()):
         rate = torch.tensor(rate, device=next(p.device for p in trained.values() if p.is_cuda))
     groups = [
@@ -52,7 +52,7 @@ def _build_muon(
     hidden = [p for p in trained.values() if p.ndim == 2 and id(p) not in embeddings]
     others = [p for p in trained.values() if p.ndim >= 2 and (p.ndim > 2 or id(p) in embeddings)]
     vectors = [p for p in trained.values() if p.ndim < 2]
-    rest: Any = config.rest_learning_rate or config.learning_rate
+    rest: Any = config.rest_learning_rate or config.peak_rate
     if isinstance(rate, Tensor):
         rest = torch.full_like(rate, float(rest))
     groups = [

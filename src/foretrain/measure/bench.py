@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 import foretrain
+from foretrain import environment
 from foretrain.errors import ForetrainError, InputError
 from foretrain.measure import worker
 from foretrain.measure.formats import FORMAT
@@ -170,7 +171,7 @@ def record(measured: Measured, plan: Plan, command: str, together: str | None = 
         "date": datetime.now().astimezone().isoformat(timespec="seconds"),
         "command": command,
         "version": measured.version.label,
-        "commit": commit_of(measured.version.source),
+        "commit": environment.commit_of(measured.version.source),
         "together": together,
         "environment": measured.environment,
         "unit": "seconds",
@@ -214,25 +215,3 @@ def drift_percent(medians: Sequence[float]) -> float | None:
         return None
     half = len(medians) // 2
     return round(100 * math.expm1(math.log(float(np.median(medians[-half:])) / float(np.median(medians[:half])))), 2)
-
-
-def commit_of(source: Path | None) -> str | None:
-    """Commit of the source folder, with `-changed` where files differ from it; None where git does not know it."""
-    if source is None or not _git(source, "ls-files", "foretrain/__init__.py"):
-        return None
-    commit = _git(source, "rev-parse", "--short=12", "HEAD")
-    return f"{commit}-changed" if commit and _git(source, "status", "--porcelain", "--", "foretrain") else commit
-
-
-def _git(folder: Path, *words: str) -> str | None:
-    try:
-        answer = subprocess.run(  # noqa: S603 - fixed words
-            ["git", "-C", str(folder), *words],  # noqa: S607 - wherever git is
-            capture_output=True,
-            text=True,
-            timeout=30,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return answer.stdout.strip() or None if answer.returncode == 0 else None

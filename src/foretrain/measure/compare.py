@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import time
 from dataclasses import asdict
 from datetime import datetime
@@ -115,7 +114,7 @@ class Comparison:
             "title": self.task.title,
             "command": command,
             "date": datetime.now().astimezone().isoformat(timespec="seconds"),
-            "commit": commit(),
+            "commit": environment.commit_of(Path(__file__).parents[2]),
             "environment": environment.describe(str(choose_device(self.base.device))),
             "config": to_mapping(self.base),
             "settings": {
@@ -161,24 +160,6 @@ def compare(
         result = comparison.result(command)
         comparison.write(result)
     return result
-
-
-def commit() -> str | None:
-    """The version of the source this runs from, where it is a git checkout."""
-    root = Path(__file__).parents[3]
-    if not (root / ".git").exists():  # installed, perhaps inside somebody else's repository
-        return None
-    try:
-        answer = subprocess.run(  # noqa: S603
-            ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=10"],  # noqa: S607
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=False,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return answer.stdout.strip() or None if answer.returncode == 0 else None
 
 
 def _words(spec: Spec) -> str:

@@ -51,7 +51,7 @@ class Spec:
         values: dict[str, Any] = {
             "seed": self.seed,
             "max_steps": self.max_steps,
-            "optimizer.learning_rate": optimizer.learning_rate * self.rate_factor,
+            "optimizer.learning_rate": optimizer.peak_rate * self.rate_factor,
         }
         if optimizer.rest_learning_rate is not None:
             values["optimizer.rest_learning_rate"] = optimizer.rest_learning_rate * self.rate_factor
@@ -108,7 +108,7 @@ def carry_out(
 
 
 def _head(spec: Spec, config: Config, started: str) -> dict[str, Any]:
-    return asdict(spec) | {"learning_rate": config.optimizer.learning_rate, "started": started, "failed": ""}
+    return asdict(spec) | {"learning_rate": config.optimizer.peak_rate, "started": started, "failed": ""}
 
 
 def _trainer(job: Job, spec: Spec, config: Config) -> tuple[HybridTrainer, _Recorder]:
