@@ -121,7 +121,7 @@ def export(
 def compare(
     config: Annotated[
         Path | None,
-        Parameter(help="TOML file. None: the demo task, cut to 240 steps (about 13 minutes on two cores)."),
+        Parameter(help="TOML file. None: the demo task, cut short (about 10 minutes on two cores)."),
     ] = None,
     /,
     *,

@@ -92,9 +92,9 @@ def from_mapping(mapping: Mapping[str, Any], origin: str = "mapping") -> Config:
     return _build(_resolve(_flatten(mapping), origin, notices), origin)
 
 
-def changed(config: Config, values: Mapping[str, Any]) -> Config:
+def changed(config: Config, values: Mapping[str, Any], origin: str = "the changed configuration") -> Config:
     """The same configuration with other values, by dotted names."""
-    return from_mapping(_flatten(to_mapping(config)) | dict(values), "the changed configuration")
+    return from_mapping(_flatten(to_mapping(config)) | dict(values), origin)
 
 
 def to_mapping(config: Config, changed_only: bool = False) -> dict[str, Any]:

@@ -17,10 +17,10 @@ from foretrain.show.comparison_page import page
 ARMS = {
     "plain": ("plain", "the reference, learning rate swept"),
     "hybrid": ("hybrid", "the claim; learning rate swept as hard as plain's"),
-    "plain_passes": ("plain, as many backward passes", "what just training less gives"),
-    "plain_seconds": ("plain, same seconds", "what else could be done with the time"),
-    "hybrid_zero": ("hybrid, no displacement", "phases and probes without prediction: the overhead"),
-    "hybrid_repeat": ("hybrid, last displacement repeated", "the naive predictor that a learned one must beat"),
+    "plain_passes": ("plain, equal passes", "what just training less gives"),
+    "plain_seconds": ("plain, equal seconds", "what else could be done with the time"),
+    "hybrid_zero": ("hybrid, not moving", "phases and probes without prediction: the overhead"),
+    "hybrid_repeat": ("hybrid, repeating", "the naive predictor that a learned one must beat"),
 }
 
 

@@ -18,8 +18,15 @@ from foretrain.measure.plan import Arm, Options
 from foretrain.measure.tasks import TextTask
 from foretrain.show.comparison import ComparisonConsole
 
-DEMO = ("max_steps=240", "evaluation.batches=20", "evaluation.interval=60")
-"""The demo task, short enough that a whole comparison takes minutes."""
+DEMO = (
+    "max_steps=240",
+    "batch_size=8",
+    "evaluation.batches=40",
+    "evaluation.interval=60",
+    "hybrid.warmup_steps=50",
+    "audit.time_budget=0.1",
+)
+"""The demo task, short enough that a whole comparison takes minutes; moves are tried although they cannot pay."""
 
 
 def run_comparison(
@@ -37,6 +44,8 @@ def run_comparison(
     """The result and the path of its page."""
     config = configuration.load(path, [*(DEMO if path is None else ()), *settings]).config
     further = (*(parse_arm(text) for text in arms), *(rungs(config) if ladder else ()))
+    for arm in further:
+        configuration.changed(config, arm.settings, f"--arm {arm.name!r}")
     options = Options(
         seeds=seeds,
         rates=tuple(rates) if rates else Options.rates,
@@ -49,7 +58,10 @@ def run_comparison(
         comparison = Comparison(task, config, options, out or default_folder(config))
         try:
             comparison.run(console, minutes)
-        finally:  # also after Ctrl-C: what is there is shown
+        except KeyboardInterrupt:
+            console.say(f"stopped; what is finished is kept in {comparison.folder}: the same command goes on")
+            raise
+        finally:  # also then: what is there is shown
             result = comparison.result("foretrain " + shlex.join(arguments))
             page = comparison.write(result)
     finally:

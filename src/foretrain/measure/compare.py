@@ -104,9 +104,11 @@ class Comparison:
         """Every raw number and what follows from them."""
         plan = self.plan
         specs = {self._key(spec): spec for spec in plan.specs()}
-        runs = [dict(result) for spec in specs.values() if (result := self.find(spec)) is not None]
-        for run in runs:
-            run["label"], run["budget"] = run["arm"], run["max_steps"] / self.base.max_steps
+        runs = [
+            dict(result) | {"arm": spec.arm, "label": spec.arm, "budget": spec.max_steps / self.base.max_steps}
+            for spec in specs.values()
+            if (result := self.find(spec)) is not None
+        ]
         check_pairing(runs)
         missing = [_words(spec) for spec in specs.values() if self.find(spec) is None]
         return {

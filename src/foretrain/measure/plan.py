@@ -36,17 +36,15 @@ class Arm:
 PLAIN = Arm("plain", "the reference, learning rate swept", PLAIN_SETTINGS)
 HYBRID = Arm("hybrid", "the claim, learning rate swept as hard")
 STILL = Arm(
-    "hybrid, no displacement",
+    "hybrid, not moving",
     "phases and probes without prediction: the overhead",
     {"predictor.beta": 0.0, "hybrid.secant_pairs": 0},
     "still",
     rates_of="hybrid",
 )
-REPEAT = Arm(
-    "hybrid, last displacement repeated", "the naive predictor that a learned one must beat", {}, "repeat", "hybrid"
-)
-SAME_PASSES = Arm("plain, as many backward passes", "what 'just train less' gives", PLAIN_SETTINGS, rates_of="plain")
-SAME_SECONDS = Arm("plain, same seconds", "what the user would do with the time", PLAIN_SETTINGS, rates_of="plain")
+REPEAT = Arm("hybrid, repeating", "the naive predictor that a learned one must beat", {}, "repeat", "hybrid")
+SAME_PASSES = Arm("plain, equal passes", "what 'just train less' gives", PLAIN_SETTINGS, rates_of="plain")
+SAME_SECONDS = Arm("plain, equal seconds", "what the user would do with the time", PLAIN_SETTINGS, rates_of="plain")
 
 
 @dataclass(frozen=True)
@@ -88,7 +86,7 @@ class Plan:
             )
         names = [arm.name for arm in (PLAIN, *self.claims, STILL, REPEAT, SAME_PASSES, SAME_SECONDS)]
         if len(set(names)) < len(names):
-            raise InputError(f"two arms have the same name; there are {', '.join(sorted(names))}")
+            raise InputError(f"two arms have the same name; taken are {', '.join(map(repr, names))}")
         self.controls = [STILL, REPEAT] if options.controls and hybrid_moves else []
 
     @property

@@ -50,10 +50,14 @@ class ComparisonConsole:
         self._done += self._run_steps
         outcome = f"failed: {result['failed']}" if result["loss"] is None else f"loss {result['loss']:.4f}"
         seconds = "" if result["loss"] is None else f", {result['seconds']:.1f} s"
-        self._console.print(f"{_name(spec)}: {outcome}{seconds}", highlight=False, soft_wrap=True)
+        self.say(f"{_name(spec)}: {outcome}{seconds}")
+
+    def say(self, text: str) -> None:
+        self._console.print(text, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
-        self._progress.stop()
+        if self._live:
+            self._progress.stop()
 
 
 def _name(spec: Any) -> str:
@@ -65,22 +69,7 @@ def print_comparison(result: Mapping[str, Any], page: str, console: Console | No
     console = console or Console()
     analysis = result["analysis"]
     console.print(f"\n[bold]{analysis['sentence']}[/bold]", highlight=False)
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("arm")
-    for heading in ("rate", "seeds", "held-out loss", "seconds", "backward", "speed-up to equal loss", "detectable"):
-        table.add_column(heading, justify="right")
-    for arm in analysis["arms"]:
-        table.add_row(
-            arm["label"],
-            f"{arm['learning_rate']:.3g}",
-            str(arm["n"]),
-            _with_deviation(arm["loss_mean"], arm["loss_deviation"]),
-            f"{arm['seconds_mean']:.1f}",
-            f"{arm['backward_passes_mean']:,.0f}",
-            _ratio(arm["speedup"]),
-            "" if arm["smallest_detectable"] is None else f"{arm['smallest_detectable'] - 1:.1%}",
-        )
-    console.print(table)
+    console.print(_arms(analysis["arms"], wide=console.width >= 110))
     if analysis["ladder"]:
         console.print(_ladder(analysis["ladder"]))
     notes: dict[str, list[str]] = {}
@@ -92,6 +81,27 @@ def print_comparison(result: Mapping[str, Any], page: str, console: Console | No
     if not result["complete"]:
         console.print(f"{len(result['missing'])} known runs are still to do.", highlight=False)
     console.print(f"page: {page}", highlight=False, soft_wrap=True)
+
+
+def _arms(arms: list[dict[str, Any]], wide: bool) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("arm", no_wrap=True)
+    more = ("passes", "detectable") if wide else ()
+    for heading in ("rate", "seeds", "loss", "seconds", "speed-up to equal loss", *more):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for arm in arms:
+        seen = arm["smallest_detectable"]
+        extra = (f"{arm['backward_passes_mean']:,.0f}", "" if seen is None else f"{seen - 1:.1%}")
+        table.add_row(
+            arm["label"],
+            f"{arm['learning_rate']:.3g}",
+            str(arm["n"]),
+            _with_deviation(arm["loss_mean"], arm["loss_deviation"]) if wide else f"{arm['loss_mean']:.4f}",
+            f"{arm['seconds_mean']:.1f}",
+            _ratio(arm["speedup"]),
+            *(extra if wide else ()),
+        )
+    return table
 
 
 def _ladder(rungs: list[dict[str, Any]]) -> Table:
