@@ -158,7 +158,7 @@ class EngineConfig(Section):
     """How a step is executed. None of these changes what is computed, only how fast and in how much memory."""
 
     compile: Switch = "auto"
-    """`torch.compile`. `auto`: on a CUDA GPU."""
+    """`torch.compile`. `auto`: on a CUDA GPU. A loss that takes derivatives itself is run as it is."""
     cuda_graph: Switch = "auto"
     """Record the whole step as one CUDA graph. `auto`: where launching kernels takes longer than running them."""
     fused_loss: Switch = "auto"

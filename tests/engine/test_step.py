@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from foretrain.config import OptimizerConfig, PrecisionConfig
+from foretrain import HybridTrainer
+from foretrain.config import OptimizerConfig, PrecisionConfig, from_mapping
 from foretrain.engine import optim
 from foretrain.engine.precision import Precision
 from foretrain.engine.step import FullStep, map_tensors, part_weights, split, tensors_of
@@ -437,3 +438,37 @@ def test_evaluation_runs_in_the_precision_of_training(make_model: Make, make_bat
 
     full_step(make_model(), precision="bf16", loss=loss).loss(make_batch())
     assert seen == [torch.bfloat16]
+
+
+def test_a_loss_that_takes_derivatives_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch refuses derivatives of derivatives of compiled code; the loss is then run as it is, and gives the same."""
+    original = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda loss, **settings: original(loss, backend="aot_eager", **settings))
+
+    def bend(model: nn.Module, points: Tensor) -> Tensor:
+        points = points.clone().requires_grad_()
+        values = model(points)
+        (slope,) = torch.autograd.grad(values.sum(), points, create_graph=True)
+        (curvature,) = torch.autograd.grad(slope.sum(), points, create_graph=True)
+        return (curvature + 1).square().mean()
+
+    losses = []
+    for compile_loss in (False, True):
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1))
+        config = from_mapping({"device": "cpu", "max_steps": 6, "engine.compile": compile_loss, "hybrid.mode": "off"})
+        trainer = HybridTrainer(model, None, bend, config)
+        losses.append([trainer.step(torch.linspace(0, 1, 9).view(-1, 1)).loss for _ in range(4)])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def test_other_errors_of_a_compiled_loss_are_not_swallowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda loss, **settings: loss)
+
+    def broken(model: nn.Module, batch: Tensor) -> Tensor:
+        raise RuntimeError("something else")
+
+    config = from_mapping({"device": "cpu", "engine.compile": True, "hybrid.mode": "off"})
+    trainer = HybridTrainer(nn.Linear(1, 1), None, broken, config)
+    with pytest.raises(RuntimeError, match="something else"):
+        trainer.step(torch.zeros(1, 1))

@@ -148,10 +148,24 @@ def _bind(model: nn.Module, loss_function: LossFunction, compile_loss: bool) -> 
     def loss(batch: Any) -> Tensor:
         return loss_function(model, batch)
 
-    if not compile_loss:
-        return loss
-    compiled: Callable[[Any], Tensor] = torch.compile(loss, dynamic=False)
-    return compiled
+    return _Compiled(loss) if compile_loss else loss
+
+
+class _Compiled:
+    """A compiled loss; or, if it takes derivatives itself, as in physics-informed networks, the loss as it is."""
+
+    def __init__(self, loss: Callable[[Any], Tensor]) -> None:
+        self._plain = loss
+        self._loss: Callable[[Any], Tensor] = torch.compile(loss, dynamic=False)
+
+    def __call__(self, batch: Any) -> Tensor:
+        try:
+            return self._loss(batch)
+        except RuntimeError as error:
+            if self._loss is self._plain or "double backward" not in str(error):
+                raise
+            self._loss = self._plain  # torch cannot compile derivatives of derivatives
+            return self._plain(batch)
 
 
 def _attention_order(device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
