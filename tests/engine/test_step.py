@@ -440,6 +440,7 @@ def test_evaluation_runs_in_the_precision_of_training(make_model: Make, make_bat
     assert seen == [torch.bfloat16]
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's tracer looks at it
 def test_a_loss_that_takes_derivatives_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch refuses derivatives of derivatives of compiled code; the loss is then run as it is, and gives the same."""
     original = torch.compile
