@@ -93,7 +93,7 @@ def main() -> None:
     settings = [f"data.path={options.data}"] if options.data else []
     # In WARMUP every window is watched and nothing is moved.
     settings += [f"max_steps={options.steps}", f"hybrid.warmup_steps={options.steps}", *options.set]
-    config = load(None, settings).config
+    config = load(None, ["optimizer.type=adamw", *settings]).config
     result = watch(config, options.skip)
     report = {
         "benchmark": "forecast quality",

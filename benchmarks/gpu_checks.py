@@ -30,7 +30,8 @@ TOKENS = np.random.default_rng(1).zipf(1.3, 400_000).clip(max=999).astype(np.uin
 def trainer(**settings: Any) -> tuple[HybridTrainer, Loader]:
     """A small GPT on the GPU."""
     values = {"device": "cuda", "max_steps": 40, "batch_size": 8, "model.width": 128, "model.context": 64}
-    config = from_mapping({**values, "model.vocab_size": 1000, "optimizer.learning_rate": 1e-3, **settings})
+    values |= {"model.vocab_size": 1000, "optimizer.type": "adamw", "optimizer.learning_rate": 1e-3}
+    config = from_mapping({**values, **settings})
     made = HybridTrainer(run.build_model(config), config=config)
     return made, Loader(TokenWindows(TOKENS, 64, 1), config.batch_size, 1, pin_memory=True)
 

@@ -36,7 +36,7 @@ class Arm:
 
     def __init__(self, device: str, vocabulary: int, **settings: Any) -> None:
         idle = {"audit.time_budget": 0.0, "schedule.type": "constant", "max_steps": 100_000, "hybrid.warmup_steps": 20}
-        config = from_mapping({"device": device, **idle, **settings})
+        config = from_mapping({"device": device, "optimizer.type": "adamw", **idle, **settings})
         tokens = np.random.default_rng(1).zipf(1.2, 2_000_000).clip(max=vocabulary - 1).astype(np.uint16)
         model = run.build_model(config)
         self.trainer = HybridTrainer(model, config=config)

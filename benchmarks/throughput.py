@@ -41,6 +41,7 @@ def engine(size: Size, batch: int, device: str, data: np.ndarray, **settings: An
         "model.width": size.width,
         "model.context": size.context,
         "model.vocab_size": size.vocab,
+        "optimizer.type": "adamw",
         "optimizer.learning_rate": 6e-4,
         **settings,
     }

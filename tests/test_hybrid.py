@@ -183,11 +183,11 @@ def test_a_rollback_of_an_emergency_keeps_the_data_going() -> None:
     run.run(lambda: run.trainer.global_step >= 100)
     trainer = run.trainer
     weights = [p.detach().clone() for p in trainer.model.parameters()]
-    trainer.mover._take_snapshot()
+    trainer.mover.safety.take()
     for _ in range(20):
         run.step()
     position = trainer.position
-    trainer.mover.return_to_safety()
+    trainer.mover.safety.flee()
     assert all(torch.equal(a, b) for a, b in zip(trainer.model.parameters(), weights, strict=True))
     assert trainer.position == position
     assert trainer.global_step == 100 == sum(trainer.summary()["steps"].values())
@@ -671,10 +671,10 @@ def test_a_predictor_that_keeps_the_tensors_it_is_given_does_not_spoil_the_snaps
 
     run = world(Net(), Regression(), IDLE, Keeping())
     run.run(lambda: run.position >= 50)
-    run.trainer.mover._take_snapshot()
+    run.trainer.mover.safety.take()
     counts = []
     for _ in range(2):
-        run.trainer.mover.return_to_safety()
+        run.trainer.mover.safety.flee()
         counts.append(float(run.trainer.observer.predictor.count))
         for _ in range(20):
             run.step()

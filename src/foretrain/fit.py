@@ -80,7 +80,7 @@ class Run:
             elif trainer.global_step < self.config.max_steps:
                 batches = self.batches = Batches(loader, self.emit)
                 if trainer.pilot is not None:
-                    trainer.mover.loader_state = batches.state
+                    trainer.mover.safety.loader_state = batches.state
                 reason = self._loop(batches)
             self._finish(reason)
             trainer.clock.stop()
@@ -112,7 +112,7 @@ class Run:
                         self._save(must=False)
                         raise
                     if trainer.position <= position:  # a rollback went back in the data too
-                        self.loader_state, self.rewound = trainer.mover.rewound_loader_state(), True
+                        self.loader_state, self.rewound = trainer.mover.safety.loader_state_then(), True
                     if first:
                         self._check_first(result)
                         first = False

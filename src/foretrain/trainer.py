@@ -302,7 +302,7 @@ class HybridTrainer(Engine):
         pilot.apply(action, self.global_step)
         self._follow_recovery(pilot)
         if action.kind is Kind.ROLL_BACK and not self.judging:
-            self.mover.return_to_safety()
+            self.mover.safety.flee()
         matters = action.kind is not Kind.CONTINUE or action.advice_only or action.rate_factor != 1.0
         if matters and self._is_news(action):
             self.bus.emit(Recovered(self.global_step, action.kind.value, action.text, action.advice_only))

@@ -91,6 +91,20 @@ def test_a_lagging_meter_tells_each_row_one_look_late_whenever_it_is_read_or_sav
     assert [row[0] for row in meter.take_noted(everything=True)] == [7, 8, 9]
 
 
+def test_a_state_replaces_whatever_the_meter_had_collected() -> None:
+    saved = StepMeter(lagging=True)
+    saved.add(output(5.0))
+    state = saved.state_dict()
+    meter = StepMeter(lagging=True)
+    meter.start_noting()
+    meter.add(output(1.0))
+    meter.take_noted()  # on its way to the host
+    meter.add(output(2.0))
+    meter.load_state_dict(state)
+    assert not meter.noting
+    assert (meter.read().loss, meter.read()) == (5.0, None)
+
+
 def test_noting_anew_forgets_what_was_noted() -> None:
     meter = StepMeter(lagging=True)
     meter.start_noting()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,10 @@ import pytest
 import torch
 
 from foretrain.config import Config, changed, from_mapping
-from foretrain.errors import InputError
+from foretrain.errors import DataError, InputError
 from foretrain.measure.compare import Comparison, compare
-from foretrain.measure.plan import HYBRID, STILL, Arm, Options
-from foretrain.measure.runs import AccountingError, Spec, carry_out
+from foretrain.measure.plan import HYBRID, PLAIN_SETTINGS, STILL, Arm, Options
+from foretrain.measure.runs import AccountingError, Spec, _warm_up, carry_out
 from foretrain.measure.tasks import Job
 from foretrain.trainer import HybridTrainer
 
@@ -126,6 +128,111 @@ def test_a_learning_rate_that_diverges_is_a_result(toy: Toy, base: Config, tmp_p
     assert failed
     assert all(run["failed"] for run in failed)
     assert arm(result, "plain")["learning_rate"] == 0.01
+
+
+def test_a_loss_that_is_no_number_is_a_failure_with_a_reason(base: Config) -> None:
+    class Blind(Toy):
+        def job(self, config: Config) -> Job:
+            job = super().job(config)
+            inputs, targets = job.test[0]
+            return Job(job.model, job.loader, job.held_out, [(inputs, targets * torch.nan)], job.loss_fn)
+
+    result = carry_out(Blind(), Spec("plain", 1, 1.0, 20, {"hybrid.mode": "off"}), base, set())
+    assert (result["loss"], result["held_out_loss"]) == (None, None)
+    assert "no number" in result["failed"]
+
+
+def test_an_error_that_says_nothing_about_the_arm_is_no_result(
+    toy: Toy, base: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would be kept as a diverged run, and never be tried again."""
+
+    def broken(self: HybridTrainer, *_: Any, **__: Any) -> Any:
+        raise DataError("the file is gone")
+
+    monkeypatch.setattr(HybridTrainer, "fit", broken)
+    with pytest.raises(DataError, match="gone"):
+        carry_out(toy, Spec("plain", 1, 1.0, 20, {"hybrid.mode": "off"}), base, set())
+
+
+# --- what a result says ----------------------------------------------------------------------------------------------
+
+
+def test_the_loss_is_that_of_the_test_part_and_the_time_that_of_the_run(
+    toy: Toy, base: Config, work_clock: WorkClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[HybridTrainer] = []
+    fit = HybridTrainer.fit
+
+    def watched(self: HybridTrainer, *arguments: Any, **options: Any) -> Any:
+        kept.append(self)
+        return fit(self, *arguments, **options)
+
+    monkeypatch.setattr(HybridTrainer, "fit", watched)
+    result = carry_out(toy, Spec("plain", 1, 1.0, 20, {"hybrid.mode": "off"}), base, set())
+    job = toy.job(base)
+    assert result["loss"] == kept[0].evaluate(job.test)
+    assert result["held_out_loss"] == kept[0].evaluate(job.held_out) != result["loss"]
+    assert result["seconds"] == 3.0 * 20, "20 backward passes, and nothing of the warm-up or the evaluation"
+
+
+def test_nothing_of_earlier_runs_is_left_when_a_run_begins(
+    toy: Toy, base: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU their weights, snapshots and graphs would fill the memory."""
+    made: list[weakref.ref[HybridTrainer]] = []
+    alive: list[int] = []
+    build, fit = HybridTrainer.__init__, HybridTrainer.fit
+
+    def built(self: HybridTrainer, *arguments: Any, **options: Any) -> None:
+        made.append(weakref.ref(self))
+        build(self, *arguments, **options)
+
+    def watched(self: HybridTrainer, *arguments: Any, **options: Any) -> Any:
+        alive.append(sum(reference() is not None for reference in made))
+        return fit(self, *arguments, **options)
+
+    monkeypatch.setattr(HybridTrainer, "__init__", built)
+    monkeypatch.setattr(HybridTrainer, "fit", watched)
+    gc.disable()
+    try:
+        for seed in (1, 2, 3):
+            carry_out(toy, Spec("hybrid", seed, 1.0, 20), base, set())
+    finally:
+        gc.enable()
+    assert alive == [1, 1, 1]
+
+
+def test_a_run_that_serves_two_arms_stays_the_plain_loops(toy: Toy, base: Config, tmp_path: Path) -> None:
+    twin = Arm("twin", "", PLAIN_SETTINGS, rates_of="plain")
+    options = Options(rates=(1.0,), seeds=1, arms=(twin,), controls=False)
+    result = compare(toy, base, tmp_path, options)
+    assert {run["arm"] for run in result["runs"]} == {"plain", "hybrid"}
+    assert arm(result, "twin")["loss_mean"] == arm(result, "plain")["loss_mean"]
+
+
+def test_arms_that_are_the_same_share_one_run(toy: Toy, base: Config, tmp_path: Path) -> None:
+    twins = tuple(Arm(name, "", {"hybrid.full_steps": 20}, rates_of="hybrid") for name in ("one", "other"))
+    watcher = Watcher()
+    compare(toy, base, tmp_path, Options(rates=(1.0,), seeds=1, arms=twins, controls=False), watcher=watcher)
+    assert [spec.arm for spec in watcher.runs if spec.arm in ("one", "other")] == ["one"]
+
+
+def test_warm_up_is_done_again_when_another_engine_has_run_since(toy: Toy, base: Config) -> None:
+    """The task keeps one model with its compiled code; compiling anew would be charged to the next run."""
+    other = changed(base, {"engine.fused_loss": False})
+    sgd = changed(base, {"optimizer.type": "sgd"})
+    jobs: list[Config] = []
+
+    class Counting(Toy):
+        def job(self, config: Config) -> Job:
+            jobs.append(config)
+            return super().job(config)
+
+    warmed: set[str] = set()
+    for config in (base, base, sgd, base, other, other, base, sgd):
+        _warm_up(Counting(), config, warmed)
+    assert jobs == [base, sgd, other, base, sgd]
 
 
 # --- it cannot be fooled ---------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import pytest
 
 from foretrain.config import Config, changed
 from foretrain.errors import InputError
-from foretrain.measure.plan import HYBRID, PLAIN, Arm, Options, Plan
+from foretrain.measure.plan import HYBRID, PLAIN, STILL, Arm, Options, Plan
 from foretrain.measure.runs import Spec
 
 
@@ -102,6 +102,52 @@ def test_a_diverged_learning_rate_is_not_chosen(base: Config) -> None:
     for spec in plan.sweep():
         store.run(spec)
     assert plan.best_rate(PLAIN) == 1.0
+
+
+def test_the_learning_rate_is_chosen_by_the_held_out_loss_and_never_by_the_test(base: Config) -> None:
+    store = Store(base, valley(1.0))
+    plan = Plan(base, Options(), store.find)
+    for spec in plan.sweep():
+        store.run(spec)
+        store.find(spec)["loss"] = -spec.rate_factor
+    assert plan.best_rate(PLAIN) == 1.0
+
+
+def test_arms_are_as_long_and_as_tuned_as_they_say(base: Config) -> None:
+    short = Arm("short", "", {"predictor.beta": 0.2}, budget=0.5)
+    tied = Arm("tied", "", {"predictor.beta": 0.3}, rates_of="short", once=True)
+    store = Store(base, lambda spec: valley(0.5 if spec.arm == "short" else 1.0)(spec))
+    plan = Plan(base, Options(rates=(0.25, 0.5, 1.0, 2.0), arms=(short, tied)), store.find)
+    store.finish(plan)
+    assert {spec.max_steps for spec in store.order if spec.arm == "short"} == {base.max_steps // 2}
+    assert (plan.best_rate(PLAIN), plan.best_rate(short), plan.best_rate(tied)) == (1.0, 0.5, 0.5)
+    assert [(spec.seed, spec.rate_factor) for spec in store.order if spec.arm == "tied"] == [(1, 0.5)]
+
+
+def test_the_plain_loop_may_be_given_as_much_time_as_the_claim_took(base: Config) -> None:
+    store = Store(base, valley(1.0))
+    plan = Plan(base, Options(), store.find)
+    store.finish(plan)
+    store.find(plan.spec(HYBRID, 2))["seconds"] *= 1.5
+    passes, seconds = plan.derived(2)
+    assert (passes.max_steps, seconds.max_steps) == (168, 252)
+
+
+def test_no_two_arms_have_one_name(base: Config) -> None:
+    with pytest.raises(InputError, match="same name"):
+        Plan(base, Options(arms=(Arm("plain", "", {}),)), lambda _: None)
+
+
+def test_no_run_of_a_comparison_ends_before_its_schedule_does(base: Config) -> None:
+    impatient = changed(base, {"evaluation.early_stopping_patience": 2})
+    assert Spec("plain", 1, 1.0, 100).config(impatient).evaluation.early_stopping_patience == 0
+
+
+def test_plain_and_the_arm_that_does_not_move_do_not_look_ahead(base: Config) -> None:
+    ahead = changed(base, {"predictor.beta": 0.4})
+    configs = {arm.name: Spec(arm.name, 1, 1.0, 10, arm.settings).config(ahead) for arm in (PLAIN, STILL, HYBRID)}
+    assert [config.predictor.beta for config in configs.values()] == [0.0, 0.0, 0.4]
+    assert configs["plain"].hybrid.mode == "off"
 
 
 def test_rounds_are_interleaved_forth_and_back(base: Config) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,9 +20,10 @@ from foretrain.control.machine import Phase, View
 from foretrain.control.move import Move, pack_move, unpack_move
 from foretrain.control.pilot import Pilot
 from foretrain.control.recovery import Action, Kind
+from foretrain.control.safety import Safety
 from foretrain.dynamics.predictor import Array
 from foretrain.engine.loop import Engine
-from foretrain.engine.state import Snapshot, put_together, random_state, restore_random_state, snapshot
+from foretrain.engine.state import random_state, restore_random_state, snapshot
 from foretrain.engine.step import StepOutput, map_tensors, tensors_of
 from foretrain.events import Event, Moved, Recovered
 
@@ -32,8 +32,6 @@ _MOST_WORTH = 10.0
 """Full steps that one quasi-Newton leap is taken to be worth at the most, whatever the slope says."""
 _LONGEST_CHAIN = 10
 """Times `max_predict_steps`: leaps of a chain take a gradient each and are judged one by one."""
-_SAFE_EVERY = 500
-"""Full steps between snapshots that an emergency can return to."""
 
 
 class Mover:
@@ -44,12 +42,8 @@ class Mover:
         self.pilot = pilot
         self.emit = emit
         self.trajectory = pilot.observer.trajectory
-        self.names = [f"model.{name}" for name, p in engine.model.named_parameters() if p.requires_grad]
+        self.safety = Safety(engine, pilot)
         self.move: Move | None = None
-        self.safe: Snapshot | None = None
-        self.safe_step = 0
-        self.loader_state: Callable[[], Any] = lambda: None
-        """Where the data is; set by `fit`."""
         hybrid = pilot.config.hybrid
         pairs = hybrid.secant_pairs if hybrid.mode == "leap" else 0
         self.chain = Chain(engine, pairs, hybrid.secant_memory_mb, _LONGEST_CHAIN * hybrid.max_predict_steps)
@@ -86,25 +80,9 @@ class Mover:
 
     def keep_safe(self) -> None:
         """A snapshot of a healthy run now and then, for emergencies."""
-        age = self.engine.backward_passes - self.safe_step
-        if self._calm and (self.safe is None or age >= _SAFE_EVERY):
-            self._take_snapshot(for_move=False)
-
-    @property
-    def _calm(self) -> bool:
-        return self.move is None and self.pilot.guard.since_warning > self.trajectory.window
-
-    def _take_snapshot(self, for_move: bool = True) -> None:
-        self.safe = snapshot(self._rewindable(for_move), into=self.safe)
-        self.safe_step = self.engine.backward_passes
-
-    def return_to_safety(self) -> None:
-        """Emergency: the weights of the last healthy snapshot; data goes on, so that bad data is not met again."""
-        if self.safe is not None:
-            position = self.engine.position
-            self._rewind(self.safe)
-            self.engine.position = position
-            self.pilot.observer.restart()
+        calm = self.move is None and self.pilot.guard.since_warning > self.trajectory.window
+        if calm and self.safety.due:
+            self.safety.take(for_move=False)
 
     def finish(self, batch: Any) -> None:
         """The run is over. Where the loss is exact it ends at the lowest point that is known."""
@@ -118,7 +96,7 @@ class Mover:
         if self.move is not None:
             return self.move
         plan = self.pilot.plan()
-        self._take_snapshot()
+        self.safety.take()
         random = random_state()
         move = Move(plan, map_tensors(batch, lambda tensor: tensor.clone()), random, math.nan, FORWARD)
         self.move = move
@@ -160,7 +138,7 @@ class Mover:
 
     def leap(self) -> float | None:
         """The whole horizon at once; None when it is refused."""
-        move, start = self.open_move, self._start()
+        move, start = self.open_move, self.safety.weights()
         displacement = self.trajectory.displacement(move.plan.coefficients)
         if self.pilot.searches:
             result = leap.search(self.trajectory, start, displacement, self._probe, move.anchor)
@@ -266,7 +244,7 @@ class Mover:
         """Take the move back before any full step: the batch it was probed on will be trained on."""
         move, pilot = self.open_move, self.pilot
         move.refused = True
-        self._rewind(self._snapshot())
+        self.safety.rewind()
         pilot.refused(self.engine.global_step, move.plan, move.cost)
         transition = pilot.machine.force_full(reason)
         pilot.last_reason = reason
@@ -368,7 +346,7 @@ class Mover:
         counts = self.pilot.counts
         counts.moves["rolled_back"] += 1
         if audit is None:
-            self._rewind(self._snapshot())
+            self.safety.rewind()
         else:
             self.pilot.observer.restart()
 
@@ -380,8 +358,8 @@ class Mover:
         batches = [*self._recent, move.batch]
         with_move = self._probe_fork(move.mean, move, batches)
         position = engine.position
-        end = snapshot(self._rewindable())
-        self._rewind(self._snapshot())
+        end = snapshot(self.safety.state())
+        self.safety.rewind()
         mean: list[Tensor] = []
         for index, batch in enumerate(move.batches):
             full_step(batch)
@@ -409,7 +387,7 @@ class Mover:
             abs(self.pilot.worth(error)) if math.isfinite(error) and not move.plan.low_noise else 0.0,
         )
         if steps > 0:
-            self._rewind(end)
+            self.safety.rewind(end)
         engine.position = position
         return audit
 
@@ -426,7 +404,7 @@ class Mover:
             torch._foreach_copy_(self.trajectory.parameters, kept)
         return losses
 
-    # --- probes, snapshots, rollback ---------------------------------------------------------------------------------
+    # --- probes ---------------------------------------------------------------------------------
 
     def _probe(self, batch: Any = None) -> float:
         """Forward loss with the random numbers of the anchor, so that only the weights differ."""
@@ -436,50 +414,6 @@ class Mover:
             return self.engine.probe(move.batch if batch is None else batch)
         finally:
             restore_random_state(now)
-
-    def _rewindable(self, for_move: bool = True) -> dict[str, Any]:
-        """All that a rollback brings back; what was learned from the move is not among it.
-
-        Of an emergency the predictor takes no harm, and its state can be larger than all else.
-        """
-        state = Engine.state_dict(self.engine)
-        state["progress"] = {name: state["progress"][name] for name in ("global_step", "position")}
-        look_ahead = getattr(self.engine, "look_ahead", None)
-        state["look_ahead"] = look_ahead.state_dict() if look_ahead is not None else None
-        predictor = self.pilot.observer.predictor
-        state["predictor"] = {"name": predictor.name, "state": predictor.state_dict()} if for_move else None
-        state["guard"] = self.pilot.guard.state_dict()
-        state["steps"] = dict(self.pilot.counts.steps)
-        state["loader"] = self.loader_state()
-        return state
-
-    def _rewind(self, taken: Snapshot) -> None:
-        state = put_together(taken)
-        self.engine.rewind(state)
-        look_ahead = getattr(self.engine, "look_ahead", None)
-        if look_ahead is not None:
-            look_ahead.load_state_dict(state["look_ahead"])
-        predictor = self.pilot.observer.predictor
-        saved = state["predictor"]
-        if saved is not None and predictor.name == saved["name"]:  # else another one took over when the run was resumed
-            predictor.load_state_dict(copy.deepcopy(saved["state"]))  # it may keep what it is given
-        self.pilot.guard.load_state_dict(state["guard"])
-        self.pilot.counts.steps = dict(state["steps"])
-
-    def _snapshot(self) -> Snapshot:
-        if self.safe is None:
-            raise RuntimeError("there is no snapshot")  # every move begins with one
-        return self.safe
-
-    def _start(self) -> list[Tensor]:
-        tensors = self._snapshot().tensors
-        return [tensors[name] for name in self.names]
-
-    def rewound_loader_state(self) -> Any:
-        """Where the data was when the snapshot was taken."""
-        taken = self._snapshot()
-        own = {name: tensor.clone() for name, tensor in taken.tensors.items() if name.startswith("loader.")}
-        return put_together(Snapshot(own, taken.tree["loader"]))
 
     def _tell(self, move: Move, verdict: str, reason: str, after: float, worth: float) -> None:
         self.emit(
@@ -509,8 +443,7 @@ class Mover:
     def state_dict(self) -> dict[str, Any]:
         return {
             "move": None if self.move is None else pack_move(self.move),
-            "safe": None if self.safe is None else put_together(self.safe),
-            "safe_step": self.safe_step,
+            **self.safety.state_dict(),
             "chain": self.chain.state_dict(),
             "recent": self._recent,
             "outputs": torch.stack([value.float() for value in self._outputs]) if self._outputs else None,
@@ -518,11 +451,7 @@ class Mover:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         device = self.trajectory.basis.device
-        self.safe = None if state["safe"] is None else snapshot(state["safe"])
-        if self.safe is not None:
-            on_device = {name: _place(name, tensor, device) for name, tensor in self.safe.tensors.items()}
-            self.safe = Snapshot(on_device, self.safe.tree)
-        self.safe_step = int(state["safe_step"])
+        self.safety.load_state_dict(state, device)
         self.chain.load_state_dict(state["chain"])
         self._recent = [self._own(batch) for batch in state["recent"]]
         outputs = state["outputs"]
@@ -540,8 +469,3 @@ def _accumulate(sums: list[Tensor], parameters: list[Tensor]) -> list[Tensor]:
 def _equal(one: Any, other: Any) -> bool:
     pairs = zip(tensors_of(one), tensors_of(other), strict=False)
     return bool(tensors_of(one)) and all(a is b or (a.shape == b.shape and torch.equal(a, b)) for a, b in pairs)
-
-
-def _place(name: str, tensor: Tensor, device: torch.device) -> Tensor:
-    """Random states stay on the host."""
-    return tensor if name.startswith(("random.", "loader.", "predictor.")) else tensor.to(device)

@@ -71,9 +71,10 @@ class StepMeter:
         self._outputs.clear()
         event = None
         if rows.is_cuda:
+            stream = torch.cuda.current_stream(rows.device)  # of its own device, which need not be the current one
             rows = torch.empty(rows.shape, pin_memory=True).copy_(rows, non_blocking=True)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record()
+            event.record(stream)
         self._flights.append((rows, event))
 
     def _land(self) -> None:

@@ -12,7 +12,11 @@ from foretrain.measure.plan import PLAIN, SAME_PASSES, SAME_SECONDS, Arm, Plan, 
 from foretrain.measure.stats import Interval, paired_interval, smallest_detectable
 
 _FARTHEST = 1.25
-"""Times the longest budget (or its inverse times the shortest) up to which the plain curve is prolonged."""
+"""Times the longest budget up to which the plain curve is prolonged. A loss above the curve has no such limit: however
+bad an arm ended, it is charged with that."""
+_UNSTEADY = 0.1
+"""Difference of the plain loop's own times per step within a round from which they are said to be unsteady."""
+_FEWEST_RATES = 3
 
 
 class Curve:
@@ -39,8 +43,7 @@ class Curve:
             return float(np.exp(np.interp(loss, y, x))), True
         one, two = (0, 1) if loss < y[0] else (-1, -2)
         guess = x[one] + (x[one] - x[two]) / (y[one] - y[two]) * (loss - y[one])
-        low, high = x.min() - math.log(_FARTHEST), x.max() + math.log(_FARTHEST)
-        return float(np.exp(np.clip(guess, low, high))), False
+        return float(np.exp(np.clip(guess, 0.0, x.max() + math.log(_FARTHEST)))), False
 
 
 def analyse(plan: Plan) -> dict[str, Any]:
@@ -49,12 +52,13 @@ def analyse(plan: Plan) -> dict[str, Any]:
     compared = [PLAIN, *plan.claims, *plan.controls]
     arms = [_arm(plan, arm, curve) for arm in compared]
     arms += [_arm(plan, arm, curve, plan.derived) for arm in (SAME_PASSES, SAME_SECONDS)]
+    lost = [f"{arm['label']} failed in all {arm['failed']} seeds" for arm in arms if arm["failed"] and not arm["n"]]
     arms = [arm for arm in arms if arm["n"]]
     claim = next((arm for arm in arms if arm["arm"] == plan.claims[0].name), None)
     verdict, sentence = _verdict(plan, claim)
     return {
         "verdict": verdict,
-        "sentence": sentence,
+        "sentence": " ".join([sentence, *(f"{text}." for text in lost)]),
         "arms": arms,
         "budget_curve": _budget_points(plan),
         "sweep": _sweep_points(plan),
@@ -76,13 +80,16 @@ def plain_curve(plan: Plan) -> Curve | None:
 
 def seconds_per_step(plan: Plan, seed: int) -> float:
     """Of the plain loop in the round of this seed: all its runs together."""
+    return float(np.median(_plain_times(plan, seed)))
+
+
+def _plain_times(plan: Plan, seed: int) -> list[float]:
     results = [plan.find(spec) for spec in plan.curve(seed) + plan.derived(seed)]
-    times = [r["seconds"] / r["backward_passes"] for r in results if r is not None and r["loss"] is not None]
-    return float(np.median(times))
+    return [r["seconds"] / r["backward_passes"] for r in results if r is not None and r["loss"] is not None]
 
 
 def _results(plan: Plan, arm: Arm, derived: Any = None) -> dict[int, Result]:
-    """seed -> result, for those that finished."""
+    """seed -> result, those that failed included."""
     found = {}
     for seed in plan.seeds:
         if plan.best_rate(arm) is None or (arm.once and seed != plan.seeds[0]):
@@ -90,16 +97,18 @@ def _results(plan: Plan, arm: Arm, derived: Any = None) -> dict[int, Result]:
         specs = [spec for spec in derived(seed) if spec.arm == arm.name] if derived else [plan.spec(arm, seed)]
         for spec in specs:
             result = plan.find(spec)
-            if result is not None and result["loss"] is not None:
+            if result is not None:
                 found[seed] = result
     return found
 
 
 def _arm(plan: Plan, arm: Arm, curve: Curve | None, derived: Any = None) -> dict[str, Any]:
-    results = _results(plan, arm, derived)
-    plain = _results(plan, PLAIN)
+    tried = _results(plan, arm, derived)
+    results = {seed: result for seed, result in tried.items() if result["loss"] is not None}
+    plain = {seed: result for seed, result in _results(plan, PLAIN).items() if result["loss"] is not None}
     paired = [seed for seed in results if seed in plain]
-    notes = []
+    failed = len(tried) - len(results)
+    notes = [f"failed in {failed} of {len(tried)} seeds, which are in no mean here"] if failed else []
     ratios, outside = [], False
     if curve is not None and not curve.falls:
         notes.append(
@@ -112,18 +121,23 @@ def _arm(plan: Plan, arm: Arm, curve: Curve | None, derived: Any = None) -> dict
             steps, inside = curve.steps(results[seed]["loss"] - luck)
             outside = outside or not inside
             ratios.append(math.log(steps * seconds_per_step(plan, seed) / results[seed]["seconds"]))
-    if outside:
-        notes.append("the plain loop's budgets do not reach this loss: its curve was prolonged; add to --budgets")
+    if len(paired) < len(results):
+        notes.append(f"compared in {len(paired)} of {len(results)} seeds: in the others the plain loop failed")
     same_length = arm.budget == 1.0 and not derived
     more = [results[seed]["tokens"] / plain[seed]["tokens"] - 1 for seed in paired if same_length]
     if more and np.mean(more) > 0.001:
         notes.append(f"trained on {np.mean(more):.1%} more tokens than plain; their time is in its seconds")
+    doubts = _doubts(plan, arm, paired if ratios else [])
+    if outside:
+        doubts.insert(0, "the plain loop's budgets do not reach this loss: its curve was prolonged; add to --budgets")
     return {
         "arm": arm.name,
         "label": arm.name,
         "meaning": arm.meaning,
         "learning_rate": next(iter(results.values()))["learning_rate"] if results else None,
         "n": len(results),
+        "failed": failed,
+        "seeds": paired,
         "loss_mean": _mean([r["loss"] for r in results.values()]),
         "loss_deviation": _deviation([r["loss"] for r in results.values()]),
         "seconds_mean": _mean([r["seconds"] for r in results.values()]),
@@ -133,23 +147,44 @@ def _arm(plan: Plan, arm: Arm, curve: Curve | None, derived: Any = None) -> dict
         "speedup": _ratio(ratios),
         "speedups": [math.exp(value) for value in ratios],
         "smallest_detectable": _detectable(ratios),
-        "note": "; ".join(notes),
+        "doubts": doubts,
+        "note": "; ".join(notes + doubts),
     }
+
+
+def _doubts(plan: Plan, arm: Arm, compared: list[int]) -> list[str]:
+    """What speaks against the figures of an arm: how it was tuned, and how steady the machine was."""
+    doubts, rates = [], plan.rates()
+    if not arm.rates_of:
+        if len(rates) < _FEWEST_RATES:
+            doubts.append(f"fewer than {_FEWEST_RATES} learning rates were tried; add to --rates")
+        elif plan.best_rate(arm) in (rates[0], rates[-1]):
+            doubts.append("its best learning rate is the last that was tried; add to --rates")
+    times = [_plain_times(plan, seed) for seed in compared]
+    apart = max((max(seen) / min(seen) - 1 for seen in times), default=0.0)
+    if apart > _UNSTEADY:
+        doubts.append(f"the machine was not steady: plain's own time per step varied by {apart:.0%} within a seed")
+    return doubts
 
 
 def _verdict(plan: Plan, claim: dict[str, Any] | None) -> tuple[str, str]:
     missing = [spec for spec in plan.specs() if plan.find(spec) is None]
-    if claim is None or missing or plan.next():
+    if missing or plan.next():
         return "incomplete", "Not finished: run the same command again to go on."
+    if claim is None:
+        return "no gain shown", "No gain shown: nothing can be compared."
     if claim["speedup"] is None:
         return "no gain shown", f"No gain shown: {claim['note'] or 'nothing can be compared'}."
-    ratio, n = claim["speedup"], claim["n"]
+    ratio, n = claim["speedup"], len(claim["speedups"])
     times = f"{ratio['mean']:.3f}x as fast as the equally tuned plain loop to the same loss"
     if n < 3:
         return "one run", f"One run is no proof: {claim['label']} was {times} with {_count(n, 'seed')}. Use --seeds 3."
     within = f"{times} (95 % interval {ratio['low']:.3f} to {ratio['high']:.3f}, {n} seeds)"
+    if ratio["low"] > 1 and claim["failed"]:
+        failed = f"{claim['label']} failed in {_count(claim['failed'], 'seed')}"
+        return "no gain shown", f"No gain shown: {failed}; in the others it was {within}."
     if ratio["low"] > 1:
-        return "gain", f"A gain: {claim['label']} was {within}."
+        return "gain", " But: ".join([f"A gain: {claim['label']} was {within}.", *(f"{d}." for d in claim["doubts"])])
     if ratio["high"] < 1:
         return "slower", f"No gain: {claim['label']} was slower, {within}."
     seen = claim["smallest_detectable"]
@@ -205,8 +240,9 @@ def _ladder(plan: Plan, arms: list[dict[str, Any]]) -> list[dict[str, Any]]:
             continue
         step = None
         if below is not None:
-            pairs = list(zip(arm["speedups"], below["speedups"], strict=False))
-            step = _ratio([math.log(upper / lower) for upper, lower in pairs])
+            lower = dict(zip(below["seeds"], below["speedups"], strict=True))
+            upper = dict(zip(arm["seeds"], arm["speedups"], strict=True))
+            step = _ratio([math.log(upper[seed] / lower[seed]) for seed in upper if seed in lower])
         first = first or arm["speedup"]["mean"]
         ladder.append(
             {

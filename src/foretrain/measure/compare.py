@@ -85,6 +85,8 @@ class Comparison:
             for spec in specs:
                 if minutes is not None and time.monotonic() - started > 60 * minutes:
                     return False
+                if self.find(spec) is not None:  # another arm's run a moment ago was this one, too
+                    continue
                 if watcher is not None:
                     watcher.planned(self.plan.steps_left())
                     watcher.begins(spec)
@@ -103,7 +105,9 @@ class Comparison:
     def result(self, command: str = "") -> dict[str, Any]:
         """Every raw number and what follows from them."""
         plan = self.plan
-        specs = {self._key(spec): spec for spec in plan.specs()}
+        specs: dict[str, Spec] = {}
+        for spec in plan.specs():  # one run may serve several arms; the plain loop's stay its own
+            specs.setdefault(self._key(spec), spec)
         runs = [
             dict(result) | {"arm": spec.arm, "label": spec.arm, "budget": spec.max_steps / self.base.max_steps}
             for spec in specs.values()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
+import math
 import zlib
 from collections.abc import Iterator
 from contextlib import closing
@@ -17,7 +19,7 @@ from foretrain.config import Config, changed, to_mapping
 from foretrain.engine.loop import count
 from foretrain.engine.runfolder import finite
 from foretrain.engine.step import tensors_of
-from foretrain.errors import ForetrainError
+from foretrain.errors import CheckpointError, ConfigError, DataError, ForetrainError, SaveError
 from foretrain.events import Bus, Evaluated, Event, Listener, Moved, Notice, PhaseChanged, Progress
 from foretrain.measure.controls import RepeatLast, hold_still
 from foretrain.measure.tasks import Job, Task
@@ -52,6 +54,7 @@ class Spec:
             "seed": self.seed,
             "max_steps": self.max_steps,
             "optimizer.learning_rate": optimizer.peak_rate * self.rate_factor,
+            "evaluation.early_stopping_patience": 0,  # nothing is read off a run whose schedule did not end
         }
         if optimizer.rest_learning_rate is not None:
             values["optimizer.rest_learning_rate"] = optimizer.rest_learning_rate * self.rate_factor
@@ -71,16 +74,22 @@ def carry_out(
 ) -> dict[str, Any]:
     """Train `spec` and return every number of it. `warmed`: what has already run once in this process."""
     config = spec.config(base)
+    gc.collect()  # trainers before this one: neither their memory nor the time to free them is this run's
     _warm_up(task, config, warmed)
+    gc.collect()
     job = task.job(config)
     trainer, recorder = _trainer(job, spec, config)
     if listener is not None:
         trainer.bus.subscribe(listener)
     drawn = _Drawn(job.loader)
+    if trainer.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(trainer.device)
     updates = _count_updates(trainer)
     started = datetime.now().astimezone().isoformat(timespec="seconds")
     try:
         summary = trainer.fit(drawn, job.held_out, progress=False)
+    except (ConfigError, DataError, CheckpointError, SaveError):  # says nothing about the arm
+        raise
     except ForetrainError as error:  # a learning rate that diverges is a result
         return _head(spec, config, started) | {"loss": None, "held_out_loss": None, "failed": str(error)}
     if summary["reason"] == "interrupted":
@@ -104,6 +113,8 @@ def carry_out(
         "peak_memory_mb": summary.get("peak_memory_mb"),
         **recorder.series(trainer.clock.seconds),
     }
+    if not all(loss is not None and math.isfinite(loss) for loss in (test_loss, summary["final_val_loss"])):
+        result |= {"loss": None, "held_out_loss": None, "failed": "it ended at a loss that is no number"}
     return dict(finite(result))
 
 
@@ -124,8 +135,12 @@ def _trainer(job: Job, spec: Spec, config: Config) -> tuple[HybridTrainer, _Reco
 
 def _warm_up(task: Task, config: Config, warmed: set[str]) -> None:
     """Compile, allocate and load kernels before any clock runs."""
-    parts = (config.model, config.precision, config.engine, config.optimizer.type, config.batch_size, config.device)
-    key = f"{parts} {config.hybrid.mode != 'off'} {config.accumulation_steps}"
+    code = f"{(config.model, config.precision, config.engine, config.device)}"
+    if code not in warmed:  # a task keeps one model with its compiled code: what was compiled before is gone
+        warmed.clear()
+        warmed.add(code)
+    sizes = (config.optimizer.type, config.batch_size, config.accumulation_steps)
+    key = f"{code} {sizes} {config.hybrid.mode != 'off'}"
     if key in warmed:
         return
     job = task.job(config)

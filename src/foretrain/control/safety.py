@@ -1,0 +1,110 @@
+"""The state of a healthy run, and the way back to it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foretrain.control.pilot import Pilot
+from foretrain.engine.loop import Engine
+from foretrain.engine.state import Snapshot, put_together, snapshot
+
+_EVERY = 500
+"""Full steps between snapshots that an emergency can return to."""
+
+
+class Safety:
+    """One snapshot: of the beginning of a move while one is open, of a healthy run otherwise."""
+
+    def __init__(self, engine: Engine, pilot: Pilot) -> None:
+        self.engine = engine
+        self.pilot = pilot
+        self.names = [f"model.{name}" for name, p in engine.model.named_parameters() if p.requires_grad]
+        self.taken: Snapshot | None = None
+        self.taken_at = 0
+        """Backward passes."""
+        self.loader_state: Callable[[], Any] = lambda: None
+        """Where the data is; set by `fit`."""
+
+    @property
+    def due(self) -> bool:
+        return self.taken is None or self.engine.backward_passes - self.taken_at >= _EVERY
+
+    def take(self, for_move: bool = True) -> None:
+        self.taken = snapshot(self.state(for_move), into=self.taken)
+        self.taken_at = self.engine.backward_passes
+
+    def state(self, for_move: bool = True) -> dict[str, Any]:
+        """All that a rollback brings back; what was learned from the move is not among it.
+
+        Of an emergency the predictor takes no harm, and its state can be larger than all else.
+        """
+        state = Engine.state_dict(self.engine)
+        state["progress"] = {name: state["progress"][name] for name in ("global_step", "position")}
+        look_ahead = getattr(self.engine, "look_ahead", None)
+        state["look_ahead"] = look_ahead.state_dict() if look_ahead is not None else None
+        predictor = self.pilot.observer.predictor
+        state["predictor"] = {"name": predictor.name, "state": predictor.state_dict()} if for_move else None
+        state["guard"] = self.pilot.guard.state_dict()
+        state["steps"] = dict(self.pilot.counts.steps)
+        state["loader"] = self.loader_state()
+        return state
+
+    def rewind(self, to: Snapshot | None = None) -> None:
+        """Back to the snapshot, or to another one."""
+        state = put_together(to or self._snapshot())
+        self.engine.rewind(state)
+        look_ahead = getattr(self.engine, "look_ahead", None)
+        if look_ahead is not None:
+            look_ahead.load_state_dict(state["look_ahead"])
+        predictor = self.pilot.observer.predictor
+        saved = state["predictor"]
+        if saved is not None and predictor.name == saved["name"]:  # else another one took over when the run was resumed
+            predictor.load_state_dict(copy.deepcopy(saved["state"]))  # it may keep what it is given
+        self.pilot.guard.load_state_dict(state["guard"])
+        self.pilot.counts.steps = dict(state["steps"])
+
+    def flee(self) -> None:
+        """Emergency: the weights of the snapshot; data goes on, so that bad data is not met again."""
+        if self.taken is not None:
+            position = self.engine.position
+            self.rewind()
+            self.engine.position = position
+            self.pilot.observer.restart()
+
+    def weights(self) -> list[Tensor]:
+        """The trained weights of the snapshot."""
+        tensors = self._snapshot().tensors
+        return [tensors[name] for name in self.names]
+
+    def loader_state_then(self) -> Any:
+        """Where the data was when the snapshot was taken."""
+        taken = self._snapshot()
+        own = {name: tensor.clone() for name, tensor in taken.tensors.items() if name.startswith("loader.")}
+        return put_together(Snapshot(own, taken.tree["loader"]))
+
+    def _snapshot(self) -> Snapshot:
+        if self.taken is None:
+            raise RuntimeError("there is no snapshot")  # every move begins with one
+        return self.taken
+
+    # --- state -------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"safe": None if self.taken is None else put_together(self.taken), "safe_step": self.taken_at}
+
+    def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
+        self.taken = None if state["safe"] is None else snapshot(state["safe"])
+        if self.taken is not None:
+            on_device = {name: _place(name, tensor, device) for name, tensor in self.taken.tensors.items()}
+            self.taken = Snapshot(on_device, self.taken.tree)
+        self.taken_at = int(state["safe_step"])
+
+
+def _place(name: str, tensor: Tensor, device: torch.device) -> Tensor:
+    """Random states stay on the host."""
+    return tensor if name.startswith(("random.", "loader.", "predictor.")) else tensor.to(device)
