@@ -140,7 +140,11 @@ def _compare(a: Any, b: Any, delta: float | None, json_: bool) -> None:
     if json_:
         _print(json.dumps(bench_tables.comparison_json(verdicts), indent=2))
     else:
-        _show(bench_tables.comparison_table(verdicts, a.seconds, Path(a.source).name, Path(b.source).name))
+        one, other = (Path(side.source).name for side in (a, b))
+        if one == other:
+            one, other = str(a.source), str(b.source)
+        console = _console()
+        console.print(bench_tables.comparison_table(verdicts, a.seconds, one, other, console.width))
     for note in bench_tables.comparison_notes(a, b, verdicts):
         _say(f"note: {note}")
     if any(verdict.verdict == "regressed" for verdict in verdicts.values()):
@@ -188,13 +192,15 @@ def _write(file: Path, record: dict[str, Any]) -> None:
 
 
 def _show(table: Any) -> None:
+    _console().print(table)
+
+
+def _console() -> Any:
     """Tables keep their columns whole where there is no terminal to fit into."""
     from rich.console import Console
 
     console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=160)
-    console.print(table)
+    return console if console.is_terminal else Console(highlight=False, width=160)
 
 
 def _print(text: str) -> None:

@@ -236,7 +236,7 @@ class PredictorConfig(Section):
     state-space model."""
     beta: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Look-ahead: every `stride` full steps the weights go ahead by this share of their average motion, and gradients
-    are taken there. 0: off."""
+    are taken there; from the end of `hybrid.warmup_steps` to two thirds of the run. 0: off."""
     stride: Count = 10
     """Full steps between two moves of the look-ahead."""
     gamma: Fraction = 0.99

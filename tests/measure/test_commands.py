@@ -49,7 +49,7 @@ def run(*arguments: str) -> int:
 def test_a_comparison_from_the_command_line(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(str(config), "--seeds", "1", "--rates", "1", "--out", "cmp") == 0
     shown = capsys.readouterr()
-    assert "One run is no proof" in " ".join(shown.out.split()) or "read off" in " ".join(shown.out.split())
+    assert "Too few seeds for a proof" in " ".join(shown.out.split()) or "read off" in " ".join(shown.out.split())
     for arm in ("plain", "hybrid", "hybrid, not moving", "plain, equal seconds"):
         assert arm.split(",")[0] in shown.out
     assert "report.html" in shown.out
@@ -78,7 +78,13 @@ def test_time_is_up_before_it_is_finished(config: Path, capsys: pytest.CaptureFi
         (["--seeds", "0"], "--seeds"),
         (["--budgets", "1", "2"], "--budgets"),
         (["--arm", "muon"], "name: key=value"),
-        (["--arm", "plain: max_steps=3"], "same name"),
+        (["--arm", "plain: hybrid.full_steps=3"], "same name"),
+        (["--arm", "half: max_steps=3"], "must be the same in all arms"),
+        (["--arm", "other: data.path=x"], "must be the same in all arms"),
+        (["--minutes", "-1"], "--minutes"),
+        (["--minutes", "nan"], "--minutes"),
+        (["--out", "my.toml"], "my.toml"),
+        (["--out", "/proc/nowhere/x"], "/proc/nowhere"),
         (["--arm", "x: optimizer.typ=adam"], "--arm 'x': unknown key optimizer.typ; did you mean optimizer.type?"),
         (["--set", "hybrid.mode=off"], "nothing to compare"),
         (["--ladder"], "optimizer.type=adamw"),

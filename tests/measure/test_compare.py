@@ -14,8 +14,8 @@ import torch
 from foretrain.config import Config, changed, from_mapping
 from foretrain.errors import DataError, InputError
 from foretrain.measure.compare import Comparison, compare
-from foretrain.measure.plan import HYBRID, PLAIN_SETTINGS, STILL, Arm, Options
-from foretrain.measure.runs import AccountingError, Spec, _warm_up, carry_out
+from foretrain.measure.plan import HYBRID, PLAIN_SETTINGS, REPEAT, STILL, Arm, Options
+from foretrain.measure.runs import AccountingError, Spec, _trainer, _warm_up, carry_out
 from foretrain.measure.tasks import Job
 from foretrain.trainer import HybridTrainer
 
@@ -110,6 +110,15 @@ def test_a_folder_belongs_to_one_configuration(toy: Toy, base: Config, tmp_path:
     toy.fingerprint = "changed"
     with pytest.raises(InputError, match="other data"):
         Comparison(toy, base, QUICK, tmp_path)
+
+
+def test_an_arm_that_made_no_move_says_so(toy: Toy, base: Config, tmp_path: Path) -> None:
+    idle = changed(base, {"audit.time_budget": 0.0})
+    result = compare(toy, idle, tmp_path, Options(rates=(1.0,), seeds=1))
+    assert "made no move" in arm(result, "hybrid")["note"]
+    assert "made no move" not in arm(result, "plain")["note"]
+    same = arm(result, "plain, equal passes")
+    assert same["speedup"] is None or same["speedup"]["mean"] == 1.0, "it is the same run as plain"
 
 
 def test_a_damaged_file_is_named(toy: Toy, base: Config, tmp_path: Path) -> None:
@@ -291,6 +300,22 @@ def test_an_arm_given_other_data_is_caught(base: Config, tmp_path: Path) -> None
         compare(Reordered(), base, tmp_path, QUICK)
 
 
+class Drifting(Toy):
+    """Every job begins at other weights."""
+
+    def job(self, config: Config) -> Job:
+        job = super().job(config)
+        with torch.no_grad():
+            for parameter in job.model.parameters():
+                parameter.add_(0.01 * torch.randn_like(parameter))
+        return job
+
+
+def test_first_weights_that_do_not_follow_from_the_seed_are_caught(base: Config, tmp_path: Path) -> None:
+    with pytest.raises(AccountingError, match="began at other weights"):
+        compare(Drifting(), base, tmp_path, QUICK)
+
+
 def test_an_arm_that_secretly_trains_more_is_caught(toy: Toy, base: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     honest = HybridTrainer._full_step
 
@@ -333,6 +358,13 @@ def test_the_repeating_control_repeats_the_last_window(toy: Toy, base: Config) -
     moves = trainer.observer.trajectory.displacement(forecast.at(20))
     for move, before, after in zip(moves, marks[-1], now, strict=True):
         assert torch.allclose(move, 2 * (after - before), atol=1e-6)
+
+
+@pytest.mark.parametrize(("arm", "name"), [(HYBRID, "linear"), (STILL, "linear"), (REPEAT, "repeat")])
+def test_only_the_repeating_arm_has_the_naive_predictor(toy: Toy, base: Config, arm: Arm, name: str) -> None:
+    spec = Spec(arm.name, 1, 1.0, 20, arm.settings, arm.control)
+    trainer, _ = _trainer(toy.job(base), spec, spec.config(base))
+    assert trainer.observer.predictor.name == name
 
 
 def test_arms_are_what_they_say() -> None:

@@ -120,7 +120,15 @@ def _arm(plan: Plan, arm: Arm, curve: Curve | None, derived: Any = None) -> dict
             luck = plain[seed]["loss"] - curve.loss(plan.base.max_steps)
             steps, inside = curve.steps(results[seed]["loss"] - luck)
             outside = outside or not inside
-            ratios.append(math.log(steps * seconds_per_step(plan, seed) / results[seed]["seconds"]))
+            same = results[seed] is plain[seed]  # one run serves both arms
+            seconds = steps * seconds_per_step(plan, seed)
+            ratios.append(0.0 if same else math.log(seconds / results[seed]["seconds"]))
+    if (
+        results
+        and _moves(plan, arm)
+        and not any(sum(r.get(name, 0) for name in ("kept", "refused", "rolled_back")) for r in results.values())
+    ):
+        notes.append("made no move: what it shows is overhead")
     if len(paired) < len(results):
         notes.append(f"compared in {len(paired)} of {len(results)} seeds: in the others the plain loop failed")
     same_length = arm.budget == 1.0 and not derived
@@ -152,6 +160,11 @@ def _arm(plan: Plan, arm: Arm, curve: Curve | None, derived: Any = None) -> dict
     }
 
 
+def _moves(plan: Plan, arm: Arm) -> bool:
+    """Whether the arm is one that may make predicted moves."""
+    return plan.spec(arm, plan.seeds[0]).config(plan.base).hybrid.mode != "off"
+
+
 def _doubts(plan: Plan, arm: Arm, compared: list[int]) -> list[str]:
     """What speaks against the figures of an arm: how it was tuned, and how steady the machine was."""
     doubts, rates = [], plan.rates()
@@ -178,7 +191,10 @@ def _verdict(plan: Plan, claim: dict[str, Any] | None) -> tuple[str, str]:
     ratio, n = claim["speedup"], len(claim["speedups"])
     times = f"{ratio['mean']:.3f}x as fast as the equally tuned plain loop to the same loss"
     if n < 3:
-        return "one run", f"One run is no proof: {claim['label']} was {times} with {_count(n, 'seed')}. Use --seeds 3."
+        return (
+            "one run",
+            f"Too few seeds for a proof: {claim['label']} was {times} ({_count(n, 'seed')}). Use --seeds 3.",
+        )
     within = f"{times} (95 % interval {ratio['low']:.3f} to {ratio['high']:.3f}, {n} seeds)"
     if ratio["low"] > 1 and claim["failed"]:
         failed = f"{claim['label']} failed in {_count(claim['failed'], 'seed')}"

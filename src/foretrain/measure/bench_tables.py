@@ -98,10 +98,12 @@ def _counts(record: Mapping[str, Any]) -> str:
     return " or ".join(str(count) for count in counts)
 
 
-def comparison_table(verdicts: Mapping[str, Verdict], seconds: bool, a: str, b: str) -> Table:
-    table = _table(f"A = {a}\nB = {b}", ["benchmark"], ["A", "B", "B / A", "95 % interval", "delta"])
-    table.add_column("verdict")
-    table.add_column("runs needed", justify="right")
+def comparison_table(verdicts: Mapping[str, Verdict], seconds: bool, a: str, b: str, width: int = 120) -> Table:
+    """Narrow terminals get the verdict and the interval before all else."""
+    medians, delta = ["A", "B"] if width >= 80 else [], ["delta"] if width >= 100 else []
+    table = _table(f"A = {a}\nB = {b}", ["benchmark"], [*medians, "B / A", "95 % interval", *delta])
+    table.add_column("verdict", no_wrap=True, min_width=len("inconclusive"))
+    table.add_column("needed" if width < 100 else "runs needed", justify="right")
     for name, verdict in verdicts.items():
         low, high = verdict.interval
         needed = "" if verdict.runs_needed is None else f"{verdict.runs_needed}"
@@ -109,10 +111,10 @@ def comparison_table(verdicts: Mapping[str, Verdict], seconds: bool, a: str, b: 
             needed += " or more"
         table.add_row(
             name,
-            *(time_in_words(median, seconds) for median in verdict.medians),
+            *(time_in_words(median, seconds) for median in verdict.medians if medians),
             percent(verdict.ratio),
             f"{percent(low)} .. {percent(high)}",
-            f"{100 * math.expm1(verdict.delta):.1f} %",
+            *(f"{100 * math.expm1(verdict.delta):.1f} %" for _ in delta),
             f"[{_COLOURS[verdict.verdict]}]{verdict.verdict}[/]",
             needed,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,6 +43,8 @@ def run_comparison(
     arguments: Sequence[str],
 ) -> tuple[dict[str, Any], Path]:
     """The result and the path of its page."""
+    if minutes is not None and not 0 <= minutes < math.inf:
+        raise InputError(f"--minutes {minutes}: give a number of minutes, for example --minutes 30")
     config = configuration.load(path, [*(DEMO if path is None else ()), *settings]).config
     further = (*(parse_arm(text) for text in arms), *(rungs(config) if ladder else ()))
     for arm in further:
@@ -84,4 +87,7 @@ def parse_arm(text: str) -> Arm:
             '--arm "muon: optimizer.type=muon, optimizer.learning_rate=0.01"'
         )
     settings = dict(configuration.parse_override(part.strip()) for part in assignments.split(","))
+    fixed = [key for key in settings if key in ("max_steps", "seed", "device") or key.startswith(("data.", "model."))]
+    if fixed:
+        raise InputError(f"--arm {name.strip()!r} changes {fixed[0]}, which must be the same in all arms; use --set")
     return Arm(name.strip(), "given with --arm", settings)

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from foretrain import environment
 from foretrain.config import Config, to_mapping
-from foretrain.engine.files import make_folder, write_atomic
+from foretrain.engine.files import explain_failed_write, make_folder, write_atomic
 from foretrain.engine.precision import choose_device
 from foretrain.errors import InputError
 from foretrain.events import Event
@@ -60,8 +60,14 @@ class Comparison:
                     f"{self.folder} holds a comparison of another configuration or other data; name another folder "
                     "with --out"
                 )
-        make_folder(self._runs)
-        write_atomic(head, json.dumps(mine | {"options": asdict(options)}, indent=1) + "\n")
+        try:
+            make_folder(self._runs)
+            write_atomic(head, json.dumps(mine | {"options": asdict(options)}, indent=1) + "\n")
+        except OSError as error:
+            cause, advice = explain_failed_write(error)
+            raise InputError(
+                f"--out {self.folder}: cannot be written: {cause}. {advice}, or name another one"
+            ) from error
 
     def _key(self, spec: Spec) -> str:
         text = repr(spec)

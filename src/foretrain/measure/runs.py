@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from foretrain.config import Config, changed, to_mapping
+from foretrain.engine.graph import GraphedStep
 from foretrain.engine.loop import count
 from foretrain.engine.runfolder import finite
 from foretrain.engine.step import tensors_of
@@ -82,6 +83,7 @@ def carry_out(
     if listener is not None:
         trainer.bus.subscribe(listener)
     drawn = _Drawn(job.loader)
+    weights = _checksum([p.detach() for p in trainer.full_step.parameters])
     if trainer.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(trainer.device)
     updates = _count_updates(trainer)
@@ -95,7 +97,13 @@ def carry_out(
     if summary["reason"] == "interrupted":
         raise KeyboardInterrupt
     test_loss = trainer.evaluate(job.test)
-    account = {"drawn_tokens": drawn.tokens, "updates": updates[0], "batches": drawn.checks}
+    graphed = isinstance(trainer._run_step, GraphedStep)  # inside a graph nobody can count
+    account = {
+        "drawn_tokens": drawn.tokens,
+        "updates": None if graphed else updates[0],
+        "batches": drawn.checks,
+        "first_weights": weights,
+    }
     _check(spec, summary, account)
     moves = summary.get("moves") or {}
     result = _head(spec, config, started) | {
@@ -168,7 +176,7 @@ def _count_updates(trainer: HybridTrainer) -> list[int]:
 def _check(spec: Spec, summary: dict[str, Any], account: dict[str, Any]) -> None:
     """What was counted from outside must not exceed what the run says of itself."""
     where = f"arm {spec.arm!r}, seed {spec.seed}"
-    if account["updates"] > summary["backward_passes"]:
+    if account["updates"] is not None and account["updates"] > summary["backward_passes"]:
         raise AccountingError(
             f"{where}: the optimizer updated the weights {account['updates']} times, but the run reports only "
             f"{summary['backward_passes']} backward passes; such a run cannot be compared"
@@ -182,9 +190,17 @@ def _check(spec: Spec, summary: dict[str, Any], account: dict[str, Any]) -> None
 
 
 def check_pairing(runs: list[dict[str, Any]]) -> None:
-    """Runs of one seed must have seen the same batches at the same places."""
+    """Runs of one seed must have begun at the same weights and seen the same batches at the same places."""
     seen: dict[tuple[int, str], tuple[str, list[int]]] = {}
+    begun: dict[int, tuple[str, int]] = {}
     for run in runs:
+        weights = run.get("account", {}).get("first_weights")
+        arm, first = begun.setdefault(run["seed"], (run["arm"], weights)) if weights is not None else ("", None)
+        if first != weights:
+            raise AccountingError(
+                f"seed {run['seed']}: arm {run['arm']!r} began at other weights than arm {arm!r}; "
+                "the first weights must follow from config.seed"
+            )
         for place, batch in run.get("account", {}).get("batches", {}).items():
             arm, expected = seen.setdefault((run["seed"], place), (run["arm"], batch))
             if list(batch) != list(expected):

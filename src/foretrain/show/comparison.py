@@ -79,7 +79,7 @@ def print_comparison(result: Mapping[str, Any], page: str, console: Console | No
     for note, labels in notes.items():
         console.print(f"{'; '.join(labels)}: {note}", style="dim", highlight=False)
     if not result["complete"]:
-        console.print(f"{len(result['missing'])} known runs are still to do.", highlight=False)
+        console.print(f"At least {len(result['missing'])} runs are still to do.", highlight=False)
     console.print(f"page: {page}", highlight=False, soft_wrap=True)
 
 
