@@ -123,11 +123,8 @@ def _arm(plan: Plan, arm: Arm, curve: Curve | None, derived: Any = None) -> dict
             same = results[seed] is plain[seed]  # one run serves both arms
             seconds = steps * seconds_per_step(plan, seed)
             ratios.append(0.0 if same else math.log(seconds / results[seed]["seconds"]))
-    if (
-        results
-        and _moves(plan, arm)
-        and not any(sum(r.get(name, 0) for name in ("kept", "refused", "rolled_back")) for r in results.values())
-    ):
+    tries = sum(result.get(name, 0) for result in results.values() for name in ("kept", "refused", "rolled_back"))
+    if results and not tries and _moves(plan, arm):
         notes.append("made no move: what it shows is overhead")
     if len(paired) < len(results):
         notes.append(f"compared in {len(paired)} of {len(results)} seeds: in the others the plain loop failed")
@@ -191,10 +188,8 @@ def _verdict(plan: Plan, claim: dict[str, Any] | None) -> tuple[str, str]:
     ratio, n = claim["speedup"], len(claim["speedups"])
     times = f"{ratio['mean']:.3f}x as fast as the equally tuned plain loop to the same loss"
     if n < 3:
-        return (
-            "one run",
-            f"Too few seeds for a proof: {claim['label']} was {times} ({_count(n, 'seed')}). Use --seeds 3.",
-        )
+        few = f"Too few for a proof: {claim['label']} was {times} with {_count(n, 'seed')}. Use --seeds 3."
+        return "one run", few
     within = f"{times} (95 % interval {ratio['low']:.3f} to {ratio['high']:.3f}, {n} seeds)"
     if ratio["low"] > 1 and claim["failed"]:
         failed = f"{claim['label']} failed in {_count(claim['failed'], 'seed')}"
