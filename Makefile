@@ -40,8 +40,10 @@ test: lint ## lint, then every test
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 bench: .venv/.core ## the CPU benchmarks behind the published figures
+	$(BIN)/foretrain bench run
 	$(BIN)/python benchmarks/throughput.py --device cpu
 	$(BIN)/python benchmarks/shakespeare.py
+	$(BIN)/python benchmarks/low_noise.py
 
 docs: .venv/.core ## write docs/configuration.md anew from the schema
 	$(BIN)/python docs/generate_configuration.py
