@@ -704,3 +704,14 @@ def test_the_correction_carries_the_average_along() -> None:
     for index in range(len(before["weights"])):
         moved = seen["weights"][index] - before["weights"][index]
         assert torch.allclose(seen["average"][index] - before["average"][index], moved, atol=1e-6)
+
+
+def test_look_ahead_switched_on_at_a_resume_survives_an_emergency() -> None:
+    """The snapshot from before knows nothing of it."""
+    first = resting(Regression())
+    state = first.trainer.state_dict()
+    second = world(Net(), Regression(), {**IDLE, "max_steps": 1500, "predictor.beta": 0.5})
+    second.trainer.load_state_dict(state)
+    second.trainer.mover.safety.flee()
+    assert second.trainer.look_ahead is not None
+    second.step()

@@ -59,7 +59,7 @@ class Safety:
         state = put_together(to or self._snapshot())
         self.engine.rewind(state)
         look_ahead = getattr(self.engine, "look_ahead", None)
-        if look_ahead is not None:
+        if look_ahead is not None and state["look_ahead"] is not None:  # else switched on when the run was resumed
             look_ahead.load_state_dict(state["look_ahead"])
         predictor = self.pilot.observer.predictor
         saved = state["predictor"]

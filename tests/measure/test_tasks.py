@@ -1,0 +1,72 @@
+"""The task of a configuration: what every arm of a seed shares, and what no decision may see."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from foretrain.config import Config, from_mapping
+from foretrain.errors import DataError
+from foretrain.measure.tasks import ModelShelf, TextTask
+from foretrain.run import build_model
+
+TINY: dict[str, Any] = {
+    "batch_size": 2,
+    "model.layers": 1,
+    "model.width": 16,
+    "model.heads": 2,
+    "model.context": 16,
+    "evaluation.batches": 3,
+    "device": "cpu",
+}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    text = " ".join(f"line {number} says {number * number}." for number in range(3000))
+    (tmp_path / "book.txt").write_text(text, encoding="utf-8")
+    return from_mapping({**TINY, "data.path": str(tmp_path / "book.txt"), "data.cache": str(tmp_path / "cache")})
+
+
+def rows(batches: list[Any]) -> set[tuple[int, ...]]:
+    return {tuple(row.tolist()) for inputs, _ in batches for row in inputs}
+
+
+def test_what_is_reported_was_seen_by_no_decision(config: Config) -> None:
+    job = TextTask(config).job(config)
+    assert len(job.held_out) == len(job.test) == 3
+    assert not rows(job.held_out) & rows(job.test)
+
+
+def test_too_little_held_out_text_is_refused(config: Config) -> None:
+    small = config.model_copy(update={"batch_size": 4096})
+    with pytest.raises(DataError, match="two parts"):
+        TextTask(small).job(small)
+
+
+def test_runs_of_one_seed_begin_at_the_same_weights_and_data(config: Config) -> None:
+    task = TextTask(config)
+    first = task.job(config)
+    begun = {name: value.clone() for name, value in first.model.state_dict().items()}
+    batch = next(iter(first.loader))
+    with torch.no_grad():
+        for parameter in first.model.parameters():
+            parameter.add_(1.0)  # as training would
+    second = task.job(config)
+    assert second.model is first.model, "compiled code stays valid"
+    assert all(torch.equal(value, begun[name]) for name, value in second.model.state_dict().items())
+    assert all(torch.equal(one, other) for one, other in zip(batch, next(iter(second.loader)), strict=True))
+    other = task.job(config.model_copy(update={"seed": 2}))
+    assert not all(torch.equal(value, begun[name]) for name, value in other.model.state_dict().items())
+
+
+def test_another_engine_gets_another_model(config: Config) -> None:
+    config = from_mapping({**TINY, "model.vocab_size": 64})
+    shelf = ModelShelf()
+    first = shelf.with_weights_of(config, build_model)
+    assert shelf.with_weights_of(config.model_copy(update={"seed": 9}), build_model) is first
+    engine = config.engine.model_copy(update={"activation_checkpointing": True})
+    assert shelf.with_weights_of(config.model_copy(update={"engine": engine}), build_model) is not first
