@@ -150,6 +150,22 @@ def test_plain_and_the_arm_that_does_not_move_do_not_look_ahead(base: Config) ->
     assert configs["plain"].hybrid.mode == "off"
 
 
+def test_an_arm_that_always_diverges_does_not_end_the_comparison(base: Config) -> None:
+    bad = Arm("bad", "", {"hybrid.full_steps": 3})
+    store = Store(base, lambda spec: None if spec.arm == "bad" else valley(1.0)(spec))
+    plan = Plan(base, Options(arms=(bad,)), store.find)
+    store.finish(plan)
+    assert plan.best_rate(HYBRID) == 1.0
+    assert sum(spec.arm == "bad" for spec in store.order) >= 5
+
+
+def test_a_plain_loop_that_always_diverges_is_told(base: Config) -> None:
+    store = Store(base, lambda spec: None)
+    plan = Plan(base, Options(), store.find)
+    with pytest.raises(InputError, match="lower --rates"):
+        store.finish(plan)
+
+
 def test_rounds_are_interleaved_forth_and_back(base: Config) -> None:
     store = Store(base, valley(1.0))
     plan = Plan(base, Options(), store.find)

@@ -133,8 +133,10 @@ class Plan:
             for factor, result in found.items()
             if result is not None and result["held_out_loss"] is not None
         }
+        if not losses and arm.name == PLAIN.name:
+            raise InputError("the plain loop diverged at every learning rate of the sweep; lower --rates")
         if not losses:
-            raise InputError(f"arm {arm.name!r} diverged at every learning rate of the sweep; lower --rates")
+            return factors[0]  # it will be said of it that it failed
         return min(losses, key=lambda factor: losses[factor])
 
     # --- one round per seed ------------------------------------------------------------------------------------------

@@ -26,7 +26,8 @@ from foretrain.measure.controls import RepeatLast, hold_still
 from foretrain.measure.tasks import Job, Task
 from foretrain.trainer import HybridTrainer
 
-_WARM_STEPS = 3
+_WARM_STEPS = 4
+"""A step that is recorded as a CUDA graph runs three times as it is first."""
 
 
 class AccountingError(ForetrainError):
@@ -154,11 +155,12 @@ def _warm_up(task: Task, config: Config, warmed: set[str]) -> None:
     job = task.job(config)
     trainer = HybridTrainer(job.model, None, job.loss_fn, config)
     with closing(iter(job.loader)) as batches:  # type: ignore[type-var]
-        for _ in range(_WARM_STEPS):
-            batch = trainer.to_device(next(batches))
-            trainer.full(batch)
+        windows = 2 * config.hybrid.window_steps if trainer.pilot is not None else 0  # the second one scores a forecast
+        for _ in range(_WARM_STEPS + windows):
+            batch = next(batches)
+            trainer.step(batch)
         if trainer.pilot is not None:
-            trainer.probe(batch)
+            trainer.probe(trainer.to_device(batch))
     trainer.evaluate(job.held_out[:1])
     warmed.add(key)
 
