@@ -115,15 +115,18 @@ def classify(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return F.cross_entropy(model(batch[0]).float(), batch[1])
 
 
-class Pictures(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
+class Pictures:
+    """All images in memory."""
+
     def __init__(self, images: Tensor, labels: Tensor) -> None:
         self.images, self.labels = images, labels
 
     def __len__(self) -> int:
         return len(self.images)
 
-    def __getitem__(self, index: Any) -> tuple[Tensor, Tensor]:
-        return self.images[index], self.labels[index]
+    def fetch(self, indices: Any, epoch: int) -> tuple[Tensor, Tensor]:
+        chosen = torch.as_tensor(indices)
+        return self.images[chosen], self.labels[chosen]
 
 
 class ImageTask:
