@@ -154,8 +154,8 @@ def compare(
 ) -> None:
     """Measure whether a configuration is faster than the plain loop, to the same loss, tuned as hard.
 
-    Arms x seeds, interleaved: plain at several budgets, hybrid, hybrid without displacement, hybrid repeating its last
-    displacement, plain with as many backward passes, plain with the same seconds. All costs are charged. Every finished
+    Arms x seeds, interleaved: plain at several budgets, hybrid, hybrid not moving (its overhead), hybrid repeating its
+    last displacement, plain with equal passes, plain with equal seconds. All costs are charged. Every finished
     run is kept: the same command goes on where it stopped. Writes `result.json` (every raw number) and `report.html`.
 
     `foretrain compare my.toml --set max_steps=2000 --minutes 30` measures your own run, half an hour at a time.

@@ -404,7 +404,7 @@ class Mover:
             torch._foreach_copy_(self.trajectory.parameters, kept)
         return losses
 
-    # --- probes ---------------------------------------------------------------------------------
+    # --- probes ------------------------------------------------------------------------------------------------------
 
     def _probe(self, batch: Any = None) -> float:
         """Forward loss with the random numbers of the anchor, so that only the weights differ."""

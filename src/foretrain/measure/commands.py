@@ -13,7 +13,7 @@ from typing import Any
 from foretrain import config as configuration
 from foretrain.config import Config
 from foretrain.errors import InputError
-from foretrain.measure.compare import Comparison
+from foretrain.measure.compare import PAGE, compare
 from foretrain.measure.ladder import rungs
 from foretrain.measure.plan import Arm, Options
 from foretrain.measure.tasks import TextTask
@@ -55,21 +55,17 @@ def run_comparison(
         budgets=tuple(budgets) if budgets else Options.budgets,
         arms=further,
     )
+    folder = out or default_folder(config)
     console = ComparisonConsole()
     try:
-        task = TextTask(config)
-        comparison = Comparison(task, config, options, out or default_folder(config))
-        try:
-            comparison.run(console, minutes)
-        except KeyboardInterrupt:
-            console.say(f"stopped; what is finished is kept in {comparison.folder}: the same command goes on")
-            raise
-        finally:  # also then: what is there is shown
-            result = comparison.result("foretrain " + shlex.join(arguments))
-            page = comparison.write(result)
+        command = "foretrain " + shlex.join(arguments)
+        result = compare(TextTask(config), config, folder, options, minutes=minutes, watcher=console, command=command)
+    except KeyboardInterrupt:
+        console.say(f"stopped; what is finished is kept in {folder}: the same command goes on")
+        raise
     finally:
         console.close()
-    return result, page
+    return result, folder / PAGE
 
 
 def default_folder(config: Config) -> Path:

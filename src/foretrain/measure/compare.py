@@ -21,6 +21,7 @@ from foretrain.measure.runs import Spec, carry_out, check_pairing
 from foretrain.measure.tasks import Task
 
 FORMAT = 1
+PAGE = "report.html"
 
 
 class Watcher(Protocol):
@@ -146,7 +147,7 @@ class Comparison:
         from foretrain.show.comparison_page import page
 
         write_atomic(self.folder / "result.json", json.dumps(result) + "\n")
-        target = self.folder / "report.html"
+        target = self.folder / PAGE
         write_atomic(target, page(result))
         return target
 
