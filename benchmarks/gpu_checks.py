@@ -1,6 +1,6 @@
 """What only a CUDA GPU can show, asserted: kernels, graphs, resume, precision, and that no step waits for the device.
 
-python benchmarks/gpu_checks.py
+python benchmarks/gpu_checks.py [FOLDER FOR THE RESULT] [NAME OF A CHECK...]
 """
 
 from __future__ import annotations
@@ -232,7 +232,10 @@ def main() -> None:
     }
     record["environment"] = environment.describe("cuda")
     failed = 0
+    named = set(sys.argv[2:])
     for check in checks:
+        if named and check.__name__ not in named:
+            continue
         torch._dynamo.reset()
         torch.manual_seed(1)
         try:

@@ -12,6 +12,8 @@ from foretrain.engine.step import FullStep, StepOutput, map_tensors, tensors_of
 WARMUP_STEPS = 3
 LAUNCH_BOUND_FLOPS = 8e12
 """Below this much arithmetic a step runs for less than some 20 ms on a large GPU, about what its launches take."""
+_OWN_THREAD = "thread_local"
+"""While recording, only this thread is bound by its rules: the loader's may pin the next batch meanwhile."""
 
 
 def launch_bound(parameters: int, batch: Any) -> bool:
@@ -63,7 +65,7 @@ class GraphedStep:
         inputs = map_tensors(batch, lambda tensor: tensor.clone())
         self.step.optimizer.zero_grad(set_to_none=True)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, capture_error_mode=_OWN_THREAD):
             output = self.step(inputs)
         return graph, inputs, output
 
@@ -95,7 +97,7 @@ class GraphedGradient:
         inputs = map_tensors(batch, lambda tensor: tensor.clone())
         self.step.optimizer.zero_grad(set_to_none=True)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, capture_error_mode=_OWN_THREAD):
             loss = self.step.gradient(inputs)
         return graph, inputs, loss, [parameter.grad for parameter in self.step.parameters]
 
