@@ -1057,7 +1057,8 @@ def swinging(position: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def watched(**changes: Any) -> Hybrid:
     """A run that only forecasts, long enough for a network to be listened to."""
-    return hybrid(800, Regression, swinging, **{"hybrid__warmup_steps": 2000, "hybrid__window_steps": 5, **changes})
+    settings = {"hybrid__warmup_steps": 2000, "hybrid__window_steps": 5, "audit__time_budget": 1.0, **changes}
+    return hybrid(800, Regression, swinging, **settings)
 
 
 def changes_forecasts(name: str, first: Any, second: Any, **base: Any) -> tuple[Hybrid, Hybrid]:

@@ -37,6 +37,8 @@ SGD = {"optimizer.type": "sgd", "optimizer.momentum": 0.0, "optimizer.gradient_c
 BOWL = {**SGD, "optimizer.learning_rate": 0.05}
 AUDITED = {"audit.time_budget": 1.0, "audit.steps": 8, "optimizer.learning_rate": 1e-3}
 IDLE = {"audit.time_budget": 0.0}
+WATCHED = {"audit.time_budget": 1.0, "hybrid.warmup_steps": 10_000}
+"""Nothing is predicted, but every window is looked at."""
 UNGUARDED = {"hybrid.search": False, "hybrid.divergence_threshold": 1e9, "guard.prediction_error": 1e9}
 """Harmful moves get through to their validation."""
 
@@ -54,6 +56,7 @@ def plain(
 # --- idle ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("still", [IDLE, WATCHED], ids=["idle", "watched"])
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "muon"])
 @pytest.mark.parametrize(
     ("model", "settings"),
@@ -64,9 +67,11 @@ def plain(
     ],
     ids=["plain", "dropout", "everything"],
 )
-def test_idle_it_is_the_plain_loop_to_the_bit(optimizer: str, model: dict[str, Any], settings: dict[str, Any]) -> None:
-    settings = {**settings, "optimizer.type": optimizer, "optimizer.learning_rate": 3e-3}
-    hybrid = world(Net(**model), Regression(), {**settings, **IDLE}).run()
+def test_without_moves_it_is_the_plain_loop_to_the_bit(
+    optimizer: str, model: dict[str, Any], settings: dict[str, Any], still: dict[str, Any]
+) -> None:
+    settings = {**settings, "optimizer.type": optimizer, "optimizer.learning_rate": 3e-3, **still}
+    hybrid = world(Net(**model), Regression(), settings).run()
     state = torch.get_rng_state()
     other = plain(Net(**model), Regression(), range(300), settings)
     assert hybrid.trainer.pilot is not None
@@ -86,11 +91,31 @@ def test_no_predictor_disturbs_an_idle_run(predictor: str) -> None:
     """They draw random numbers of their own only."""
     small = {"predictor.deterministic_dim": 8, "predictor.stochastic_dim": 2, "predictor.num_categoricals": 2}
     settings = {"max_steps": 100, "optimizer.learning_rate": 3e-3}
-    hybrid = world(Net(dropout=0.2), Regression(), {**settings, **IDLE, **small, "predictor.type": predictor}).run()
+    hybrid = world(Net(dropout=0.2), Regression(), {**settings, **WATCHED, **small, "predictor.type": predictor}).run()
+    assert hybrid.trainer.observer.forecast is not None
     state = torch.get_rng_state()
     other = plain(Net(dropout=0.2), Regression(), range(100), settings)
     assert torch.equal(state, torch.get_rng_state())
     assert same_weights(hybrid.trainer.model, other.model)
+
+
+@pytest.mark.parametrize(("steps", "windows"), [(200, 4), (1000, 10)])
+def test_where_nothing_will_be_tried_a_tenth_of_the_run_is_watched(steps: int, windows: int) -> None:
+    settings = {**IDLE, "max_steps": steps, "hybrid.window_steps": 10, "hybrid.warmup_steps": 150}
+    run = world(Net(), Regression(), {**settings, "optimizer.learning_rate": 3e-3})
+    run.run(lambda: run.position >= 190)
+    trainer = run.trainer
+    assert 3 <= trainer.pilot.predictability.windows <= windows
+    assert trainer.phase is Phase.FULL
+    assert "not tried" in trainer.pilot.last_reason
+    assert trainer.pilot.rest_steps > 0
+
+
+def test_where_moves_can_be_tried_every_window_of_the_warm_up_is_watched() -> None:
+    settings = {"audit.time_budget": 1.0, "hybrid.window_steps": 10, "hybrid.warmup_steps": 150}
+    run = world(Net(), Regression(), {**settings, "optimizer.learning_rate": 3e-3})
+    run.run(lambda: run.position >= 150)
+    assert run.trainer.pilot.predictability.windows == 15
 
 
 # --- what is taken back leaves no trace ------------------------------------------------------------------------------
@@ -669,7 +694,7 @@ def test_a_predictor_that_keeps_the_tensors_it_is_given_does_not_spoil_the_snaps
         def load_state_dict(self, state: dict[str, Any]) -> None:
             self.count = state["count"]
 
-    run = world(Net(), Regression(), IDLE, Keeping())
+    run = world(Net(), Regression(), WATCHED, Keeping())
     run.run(lambda: run.position >= 50)
     run.trainer.mover.safety.take()
     counts = []

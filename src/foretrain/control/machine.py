@@ -44,6 +44,8 @@ class View:
     gate_open: bool = False
     gate_reason: str = "it has not paid so far"
     """Why the gate is shut, in words that follow "the gate is shut:"."""
+    nothing_to_try: bool = False
+    """Nor will it open, as far as can be seen: WARMUP need not go on."""
     horizon_reached: bool = False
     prediction_error: float = 0.0
     """How far the loss lies above the predicted loss, relative to it; negative where it is better than predicted."""
@@ -177,6 +179,8 @@ class Machine:
         needed = self.config.warmup_steps
         if view.exact:
             return self._go(Phase.FULL, "every batch gives the same loss: leaps can be judged at once")
+        if view.nothing_to_try:
+            return self._go(Phase.FULL, view.gate_reason)
         if view.step < needed:
             return self._stay(f"{view.step} of {needed} warm-up steps are done")
         missing = []

@@ -28,6 +28,8 @@ _WINDOWS_TO_SCORE = 2
 """Windows after a move until a forecast has met what followed."""
 _WINDOWS_AWAKE = 10
 """Windows that are watched after a long rest, so that forecasts of every length are scored again."""
+_WATCHED_IN_VAIN = 0.1
+"""Share of a run's windows that are watched though nothing will be tried, to say how predictable the run is."""
 _NEARLY_EXACT = 0.98
 """R2 from which forecasts are steps."""
 _LONGEST_REST = 256
@@ -188,6 +190,8 @@ class Pilot:
             if not self.searches and self.observer.windows < _WINDOWS_TO_SCORE:
                 answer = Answer(False, False, "forecasts since the last move are not scored yet")
             self._chosen = (horizon, answer.audited, limit)
+        elif self._watched_enough:
+            answer = Answer(False, False, self.gate.too_dear(self._audit_cost), rest=True, long=True)
         transition = self.machine.next(
             View(
                 step=step,
@@ -199,20 +203,31 @@ class Pilot:
                 exact=exact,
                 gate_open=answer.open,
                 gate_reason=answer.reason,
+                nothing_to_try=answer.long,
             )
         )
         self.last_reason = transition.reason
         if transition.phase is Phase.PREDICT:
             self.last_reason = f"{transition.reason}; {answer.reason}"
-        elif self._cycle_is_over():
+        elif self._cycle_is_over() or (transition.changed and answer.long):
             self._next_cycle(step, confidence, answer)
         return transition
 
     @property
+    def _audit_cost(self) -> float:
+        return self._correct_steps(True) + _PROBES_OF_AUDIT
+
+    @property
     def _too_dear(self) -> bool:
         """An audit costs more than this run may spend, and nothing but an audit can tell what a move is worth."""
-        cost = self._correct_steps(True) + _PROBES_OF_AUDIT
-        return not self.counts.tried and not self.predictability.low_noise and cost > self.gate.allowed
+        unknown = not self.counts.tried and not self.predictability.low_noise and self.gate.interval()[0] <= 0
+        return unknown and self._audit_cost > self.gate.allowed
+
+    @property
+    def _watched_enough(self) -> bool:
+        """In WARMUP: nothing will be tried, and it is known well enough that nothing will."""
+        share = _WATCHED_IN_VAIN * self.config.max_steps / self.config.hybrid.window_steps
+        return self._too_dear and self.predictability.noisy and self.predictability.windows >= share
 
     def _cycle_is_over(self) -> bool:
         """A FULL phase of full length, in which forecasts could be scored."""
@@ -238,11 +253,10 @@ class Pilot:
 
     def _question(self, horizon: int, steps_left: int, needed: int, decaying: bool, chained: bool, exact: bool) -> Ask:
         windows = max(1, round(horizon / self.config.hybrid.window_steps))
-        cost = self._correct_steps(True) + _PROBES_OF_AUDIT
         low_noise, quality = self.predictability.low_noise, self.observer.quality
         # A searched move need only point the right way: its length is found on the exact loss.
         trusted = exact or (quality.cosine(1) > 0 if self.searches else quality.trusted(windows))
-        return Ask(horizon, steps_left, needed, trusted, low_noise, decaying, cost, chained)
+        return Ask(horizon, steps_left, needed, trusted, low_noise, decaying, self._audit_cost, chained)
 
     def _correct_steps(self, audited: bool) -> int:
         """An audit validates for longer; a short run can afford a short one only."""
@@ -315,7 +329,7 @@ class Pilot:
 
     def _sentence(self, others: float) -> str:
         if self._too_dear:
-            return f"prediction was {self.gate.too_dear(self._correct_steps(True) + _PROBES_OF_AUDIT)}"
+            return f"prediction was {self.gate.too_dear(self._audit_cost)}"
         return self.ledger.sentence(others)
 
     def summary(self, backward_passes: int) -> dict[str, Any]:

@@ -15,6 +15,8 @@ LOW_NOISE_RATIO = 0.3
 """Scatter of the losses within a window / their fall over it, below which batches hardly differ."""
 LOW_NOISE_COSINE = 0.9
 """Cosine of successive gradients above which batches hardly differ."""
+NOISY_COSINE = 0.5
+"""The same, below which they clearly differ."""
 
 
 class Predictability:
@@ -49,6 +51,11 @@ class Predictability:
         """Whether the loss right after a move can be trusted."""
         smooth = self.noise_ratio < LOW_NOISE_RATIO and self.gradient_cosine > LOW_NOISE_COSINE
         return self.windows >= 2 and (self.same_batch or smooth)
+
+    @property
+    def noisy(self) -> bool:
+        """Whether batches clearly differ; neither this nor `low_noise` is possible, too."""
+        return self.windows >= 3 and not self.same_batch and self.gradient_cosine < NOISY_COSINE
 
     @property
     def gradient_snr(self) -> float:
