@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.control.test_products import adapted
 from torch import nn
 
 from foretrain import run
@@ -1082,6 +1083,13 @@ SMALL = {
     "predictor__ensemble_size": 2,
     "predictor__hidden_dims": [13],
 }
+
+
+@effect("hybrid.space")
+def _(bench: Bench) -> None:
+    ends = [adapted(1, **{"hybrid.space": space}).model.lora_b for space in ("adapter", "product", "adapter")]
+    assert torch.equal(ends[0], ends[2])
+    assert not torch.equal(ends[0], ends[1])
 
 
 @effect("predictor.type")

@@ -221,6 +221,9 @@ class HybridConfig(Section):
     search: Switch = "auto"
     """Choose the length and direction of a leap by probing several. `auto`: where batches hardly differ, because
     elsewhere the loss right after a move misleads."""
+    space: Literal["adapter", "product"] = "adapter"
+    """What a leap moves when adapters are trained: their two factors, or their product, which both factors make
+    together. No effect on full weights."""
     secant_pairs: CountOrZero = 100
     """Where the loss is exact (full batch, `optimizer.weight_decay = 0`): pairs of weight and gradient changes kept for
     quasi-Newton leaps, one gradient each. 0: none, leaps are then searched along the forecast only."""

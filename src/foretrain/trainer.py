@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,7 +81,8 @@ class HybridTrainer(Engine):
     """Trains any module with any optimizer and a loss function `(model, batch) -> mean loss`.
 
     Without an optimizer the configuration's is built; without a loss function `model.loss(batch)` is called; without a
-    predictor the configuration's. With `hybrid.mode = "off"` it is the plain loop.
+    predictor the configuration's. With `hybrid.mode = "off"` it is the plain loop. probe: batches that are never
+    trained on; moves are then searched and judged on them, and their tokens are charged to the run.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class HybridTrainer(Engine):
         config: Config | None = None,
         *,
         predictor: Predictor | None = None,
+        probe: Sequence[Any] = (),
         bus: Bus | None = None,
     ) -> None:
         super().__init__(model, optimizer, loss_fn, config or Config())
@@ -112,6 +114,8 @@ class HybridTrainer(Engine):
         self.observer = Observer(trajectory, predictor, parameters, self.optimizer)
         self.pilot = Pilot(config, self.observer, "adapters" if self._trains_adapters() else "full weights")
         self.mover = Mover(self, self.pilot, self.bus.emit)
+        self.mover.held_out = [self.to_device(batch) for batch in probe]
+        self.pilot.held_out = bool(self.mover.held_out)
 
     def _basis_type(self) -> torch.dtype:
         wanted = self.config.hybrid.basis_type

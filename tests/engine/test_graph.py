@@ -39,7 +39,10 @@ class Recording:
 
 def test_a_recorded_gradient_is_put_back_on_the_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Recording)
-    monkeypatch.setattr(torch.cuda, "graph", lambda graph: nullcontext())
+    modes = []
+    monkeypatch.setattr(
+        torch.cuda, "graph", lambda graph, capture_error_mode: nullcontext(modes.append(capture_error_mode))
+    )
     monkeypatch.setattr(Recording, "replayed", 0)
     model = nn.Linear(3, 1)
     loss = lambda model, batch: model(batch).square().mean()  # noqa: E731
@@ -54,6 +57,7 @@ def test_a_recorded_gradient_is_put_back_on_the_parameters(monkeypatch: pytest.M
         assert all(isinstance(p.grad, Tensor) for p in model.parameters())
         assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), gradients, strict=True))  # type: ignore[arg-type]
     assert Recording.replayed == 3
+    assert modes == ["thread_local"]  # the loader's thread pins memory meanwhile
     graphed(torch.zeros(5, 3))  # of another form: without the graph
     assert Recording.replayed == 3
     assert float(torch.linalg.norm(model.weight.grad)) == 0  # type: ignore[arg-type]

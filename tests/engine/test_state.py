@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.worlds import Net
 from torch import nn
 
 from foretrain.engine.state import (
     Snapshot,
+    checksum,
     put_together,
     random_state,
     restore_model,
@@ -299,3 +301,39 @@ def test_every_generator_comes_back() -> None:
     assert len(set(first)) == 3
     restore_random_state(state)
     assert [draw() for _ in range(3)] == first
+
+
+# --- frozen weights --------------------------------------------------------------------------------------------------
+
+
+def test_frozen_weights_are_not_saved_but_known() -> None:
+    trainer = HybridTrainer(Net(frozen=True))
+    state = trainer.state_dict()
+    assert not [name for name in state["model"] if name.startswith("middle")]
+    assert {"first.weight", "last.bias"} <= set(state["model"])
+    other = HybridTrainer(Net(frozen=True, seed=0))
+    other.load_state_dict(state)
+
+
+@pytest.mark.parametrize("change", ["another weight", "nothing frozen", "another order"])
+def test_a_state_is_refused_beside_other_frozen_weights(change: str) -> None:
+    state = HybridTrainer(Net(frozen=True)).state_dict()
+    model = Net(frozen=change != "nothing frozen")
+    with torch.no_grad():
+        if change == "another weight":
+            model.middle.bias[3] += 1e-6
+        elif change == "another order":
+            model.middle.weight.copy_(model.middle.weight.flip(0))
+    with pytest.raises(CheckpointError, match="frozen"):
+        HybridTrainer(model).load_state_dict(state)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int8])
+def test_a_checksum_sees_every_bit(dtype: torch.dtype) -> None:
+    tensor = torch.arange(24).reshape(4, 6).to(dtype)
+    same = checksum({"a": tensor})
+    assert same == checksum({"a": tensor.clone()})
+    assert same != checksum({"b": tensor})
+    assert same != checksum({"a": tensor.reshape(6, 4)})
+    tensor[2, 1] += 1
+    assert same != checksum({"a": tensor})

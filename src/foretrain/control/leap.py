@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-
-from torch import Tensor
-
-from foretrain.dynamics.trajectory import Trajectory
 
 _SHRINK = (0.5, 0.25)
 _MOST_DOUBLINGS = 10
@@ -29,40 +25,32 @@ class Leap:
         return "refused" if self.share == 0 else "kept" if self.share >= 1 else "shrunk"
 
 
-def careful(
-    trajectory: Trajectory,
-    start: Sequence[Tensor],
-    displacement: Sequence[Tensor],
-    probe: Callable[[], float],
-    limit: float,
-) -> Leap:
+Place = Callable[[float], None]
+"""Puts the weights at this share of the move."""
+
+
+def careful(place: Place, probe: Callable[[], float], limit: float) -> Leap:
     """The whole move, or half, or a quarter of it: the first that does not lift the loss above `limit`.
 
     With noisy gradients the loss right after a move says nothing about its worth; it only shows disasters.
     """
     probes = 0
     for share in (1.0, *_SHRINK):
-        trajectory.place(start, displacement, share)
+        place(share)
         probes += 1
         loss = probe()
         if loss <= limit:  # false for NaN
             return Leap(share, loss, probes)
-    return _refuse(trajectory, start, displacement, probes)
+    return _refuse(place, probes)
 
 
-def search(
-    trajectory: Trajectory,
-    start: Sequence[Tensor],
-    displacement: Sequence[Tensor],
-    probe: Callable[[], float],
-    anchor: float,
-) -> Leap:
+def search(place: Place, probe: Callable[[], float], anchor: float) -> Leap:
     """Double the move while the loss falls; halve it while it does not fall. For losses that can be trusted."""
     probes = 0
     best, best_loss = 0.0, anchor
     share, factor = 1.0, 2.0
     for _ in range(_MOST_DOUBLINGS):
-        trajectory.place(start, displacement, share)
+        place(share)
         loss = probe()
         probes += 1
         if loss < best_loss:
@@ -77,11 +65,11 @@ def search(
                 break
         share *= factor
     if best == 0:
-        return _refuse(trajectory, start, displacement, probes)
-    trajectory.place(start, displacement, best)
+        return _refuse(place, probes)
+    place(best)
     return Leap(best, best_loss, probes)
 
 
-def _refuse(trajectory: Trajectory, start: Sequence[Tensor], displacement: Sequence[Tensor], probes: int) -> Leap:
-    trajectory.place(start, displacement, 0.0)
+def _refuse(place: Place, probes: int) -> Leap:
+    place(0.0)
     return Leap(0.0, math.nan, probes)

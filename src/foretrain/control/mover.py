@@ -19,10 +19,11 @@ from foretrain.control.guard import Reading
 from foretrain.control.machine import Phase, View
 from foretrain.control.move import Move, pack_move, unpack_move
 from foretrain.control.pilot import Pilot
+from foretrain.control.products import Products
 from foretrain.control.recovery import Action, Kind
 from foretrain.control.safety import Safety
 from foretrain.dynamics.predictor import Array
-from foretrain.engine.loop import Engine
+from foretrain.engine.loop import Engine, count
 from foretrain.engine.state import random_state, restore_random_state, snapshot
 from foretrain.engine.step import StepOutput, map_tensors, tensors_of
 from foretrain.events import Event, Moved, Recovered
@@ -44,7 +45,10 @@ class Mover:
         self.trajectory = pilot.observer.trajectory
         self.safety = Safety(engine, pilot)
         self.move: Move | None = None
+        self.held_out: list[Any] = []
+        """Batches that are never trained on; if there are any, they judge moves."""
         hybrid = pilot.config.hybrid
+        self.products = Products.of(engine.model, self.trajectory.parameters) if hybrid.space == "product" else None
         pairs = hybrid.secant_pairs if hybrid.mode == "leap" else 0
         self.chain = Chain(engine, pairs, hybrid.secant_memory_mb, _LONGEST_CHAIN * hybrid.max_predict_steps)
         self._recent: list[Any] = []
@@ -98,7 +102,7 @@ class Mover:
         plan = self.pilot.plan()
         self.safety.take()
         random = random_state()
-        move = Move(plan, map_tensors(batch, lambda tensor: tensor.clone()), random, math.nan, FORWARD)
+        move = Move(plan, map_tensors(batch, lambda tensor: tensor.clone()), random, math.nan, self._price(batch))
         self.move = move
         move.anchor = self._probe()
         finite = math.isfinite(move.anchor) and bool(np.isfinite(plan.coefficients).all())
@@ -108,7 +112,7 @@ class Mover:
         drift = self.pilot.guard.anchor(self.engine.global_step, move.anchor)
         for action in self.pilot.recovery.decide(drift, self.pilot.context()) if drift.findings else []:
             self.pilot.apply(action, self.engine.global_step)
-        if plan.low_noise and self.pilot.searches and self.chain.ready:
+        if self.pilot.may_chain and plan.low_noise and self.pilot.searches and self.chain.ready:
             move.chained = self.chain.begin(batch)
             move.cost += FORWARD
         if move.chained:  # without noise there is nothing to average away
@@ -140,12 +144,17 @@ class Mover:
         """The whole horizon at once; None when it is refused."""
         move, start = self.open_move, self.safety.weights()
         displacement = self.trajectory.displacement(move.plan.coefficients)
+
+        def place(share: float) -> None:
+            self.trajectory.place(start, displacement, share)
+            if self.products is not None and share:
+                self.products.place(start, displacement, share)
+
         if self.pilot.searches:
-            result = leap.search(self.trajectory, start, displacement, self._probe, move.anchor)
+            result = leap.search(place, self._probe, move.anchor)
         else:
-            limit = self.pilot.disaster_limit(move.anchor)
-            result = leap.careful(self.trajectory, start, displacement, self._probe, limit)
-        move.cost += FORWARD * result.probes
+            result = leap.careful(place, self._probe, self.pilot.disaster_limit(move.anchor))
+        move.cost += self._price(move.batch) * result.probes
         if result.share == 0:
             reason = "no length of the move lowers the loss" if self.pilot.searches else "the loss rose beyond noise"
             self._refuse(reason)
@@ -205,7 +214,7 @@ class Mover:
                 self._reset_predictor("it led to numbers that are not finite")
             return None
         move.loss = self._probe()
-        move.cost += FORWARD
+        move.cost += self._price(move.batch)
         if move.plan.low_noise and not move.loss < move.anchor:
             self._refuse("the exact loss is no lower than before")
             return None
@@ -314,7 +323,7 @@ class Mover:
             after = audit.loss_with
         else:
             after = self._probe()
-            move.cost += FORWARD * (1 + move.chained)
+            move.cost += self._price(move.batch) * (1 + move.chained)
             harmed = not move.chained and any(action.kind is Kind.ROLL_BACK for action in actions)
             kept = after < move.anchor and not harmed
             before = min(move.anchor, self.chain.start_loss) if move.chained else move.anchor
@@ -411,9 +420,16 @@ class Mover:
         move, now = self.open_move, random_state()
         restore_random_state(move.random)
         try:
+            if batch is None and self.held_out:
+                return self.engine.probe_all(self.held_out)
             return self.engine.probe(move.batch if batch is None else batch)
         finally:
             restore_random_state(now)
+
+    def _price(self, batch: Any) -> float:
+        """Of a probe, in full steps."""
+        tokens = sum(count(held_out) for held_out in self.held_out)
+        return FORWARD * tokens / max(1, count(batch)) if tokens else FORWARD
 
     def _tell(self, move: Move, verdict: str, reason: str, after: float, worth: float) -> None:
         self.emit(

@@ -95,6 +95,8 @@ class Pilot:
         self.slope = LossSlope()
         self.ledger = Ledger()
         self.counts = Counts()
+        self.held_out = False
+        """Moves are judged on tokens that are never trained on, always the same ones."""
         self.last_reason = "the run has just begun"
         self._chosen: tuple[int, bool, int] = (0, False, 0)
         """Horizon, audited, longest move that fits into the run."""
@@ -220,7 +222,7 @@ class Pilot:
     @property
     def _too_dear(self) -> bool:
         """An audit costs more than this run may spend, and nothing but an audit can tell what a move is worth."""
-        unknown = not self.counts.tried and not self.predictability.low_noise and self.gate.interval()[0] <= 0
+        unknown = not self.counts.tried and not self.judged_at_once and self.gate.interval()[0] <= 0
         return unknown and self._audit_cost > self.gate.allowed
 
     @property
@@ -253,7 +255,7 @@ class Pilot:
 
     def _question(self, horizon: int, steps_left: int, needed: int, decaying: bool, chained: bool, exact: bool) -> Ask:
         windows = max(1, round(horizon / self.config.hybrid.window_steps))
-        low_noise, quality = self.predictability.low_noise, self.observer.quality
+        low_noise, quality = self.judged_at_once, self.observer.quality
         # A searched move need only point the right way: its length is found on the exact loss.
         trusted = exact or (quality.cosine(1) > 0 if self.searches else quality.trusted(windows))
         return Ask(horizon, steps_left, needed, trusted, low_noise, decaying, self._audit_cost, chained)
@@ -300,7 +302,7 @@ class Pilot:
             forecast,
             expected,
             self.estimate(forecast, horizon),
-            self.predictability.low_noise,
+            self.judged_at_once,
             most,
             self._correct_steps(audited),
             self.last_reason,
@@ -310,13 +312,18 @@ class Pilot:
     def may_chain(self) -> bool:
         """Whether gradients are worth remembering for quasi-Newton leaps."""
         exact = self.predictability.low_noise or self.predictability.same_batch
-        return exact and self.config.hybrid.search is not False
+        return exact and self.config.hybrid.search is not False and not self.held_out
 
     @property
     def searches(self) -> bool:
         """Whether the length of a move is chosen by probing several."""
         wanted = self.config.hybrid.search
-        return self.predictability.low_noise if wanted == "auto" else bool(wanted)
+        return self.judged_at_once if wanted == "auto" else bool(wanted)
+
+    @property
+    def judged_at_once(self) -> bool:
+        """Whether the loss of a probe right after a move can be trusted."""
+        return self.predictability.low_noise or self.held_out
 
     @property
     def current_confidence(self) -> float:

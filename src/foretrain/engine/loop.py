@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,7 +18,16 @@ from foretrain.engine.averaging import WeightAverage
 from foretrain.engine.graph import GraphedGradient, GraphedStep, launch_bound
 from foretrain.engine.meters import StepMeter, Stopwatch
 from foretrain.engine.precision import Precision, choose_device
-from foretrain.engine.state import random_state, restore_model, restore_optimizer, restore_random_state, seed_random
+from foretrain.engine.state import (
+    changing_state,
+    checksum,
+    frozen_weights,
+    random_state,
+    restore_model,
+    restore_optimizer,
+    restore_random_state,
+    seed_random,
+)
 from foretrain.engine.step import (
     FullStep,
     LossFunction,
@@ -165,6 +175,11 @@ class Engine:
         parts = [batch] if pieces == 1 else [split(batch, pieces, index) for index in range(pieces)]
         return float(self.forward_loss([part for part in parts if rows_of(part)]))
 
+    def probe_all(self, batches: list[Any]) -> float:
+        """Mean loss over several batches, each as it is."""
+        self.probe_tokens += sum(count(batch) for batch in batches)
+        return float(self.forward_loss(batches))
+
     @torch.no_grad()
     def forward_loss(self, batches: list[Any]) -> Tensor:
         """Mean loss over `batches` on the device; neither weights nor buffers nor random states change."""
@@ -201,7 +216,8 @@ class Engine:
     def state_dict(self) -> dict[str, Any]:
         """Everything that decides how the run goes on. Tensors are referred to, not copied."""
         return {
-            "model": self.model.state_dict(),
+            "model": changing_state(self.model),
+            "frozen": self.frozen,
             "optimizer": self.optimizer.state_dict(),
             "average": self.average.state_dict() if self.average is not None else None,
             "precision": self.precision.state_dict(),
@@ -241,7 +257,18 @@ class Engine:
         restore_random_state(state["random"])
         self.rate.forget()
 
+    @cached_property
+    def frozen(self) -> str:
+        """What the frozen weights are, so that a run goes on with the same ones only; empty if there are none."""
+        weights = frozen_weights(self.model)
+        return checksum(weights) if weights else ""
+
     def _put_back(self, state: dict[str, Any], origin: str) -> None:
+        if state["frozen"] != self.frozen:
+            raise CheckpointError(
+                f"{origin}: its frozen weights are not those of this model; start from the same weights, and freeze "
+                "the same ones"
+            )
         self._put_back_training(state, origin)
         progress = state["progress"]
         self.clock = Stopwatch(float(progress["seconds"]))

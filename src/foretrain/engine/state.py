@@ -7,6 +7,7 @@ tuples and non-finite numbers survive.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import random
 from collections.abc import Mapping
@@ -151,10 +152,36 @@ def _cuda_devices() -> int:
 # --- model and optimizer ---------------------------------------------------------------------------------------------
 
 
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def changing_state(model: nn.Module) -> dict[str, Any]:
+    """The model's state without frozen weights: they stay what they are."""
+    frozen = set(frozen_weights(model))
+    return {name: value for name, value in model.state_dict().items() if name not in frozen}
+
+
+def frozen_weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
+
+
+@torch.no_grad()
+def checksum(tensors: Mapping[str, Tensor]) -> str:
+    """Of names, forms and bits, the same on every device. The device is waited for once."""
+    sums = []
+    for tensor in tensors.values():
+        flat = tensor.detach().contiguous().view(_BITS[tensor.element_size()]).flatten()
+        place = torch.arange(1, len(flat) + 1, device=flat.device, dtype=torch.int64)
+        sums.append((flat * place).sum())  # wraps around, everywhere alike
+    numbers = torch.stack(sums).tolist() if sums else []
+    forms = [f"{name} {_form(tensor)}" for name, tensor in tensors.items()]
+    return hashlib.sha256(repr(list(zip(forms, numbers, strict=True))).encode()).hexdigest()
+
+
 @torch.no_grad()
 def restore_model(model: nn.Module, saved: Mapping[str, Tensor], origin: str) -> None:
-    """Copy weights and buffers in place, after checking that they are this model's."""
-    own = model.state_dict()
+    """Copy weights and buffers in place, after checking that they are this model's. Frozen weights stay."""
+    own = changing_state(model)
     for name in [*own, *saved]:
         if name not in saved or name not in own:
             where = "the checkpoint" if name not in saved else "this model"
