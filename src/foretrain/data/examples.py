@@ -1,0 +1,270 @@
+"""Fine-tuning data: a prompt and its answer per record. Only the answer is learned, the prompt is given."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import itertools
+import json
+import lzma
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from foretrain.data import documents, templates
+from foretrain.data.loader import IGNORED
+from foretrain.data.templates import Format
+from foretrain.data.tokenizers import Tokenizer, Tokens
+from foretrain.errors import DataError
+
+LENGTH_STEP = 16
+"""Rows are padded to a multiple of this."""
+MOST_CLASSES = 200
+LONGEST_CLASS = 64
+"""Tokens from which on an answer is no class."""
+_OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """What the model is given, and what it is to say."""
+
+    prompt: str
+    answer: str
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+def read_examples(
+    path: str | Path | list[str],
+    prompt: str | Sequence[str] | None = None,
+    answer: str | None = None,
+    limit: int | None = None,
+    say: Callable[[str], None] = lambda _: None,
+) -> list[Example]:
+    """Every record of JSONL files (also .gz and .xz) as an example, at most `limit` of them.
+
+    `prompt` and `answer` are templates over the record's fields, such as "Question: {question}\\nAnswer:" and
+    " {answer}". An empty field leaves nothing behind; where the text around it should go too, give two prompts, with
+    and without it. What is None is guessed from the first record's fields, and `say` hears what was taken.
+    """
+    records = _records(path)
+    first = next(records, None)
+    if first is None:
+        raise DataError(f"{path}: holds no records; each line must be a JSON object")
+    chosen = _format(first, prompt, answer)
+    if prompt is None or answer is None:
+        say(f"{first.where.rpartition(':')[0]} read as {chosen}")
+    rows = itertools.islice(itertools.chain([first], records), limit)
+    return [Example(chosen.prompt_of(row.fields, row.where), chosen.answer_of(row.fields, row.where)) for row in rows]
+
+
+def find_format(path: str | Path | list[str]) -> Format:
+    """What `read_examples` guesses: its `prompt_of(record)` asks the trained model as it was asked in training."""
+    first = next(_records(path), None)
+    if first is None:
+        raise DataError(f"{path}: holds no records; each line must be a JSON object")
+    return templates.guess(first.fields, first.where)
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    fields: dict[str, Any]
+    where: str
+
+
+def _format(first: _Row, prompt: str | Sequence[str] | None, answer: str | None) -> Format:
+    if prompt is not None and answer is not None:
+        return templates.make_format(prompt, answer)
+    guessed = templates.guess(first.fields, first.where)
+    prompts = [known.text for known in guessed.prompts] if prompt is None else prompt
+    return templates.make_format(prompts, guessed.answer.text if answer is None else answer, guessed.name)
+
+
+def _records(path: str | Path | list[str]) -> Iterator[_Row]:
+    source = documents.find(path if isinstance(path, list) else [str(path)])
+    if not path or source.hub_name:
+        raise DataError(f"data.path: {source.hub_name or 'nothing'} cannot be read as examples; name a JSONL file")
+    for file in source.files:
+        try:
+            with _OPENERS.get(file.suffix, open)(file, "rb") as lines:
+                for number, line in enumerate(lines, start=1):
+                    if line.strip().removeprefix(b"\xef\xbb\xbf"):
+                        yield _Row(_parse(line, f"{file}:{number}"), f"{file}:{number}")
+        except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
+            raise DataError(f"{file}: cannot be read ({error}); check the file and its permissions") from None
+
+
+def _parse(line: bytes, where: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where}: not UTF-8 ({error.reason}); save the file as UTF-8") from None
+    except (ValueError, RecursionError) as error:
+        hint = "; a JSON array must become one object per line" if line.lstrip().startswith(b"[") else ""
+        raise DataError(f"{where}: not JSON ({error}); each line must be one object{hint}") from None
+    if not isinstance(record, dict):
+        raise DataError(
+            f"{where}: not an object but {type(record).__name__}; each line must be an object with fields, "
+            'such as {"question": "...", "answer": "..."}'
+        )
+    return record
+
+
+# --- splitting -------------------------------------------------------------------------------------------------------
+
+
+def split(examples: Sequence[Example], share: float, seed: int) -> tuple[list[Example], list[Example]]:
+    """(to train on, held out). Decided by the prompts' digests: neither order nor repeats matter.
+
+    Equal prompts stay on one side, so that no held-out question was seen with another answer.
+    """
+    if not 0 < share < 1:
+        raise DataError(f"data.held_out = {share}: the share that is held out must lie between 0 and 1")
+    key = hashlib.sha256(str(seed).encode()).digest()
+
+    def digest(prompt: str) -> bytes:
+        return hashlib.blake2b(prompt.encode("utf-8", errors="replace"), digest_size=16, key=key).digest()
+
+    prompts = sorted({example.prompt for example in examples}, key=lambda prompt: (digest(prompt), prompt))
+    if len(prompts) < 2:
+        raise DataError(
+            f"data.held_out: {len(examples)} examples with {len(prompts)} different prompts cannot be split; "
+            "add examples, or name held-out ones in data.validation_path"
+        )
+    count = min(max(round(share * len(prompts)), 1), len(prompts) - 1)
+    chosen = set(prompts[:count])
+    train = [example for example in examples if example.prompt not in chosen]
+    return train, [example for example in examples if example.prompt in chosen]
+
+
+def classes(examples: Sequence[Example], tokenizer: Tokenizer) -> tuple[str, ...]:
+    """The different answers, sorted, where this is a classification; nothing otherwise.
+
+    It is one when there are 2 to 200 different answers, all shorter than 64 tokens, that come twice on average.
+    """
+    answers = sorted({example.answer for example in examples})
+    if not 2 <= len(answers) <= MOST_CLASSES or 2 * len(answers) > len(examples):
+        return ()
+    if max(map(len, tokenizer.encode_batch(answers))) >= LONGEST_CLASS:
+        return ()
+    return tuple(answers)
+
+
+# --- encoding --------------------------------------------------------------------------------------------------------
+
+
+def encode_prompts(prompts: Sequence[str], tokenizer: Tokenizer) -> list[Tokens]:
+    """Prompts as the model sees them in training and when it is asked.
+
+    A prompt is never encoded together with its answer: merged at the boundary, they would be other tokens than those
+    of the prompt alone, which is all there is when the model is asked. An empty prompt is the end of the text before.
+    """
+    nothing = np.array([tokenizer.end_of_text], dtype=np.uint32)
+    return [tokens if len(tokens) else nothing for tokens in tokenizer.encode_batch(prompts)]
+
+
+class EncodedExamples:
+    """Examples as rows of one static length: prompt, answer, end of text, padding. Only answer and end are targets.
+
+    The length is the smallest multiple of 16 that holds the longest row, but no more than `context`. Where a row does
+    not fit the front of its prompt is cut off; an answer that does not fit even so is left out.
+    """
+
+    def __init__(
+        self,
+        examples: Sequence[Example],
+        tokenizer: Tokenizer,
+        context: int,
+        least_length: int = 0,
+        name: str = "data.path",
+    ) -> None:
+        prompts = encode_prompts([example.prompt for example in examples], tokenizer)
+        answers = tokenizer.encode_batch([example.answer for example in examples])
+        # The end is a target but no input; a prompt keeps one token at least, or the answer's first were no target.
+        fitting = [(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True) if len(answer) < context]
+        if not fitting:
+            raise DataError(
+                f"{name}: none of {len(examples)} examples fits model.context = {context} with its whole answer; "
+                "use shorter answers or a longer context"
+            )
+        pairs = [(prompt[-(context - len(answer)) :], answer) for prompt, answer in fitting]
+        lengths = [len(prompt) + len(answer) for prompt, answer in pairs]
+        self.left_out = len(examples) - len(fitting)
+        """Examples whose answer is too long."""
+        self.shortened = sum(len(old) > len(new) for (old, _), (new, _) in zip(fitting, pairs, strict=True))
+        """Examples that lost the front of their prompt."""
+        self.length = min(context, max(least_length, -(-max(lengths) // LENGTH_STEP) * LENGTH_STEP))
+        self.used_tokens = sum(lengths)
+        """Inputs that are no padding."""
+        self.answer_tokens = sum(len(answer) + 1 for _, answer in pairs)
+        """Targets that count in the loss."""
+        self.end_of_text = tokenizer.end_of_text
+        self._fill(pairs, np.dtype("<u2" if tokenizer.vocab_size <= 2**16 else "<u4"))
+
+    def _fill(self, pairs: list[tuple[Tokens, Tokens]], dtype: np.dtype[Any]) -> None:
+        self._tokens = np.full((len(pairs), self.length), self.end_of_text, dtype)
+        self._targets = np.full((len(pairs), self.length), IGNORED, np.int32)
+        digest = hashlib.sha256()
+        for tokens, targets, (prompt, answer) in zip(self._tokens, self._targets, pairs, strict=True):
+            start, stop = len(prompt), len(prompt) + len(answer)
+            tokens[:start], tokens[start:stop] = prompt, answer
+            targets[start - 1 : stop - 1], targets[stop - 1] = answer, self.end_of_text
+            digest.update(np.array([start, stop], "<u4").tobytes() + tokens[:stop].astype("<u4").tobytes())
+        self.fingerprint = digest.hexdigest()
+        """SHA-256 of all prompts and answers in order: a resumed run must find the same data."""
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def __str__(self) -> str:
+        cut = f", {self.shortened:,} with a shortened prompt" if self.shortened else ""
+        lost = f", {self.left_out:,} left out as too long" if self.left_out else ""
+        used = self.used_tokens / self._tokens.size
+        return (
+            f"{len(self):,} examples of up to {self.length} tokens ({used:.0%} used), "
+            f"{self.answer_tokens:,} to learn from{cut}{lost}"
+        )
+
+    def tokens_per_batch(self, batch_size: int) -> int:
+        """What a step has to compute, padding included."""
+        return batch_size * self.length
+
+    def fetch(self, indices: NDArray[np.int64], epoch: int) -> tuple[Tensor, Tensor]:
+        tokens, targets = self._tokens[indices], self._targets[indices]
+        return torch.from_numpy(tokens.astype(np.int64)), torch.from_numpy(targets.astype(np.int64))
+
+    def fixed_batches(self, batch_size: int, limit: int) -> list[tuple[Tensor, Tensor]]:
+        """Always the same batches to evaluate on, at most `limit`, spread evenly over all examples.
+
+        Every batch has the same shape; what is missing in the last one is filled with targets that do not count.
+        Weighed by their targets that count, as the engine does, their mean loss is the mean over tokens.
+        """
+        count = min(len(self), limit * batch_size)
+        chosen = np.linspace(0, len(self) - 1, count).round().astype(np.int64)
+        batches = []
+        for first in range(0, count, batch_size):
+            tokens, targets = self.fetch(chosen[first : first + batch_size], 0)
+            missing = (0, 0, 0, batch_size - len(tokens))
+            filled = torch.nn.functional.pad(tokens, missing, value=self.end_of_text)
+            batches.append((filled, torch.nn.functional.pad(targets, missing, value=IGNORED)))
+        return batches
+
+
+def encode_split(
+    train: Sequence[Example], held_out: Sequence[Example], tokenizer: Tokenizer, context: int
+) -> tuple[EncodedExamples, EncodedExamples]:
+    """Both sides in rows of the same length, so that one compiled model serves both."""
+    encoded = EncodedExamples(held_out, tokenizer, context, name="held-out data")
+    first = EncodedExamples(train, tokenizer, context, least_length=encoded.length)
+    if first.length > encoded.length:
+        encoded = EncodedExamples(held_out, tokenizer, context, least_length=first.length, name="held-out data")
+    return first, encoded
