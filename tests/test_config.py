@@ -469,7 +469,15 @@ HYBRID_VALUES = {
 
 
 def test_all_presets_are_there() -> None:
-    assert set(PRESETS) == set(HYBRID_VALUES)
+    assert set(PRESETS) == set(HYBRID_VALUES) | {"finetune"}
+
+
+def test_the_preset_of_a_command_gives_way_to_one_that_is_named(tmp_path: Path) -> None:
+    assert load(None, preset="finetune").config.preset == "finetune"
+    assert load(None, ["preset=small"], preset="finetune").config.preset == "small"
+    (tmp_path / "a.toml").write_text('preset = "large"\nmax_steps = 7\n')
+    assert load(tmp_path / "a.toml", preset="finetune").config.preset == "large"
+    assert {key: value(load(None, preset="finetune").config, key) for key in PRESETS["finetune"]} == PRESETS["finetune"]
 
 
 @pytest.mark.parametrize("name", sorted(HYBRID_VALUES))

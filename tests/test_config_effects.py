@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 import torch
 from tests.control.test_products import adapted
+from tests.finetuning import config_for, write_base, write_colors
 from torch import nn
 
-from foretrain import run
+from foretrain import finetune, run
 from foretrain import trainer as trainer_module
 from foretrain.config import from_mapping, settings
 from foretrain.data import tokens
@@ -1324,3 +1325,119 @@ def _(bench: Bench) -> None:
         assert run.trainer.optimizer.param_groups[0]["lr"] == pytest.approx(1e-7 * factor)
         plateaus = [event for event in run.recovered if "no better than" in event.text]
         assert [event.advice for event in plateaus] == [not tuned]  # said in either case
+
+
+# --- fine-tuning -----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Tuning:
+    """A short fine-tuning run, as far as a check needs it."""
+
+    bench: Bench
+
+    def parts(self, **changes: Any) -> tuple[finetune.Base, finetune.Split, HybridTrainer]:
+        config = config_for(write_base(self.bench.folder / "base"), self.colors(), **changes)
+        opened = finetune.open_base(config.model.weights)
+        split = finetune.prepare(config, opened)
+        return opened, split, finetune.build_trainer(config, opened.model, split)
+
+    def colors(self) -> Path:
+        return write_colors(self.bench.folder / "colors.jsonl")
+
+    def weights(self, **changes: Any) -> torch.Tensor:
+        _, split, trainer = self.parts(**changes)
+        batch = split.train.fetch(np.arange(8), 0)
+        for _ in range(3):
+            trainer.step(batch)
+        return nn.utils.parameters_to_vector(p for p in trainer.model.parameters() if p.requires_grad).detach()
+
+    def changes_training(self, name: str, one: Any, other: Any, **base: Any) -> None:
+        first, again, second = (self.weights(**{name: value}, **base) for value in (one, one, other))
+        assert torch.equal(first, again)
+        assert not torch.allclose(first, second, rtol=0, atol=1e-7)
+
+
+@effect("lora.rank")
+def _(bench: Bench) -> None:
+    sizes = [len(Tuning(bench).weights(lora__rank=rank)) for rank in (2, 4)]
+    assert sizes[1] == 2 * sizes[0]
+
+
+@effect("lora.alpha")
+def _(bench: Bench) -> None:
+    Tuning(bench).changes_training("lora__alpha", 4.0, 32.0)
+
+
+@effect("lora.dropout")
+def _(bench: Bench) -> None:
+    Tuning(bench).changes_training("lora__dropout", 0.0, 0.5)
+
+
+@effect("lora.rank_stabilized")
+def _(bench: Bench) -> None:
+    Tuning(bench).changes_training("lora__rank_stabilized", False, True)
+
+
+@effect("lora.targets")
+def _(bench: Bench) -> None:
+    names = {
+        name.split(".")[-2]
+        for name, p in Tuning(bench).parts(lora__targets=["qkv", "*.down"])[2].model.named_parameters()
+        if p.requires_grad
+    }
+    assert names == {"qkv", "down"}
+
+
+@effect("lora.bias")
+def _(bench: Bench) -> None:
+    counts = [
+        len(Tuning(bench).weights(lora__bias=bias, lora__targets=["up"])) for bias in ("none", "lora_only", "all")
+    ]
+    assert counts[0] < counts[1] < counts[2]
+
+
+@effect("data.prompt")
+def _(bench: Bench) -> None:
+    prompts = {
+        Tuning(bench).parts(data__prompt=prompt)[1].questions[0].prompt[:3] for prompt in ("", "Q: {text}", "A? {text}")
+    }
+    assert len(prompts) == 3
+
+
+@effect("data.answer")
+def _(bench: Bench) -> None:
+    split = Tuning(bench).parts(data__answer="={label}!")[1]
+    assert all(question.answer[0] + question.answer[-1] == "=!" for question in split.questions)
+
+
+@effect("data.max_length")
+def _(bench: Bench) -> None:
+    assert [Tuning(bench).parts(data__max_length=length)[1].train.length for length in (16, None)] == [16, 32]
+
+
+@effect("evaluation.answers")
+def _(bench: Bench) -> None:
+    opened, split, _ = Tuning(bench).parts()
+    for wanted in (0, 3):
+        config = config_for(Path("base"), Path("data"), evaluation__answers=wanted)
+        assert finetune.answer(opened, split, config).get("answered", 0) == wanted
+
+
+@effect("evaluation.final_answer")
+def _(bench: Bench) -> None:
+    opened, split, _ = Tuning(bench).parts(data__answer=" #### {label}")
+    for mark, figure in (("", "accuracy"), ("####", "exact_match")):
+        config = config_for(Path("base"), Path("data"), evaluation__answers=2, evaluation__final_answer=mark)
+        assert figure in finetune.answer(opened, split, config)
+    with pytest.raises(ConfigError, match="do not hold it"):
+        Tuning(bench).parts(evaluation__final_answer="####")
+
+
+@effect("hybrid.probe_examples")
+def _(bench: Bench) -> None:
+    for wanted in (0, 5):
+        _, split, trainer = Tuning(bench).parts(hybrid__probe_examples=wanted)
+        assert (0 if split.probe is None else len(split.probe)) == wanted
+        assert trainer.pilot is not None
+        assert trainer.pilot.held_out == bool(wanted)

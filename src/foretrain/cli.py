@@ -13,8 +13,9 @@ from typing import Annotated, Any
 from cyclopts import App, CycloptsError, Parameter
 
 from foretrain.cli_bench import bench_app
+from foretrain.cli_models import adapters_app, finetune, generate
 from foretrain.errors import ConfigError, ForetrainError, InputError
-from foretrain.events import CheckpointRejected, Event, Notice, Recovered
+from foretrain.terminal import Json, Settings, flag, put, say, silent, warn
 
 app = App(
     name="foretrain",
@@ -28,22 +29,9 @@ app = App(
 config_app = App(name="config", help="Write, show and check configuration files.")
 app.command(config_app)
 app.command(bench_app)
-
-Settings = Annotated[
-    list[str] | None,
-    Parameter(
-        name=["--set", "-s"],
-        negative=(),
-        help="Change one setting, for example `--set optimizer.learning_rate=3e-4`. Repeatable.",
-    ),
-]
-
-
-def flag(text: str, name: str | None = None) -> Parameter:
-    return Parameter(name=name, negative=(), show_default=False, help=text)
-
-
-Json = Annotated[bool, flag("Print the result as JSON on standard output.", "--json")]
+app.command(finetune)
+app.command(generate)
+app.command(adapters_app)
 
 
 @app.command
@@ -89,18 +77,18 @@ def train(
                 f"--out {out}: there is no run to go on with; check the folder, or name a CONFIG to start one"
             )
     loaded = load(config, set_ or ())
-    say = _silent if quiet else _say
+    tell = silent if quiet else say
     for text in loaded.notices:
-        say(f"note: {text}")
+        tell(f"note: {text}")
     from foretrain.engine.runfolder import finite
     from foretrain.run import train as run
 
-    listeners = [_warn] if quiet else []
+    listeners = [warn] if quiet else []
     summary = run(
-        loaded.config, out, resume=resume, overwrite=overwrite, progress=not quiet, listeners=listeners, say=say
+        loaded.config, out, resume=resume, overwrite=overwrite, progress=not quiet, listeners=listeners, say=tell
     )
     if json_:
-        _print(json.dumps(finite(summary), indent=2))
+        put(json.dumps(finite(summary), indent=2))
     if summary["reason"] == "interrupted":  # saved, but not finished: a shell's `&&` and a scheduler must know
         sys.exit(128 + signal.Signals[summary["signal"]])
 
@@ -114,7 +102,7 @@ def export(
     """Write a checkpoint as a Hugging Face GPT-2 folder (config.json, model.safetensors)."""
     from foretrain.run import export_checkpoint
 
-    _print(str(export_checkpoint(source, folder)))
+    put(str(export_checkpoint(source, folder)))
 
 
 @app.command
@@ -166,7 +154,7 @@ def compare(
         config, set_ or (), out, seeds, rates, budgets, arm or (), ladder, minutes, ["compare", *sys.argv[2:]]
     )
     if json_:
-        _print(json.dumps(result))
+        put(json.dumps(result))
         return
     from foretrain.show.comparison import print_comparison
 
@@ -183,11 +171,11 @@ def doctor(*, json_: Json = False) -> None:
 
     findings = examine()
     if json_:
-        _print(json.dumps([vars(finding) for finding in findings], indent=2))
+        put(json.dumps([vars(finding) for finding in findings], indent=2))
     else:
         marks = {"ok": "ok  ", "note": "note", "problem": "!!! "}
         for finding in findings:
-            _print(f"{marks[finding.level]} {finding.name:<10} {finding.text}")
+            put(f"{marks[finding.level]} {finding.name:<10} {finding.text}")
     if any(finding.level == "problem" for finding in findings):
         sys.exit(1)
 
@@ -205,12 +193,12 @@ def predictors(
 
         rows = [{"index": f.index, "group": f.group, "name": f.name, "meaning": f.meaning} for f in FEATURES]
     if json_:
-        _print(json.dumps(rows, indent=2))
+        put(json.dumps(rows, indent=2))
         return
     widths = {key: max(len(str(row[key])) for row in rows) for key in rows[0]}
     last = list(widths)[-1]
     for row in rows:
-        _print("  ".join(str(row[key]) if key == last else f"{row[key]!s:<{widths[key]}}" for key in widths))
+        put("  ".join(str(row[key]) if key == last else f"{row[key]!s:<{widths[key]}}" for key in widths))
 
 
 @config_app.command
@@ -232,7 +220,7 @@ def init(
         raise InputError(f"{file} exists already; choose another name or delete it first") from None
     except OSError as error:
         raise InputError(f"{file}: cannot be written ({error.strerror})") from None
-    _print(f"wrote {file}; train it with: foretrain train {file}")
+    put(f"wrote {file}; train it with: foretrain train {file}")
 
 
 @config_app.command
@@ -241,7 +229,7 @@ def show(file: Path | None = None, /, *, set_: Settings = None, json_: Json = Fa
     from foretrain.config import load, to_mapping, to_toml
 
     config = load(file, set_ or ()).config
-    _print(json.dumps(to_mapping(config), indent=2) if json_ else to_toml(config).rstrip())
+    put(json.dumps(to_mapping(config), indent=2) if json_ else to_toml(config).rstrip())
 
 
 @config_app.command
@@ -253,41 +241,18 @@ def check(file: Path, /, *, set_: Settings = None, json_: Json = False) -> None:
         loaded = load(file, set_ or ())
     except ConfigError as error:
         if json_:
-            _print(json.dumps({"ok": False, "error": str(error)}))
+            put(json.dumps({"ok": False, "error": str(error)}))
         raise
     if json_:
-        _print(json.dumps({"ok": True, "notices": list(loaded.notices)}))
+        put(json.dumps({"ok": True, "notices": list(loaded.notices)}))
         return
     for text in loaded.notices:
-        _print(f"note: {text}")
-    _print(f"{file}: ok")
-
-
-def _print(text: str) -> None:
-    sys.stdout.write(text + "\n")
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(text + "\n")
-    sys.stderr.flush()
-
-
-def _warn(event: Event) -> None:
-    """What even a quiet run must say."""
-    if isinstance(event, CheckpointRejected):
-        _say(f"warning: damaged checkpoint put aside as {event.path}: {event.reason}")
-    elif isinstance(event, Notice) and event.level == "warning":
-        _say(f"warning: {event.message}")
-    elif isinstance(event, Recovered) and event.action in ("roll_back", "abort"):
-        _say(f"warning: step {event.step}: {event.text}")
-
-
-def _silent(text: str) -> None:
-    return
+        put(f"note: {text}")
+    put(f"{file}: ok")
 
 
 def _fail(error: Exception, advice: str = "") -> None:
-    _say(f"error: {' '.join(str(error).split())}{advice}")
+    say(f"error: {' '.join(str(error).split())}{advice}")
 
 
 def main(arguments: list[str] | None = None) -> Any:
@@ -301,7 +266,7 @@ def main(arguments: list[str] | None = None) -> Any:
         _fail(error)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
-        _say("interrupted")
+        say("interrupted")
         sys.exit(130)
     except BrokenPipeError:  # the reader of our output went away, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

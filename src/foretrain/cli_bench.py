@@ -11,17 +11,13 @@ from typing import Annotated, Any
 from cyclopts import App, Parameter
 
 from foretrain.errors import InputError
+from foretrain.terminal import Json, put
 
 bench_app = App(
     name="bench",
     help="Time the hot paths, compare two versions under noise, find steps in a history of results.",
     help_format="markdown",
 )
-
-Json = Annotated[
-    bool,
-    Parameter(name="--json", negative=(), show_default=False, help="Print the result as JSON on standard output."),
-]
 
 
 @bench_app.command
@@ -83,7 +79,7 @@ def run(
     if against is not None:
         _compare(formats.read(files[0]), formats.read(files[1]), None, json_)
     elif json_:
-        _print(json.dumps(records[0], indent=2))
+        put(json.dumps(records[0], indent=2))
     else:
         _show(bench_tables.run_table(records[0]))
 
@@ -117,7 +113,7 @@ def history(*files: Annotated[Path, Parameter(help="Result files, or folders of 
 
     found = series(read_all(files))
     if json_:
-        _print(json.dumps(bench_tables.history_json(found), indent=2))
+        put(json.dumps(bench_tables.history_json(found), indent=2))
         return
     _show(bench_tables.history_table(found))
     most = max(len(one.files) for one in found.values())
@@ -138,7 +134,7 @@ def _compare(a: Any, b: Any, delta: float | None, json_: bool) -> None:
         )
     verdicts = judge({name: (a.benchmarks[name], b.benchmarks[name]) for name in names}, delta or DELTA)
     if json_:
-        _print(json.dumps(bench_tables.comparison_json(verdicts), indent=2))
+        put(json.dumps(bench_tables.comparison_json(verdicts), indent=2))
     else:
         one, other = (Path(side.source).name for side in (a, b))
         if one == other:
@@ -201,10 +197,6 @@ def _console() -> Any:
 
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=160)
-
-
-def _print(text: str) -> None:
-    sys.stdout.write(text + "\n")
 
 
 def _say(text: str) -> None:

@@ -72,8 +72,10 @@ class Loaded:
     notices: tuple[str, ...] = ()
 
 
-def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Loaded:
-    """Read a TOML file (or nothing), then apply `key=value` overrides. Raises ConfigError with one clear line."""
+def load(path: str | Path | None = None, overrides: Sequence[str] = (), preset: str = "measured") -> Loaded:
+    """Read a TOML file (or nothing), then apply `key=value` overrides. Raises ConfigError with one clear line.
+
+    preset: where neither names one."""
     origin = str(path) if path is not None else "the command line"
     layers: list[tuple[str, dict[str, Any]]] = []
     if path is not None:
@@ -83,6 +85,7 @@ def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Loade
     notices: list[str] = []
     for source, entries in layers:
         values.update(_resolve(entries, source, notices))
+    values.setdefault("preset", preset)
     return Loaded(_build(values, origin), tuple(notices))
 
 

@@ -113,5 +113,15 @@ PRESETS: dict[str, dict[str, Any]] = {
     "conservative": _preset({}, 200, 30, 25, 0.90),
     "balanced": _preset({}, 100, 20, 40, 0.85),
     "aggressive": _preset({}, 50, 15, 80, 0.75),
+    "finetune": {
+        "max_steps": 300,
+        "optimizer.type": "adamw",
+        "optimizer.learning_rate": 2e-3,
+        "optimizer.weight_decay": 0.0,
+        "hybrid.warmup_steps": 6,
+        "hybrid.full_steps": 6,
+        "hybrid.window_steps": 3,
+        "hybrid.correct_steps": 2,
+    },
 }
 """What each preset sets. `measured`, the default, is the schema's own defaults."""

@@ -142,10 +142,10 @@ def export(trainer: HybridTrainer, folder: Path) -> None:
     model = trainer.model
     if isinstance(model, GPT2) and model.shape.bias and model.shape.normalization == "layernorm":
         with trainer.averaged_weights():
-            _write_model(model, folder, "go on with --resume")
+            write_model(model, folder, "go on with --resume")
 
 
-def _write_model(model: GPT2, folder: Path, next_step: str) -> None:
+def write_model(model: GPT2, folder: Path, next_step: str) -> None:
     """Each file appears by a rename, whole or not at all."""
     temporary = folder.with_name(f".tmp-{folder.name}")
     try:
@@ -168,20 +168,25 @@ def _write_model(model: GPT2, folder: Path, next_step: str) -> None:
 
 def export_checkpoint(source: str | Path, folder: str | Path) -> Path:
     """Export the newest checkpoint of a run folder, or one checkpoint folder, in Hugging Face's format."""
+    store, state, config = read_checkpoint(source)
+    model = gpt2.build(config.model, config.seed)
+    trainer = HybridTrainer(model, config=config.model_copy(update={"device": "cpu"}))
+    trainer.load_state_dict(state, str(store))
+    target = Path(folder)
+    with trainer.averaged_weights():
+        write_model(model, target, "export it again")
+    return target
+
+
+def read_checkpoint(source: str | Path) -> tuple[Path, dict[str, Any], Config]:
+    """The newest checkpoint of a run folder, or one checkpoint folder: where it is, its state, its configuration."""
     source = Path(source)
     store = source if (source / "manifest.json").is_file() else _newest(source)
     state = checkpoint.read(store)
     meta = state.get("meta")
     if not isinstance(meta, dict) or not isinstance(meta.get("config"), dict):
         raise CheckpointError(f"{store}: no run of `fit` has saved it; name a run folder or one of its checkpoints")
-    config = configuration.from_mapping(meta["config"], str(store))
-    model = gpt2.build(config.model, config.seed)
-    trainer = HybridTrainer(model, config=config.model_copy(update={"device": "cpu"}))
-    trainer.load_state_dict(state, str(store))
-    target = Path(folder)
-    with trainer.averaged_weights():
-        _write_model(model, target, "export it again")
-    return target
+    return store, state, configuration.from_mapping(meta["config"], str(store))
 
 
 def _newest(run: Path) -> Path:

@@ -17,6 +17,10 @@ CountOrZero = Annotated[int, Field(ge=0)]
 Switch = Literal["auto", True, False]
 
 
+LOWEST_RATE = 2e-4
+"""Where `optimizer.learning_rate = "auto"` begins."""
+
+
 class Section(BaseModel):
     """One section of the configuration file."""
 
@@ -71,11 +75,36 @@ class DataConfig(Section):
     validation_path: str | list[str] = ""
     """Separate held-out data; then all of `path` is trained on."""
     max_documents: Count | None = None
-    """Read only this many documents."""
+    """Read only this many documents, or examples."""
+    prompt: str | list[str] = ""
+    """`foretrain finetune`: what the model is given, with {field} for fields of the record. Of several, the first whose
+    fields are all filled. Empty: by the names of well-known fields (prompt, instruction, question, text)."""
+    answer: str = ""
+    """`foretrain finetune`: what it is to say, in the same way. Empty: completion, output, answer or label."""
+    max_length: Count | None = None
+    """`foretrain finetune`: tokens per example; longer prompts lose their front. Unset: as many as the longest example
+    needs, `model.context` at the most."""
     cache: str = ""
     """Folder for token files. Empty: the user's cache folder."""
     prefetch: CountOrZero = 4
     """Batches prepared ahead by a background thread. 0: none, prepared when needed."""
+
+
+class LoraConfig(Section):
+    """`foretrain finetune`: the adapter, a low-rank update beside frozen linear layers."""
+
+    rank: Count = 8
+    """Size of the inner dimension: more can learn more, and costs more."""
+    alpha: Positive = 16.0
+    """The update is scaled by alpha / rank."""
+    dropout: Fraction = 0.0
+    """Share of the adapter's inputs dropped while training."""
+    rank_stabilized: bool = False
+    """Scale by alpha / sqrt(rank) instead, for large ranks."""
+    targets: list[str] = ["*"]
+    """Patterns for names of layers, or their last parts: `*.attention.qkv`. `*`: every linear layer but the head."""
+    bias: Literal["none", "all", "lora_only"] = "none"
+    """Which biases are trained too: none, all, or those of adapted layers."""
 
 
 class OptimizerConfig(Section):
@@ -83,8 +112,9 @@ class OptimizerConfig(Section):
 
     type: Literal["adamw", "adam", "sgd", "muon"] = "muon"
     """`muon` orthogonalises the updates of hidden matrices and uses AdamW for everything else."""
-    learning_rate: Positive | None = None
-    """Peak learning rate. Unset: 6e-3 for `muon`, 2e-3 for the others."""
+    learning_rate: Positive | Literal["auto"] | None = None
+    """Peak learning rate. Unset: 6e-3 for `muon`, 2e-3 for the others. `auto` (`foretrain finetune`): begins low and
+    rises for as long as held-out examples say that leaps pay."""
     weight_decay: NonNegative = 0.1
     """Pull towards zero, on matrices only. Decoupled from the gradient, except for `adam` and `sgd`."""
     beta1: Fraction = 0.9
@@ -108,6 +138,8 @@ class OptimizerConfig(Section):
     @property
     def peak_rate(self) -> float:
         """The learning rate, also where none is set."""
+        if self.learning_rate == "auto":
+            return LOWEST_RATE
         return self.learning_rate or (6e-3 if self.type == "muon" else 2e-3)
 
 
@@ -181,6 +213,11 @@ class EvaluationConfig(Section):
     """Evaluate (and export) an exponential moving average of the weights with this decay. 0: the weights themselves."""
     early_stopping_patience: CountOrZero = 0
     """Stop after this many evaluations in a row without a new best held-out loss. 0: never."""
+    answers: CountOrZero = 200
+    """`foretrain finetune`: held-out examples that are answered at the end, for accuracy (where there are classes) or
+    exact match. 0: none."""
+    final_answer: str = ""
+    """`foretrain finetune`: compare only what follows this mark, such as `####`. Empty: the whole answer."""
 
 
 class CheckpointConfig(Section):
@@ -224,6 +261,9 @@ class HybridConfig(Section):
     space: Literal["adapter", "product"] = "adapter"
     """What a leap moves when adapters are trained: their two factors, or their product, which both factors make
     together. No effect on full weights."""
+    probe_examples: CountOrZero = 16
+    """`foretrain finetune`: examples that are not trained on but judge the leaps of adapters. 0: none; leaps are then
+    judged as those of full weights."""
     secant_pairs: CountOrZero = 100
     """Where the loss is exact (full batch, `optimizer.weight_decay = 0`): pairs of weight and gradient changes kept for
     quasi-Newton leaps, one gradient each. 0: none, leaps are then searched along the forecast only."""
@@ -330,6 +370,7 @@ class Config(Section):
         "conservative",
         "balanced",
         "aggressive",
+        "finetune",
     ] = "measured"
     """A set of values to start from; everything else in the file overrides it."""
     max_steps: Count = 800
@@ -344,6 +385,7 @@ class Config(Section):
     """`auto` (a GPU if there is one), `cpu`, `cuda`, `cuda:1`, `mps`."""
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
+    lora: LoraConfig = LoraConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     precision: PrecisionConfig = PrecisionConfig()

@@ -28,7 +28,7 @@ from foretrain.engine.loop import Engine
 from foretrain.engine.runfolder import RunFolder
 from foretrain.engine.signals import StopRequest
 from foretrain.engine.step import LossFunction, StepOutput
-from foretrain.errors import DivergenceError
+from foretrain.errors import ConfigError, DivergenceError
 from foretrain.events import Bus, PhaseChanged, Recovered
 from foretrain.fit import Run
 from foretrain.show.console import Console
@@ -106,6 +106,11 @@ class HybridTrainer(Engine):
             self.look_ahead = LookAhead(parameters, ahead.beta, ahead.gamma, ahead.stride)
         self._said: dict[str, int] = {}
         self.pilot: Pilot | None = None
+        if config.optimizer.learning_rate == "auto" and (config.hybrid.mode == "off" or not probe):
+            raise ConfigError(
+                "optimizer.learning_rate = 'auto' needs held-out examples that judge leaps: use `foretrain finetune` "
+                "with hybrid.mode = 'leap' and hybrid.probe_examples above 0, or set a rate"
+            )
         if config.hybrid.mode == "off" or not parameters:
             return
         names = [name for name, p in self.model.named_parameters() if p.requires_grad]
@@ -330,7 +335,7 @@ class HybridTrainer(Engine):
 
     def _follow_recovery(self, pilot: Pilot) -> None:
         """The learning rate and the clipping that recovery wants now; in a healthy run those of the configuration."""
-        self.rate_factor = pilot.recovery.rate_factor
+        self.rate_factor = pilot.recovery.rate_factor * pilot.boost
         clip = min(self.config.optimizer.gradient_clip_norm or torch.inf, pilot.recovery.clip)
         self.set_clip(0.0 if clip == torch.inf else clip)
 

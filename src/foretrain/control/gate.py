@@ -37,6 +37,8 @@ class Ask:
     """The learning rate falls towards its end."""
     cost: float
     """Of an audited move, in full steps."""
+    judge: str = "batches hardly differ"
+    """Why it can be trusted."""
     chained: bool = False
     """It would be a chain of quasi-Newton leaps, which hold at any learning rate."""
 
@@ -90,7 +92,7 @@ class Gate:
             return Answer(False, False, "forward moves harm while the learning rate decays", rest=True)
         if ask.low_noise:
             due = affordable and (self.count < 2 or self.since_audit >= 8)
-            return Answer(True, due, "batches hardly differ: each move is judged at once")
+            return Answer(True, due, f"{ask.judge}: each move is judged at once")
         if affordable and not (low > 0 and self.since_audit < 8):
             return Answer(True, True, "an audit is due and affordable")
         return Answer(True, False, f"a predicted step was worth at least {low:.2f} full steps")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 _SHRINK = (0.5, 0.25)
-_MOST_DOUBLINGS = 10
+SHORTER = (0.5, 0.25, 0.125, 0.0625)
+"""Shares of a move that are tried where the whole of it does not lower the loss."""
+_LONGEST = 2.0**9
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,26 +46,25 @@ def careful(place: Place, probe: Callable[[], float], limit: float) -> Leap:
     return _refuse(place, probes)
 
 
-def search(place: Place, probe: Callable[[], float], anchor: float) -> Leap:
-    """Double the move while the loss falls; halve it while it does not fall. For losses that can be trusted."""
-    probes = 0
-    best, best_loss = 0.0, anchor
-    share, factor = 1.0, 2.0
-    for _ in range(_MOST_DOUBLINGS):
+def search(place: Place, probe: Callable[[], float], anchor: float, shorter: Sequence[float] = SHORTER) -> Leap:
+    """Double the move while the loss falls; where it does not fall at all, the first of `shorter` that lowers it. For
+    losses that can be trusted."""
+    probes, best, best_loss = 0, 0.0, anchor
+
+    def lowers(share: float) -> bool:
+        nonlocal probes, best, best_loss
         place(share)
         loss = probe()
         probes += 1
         if loss < best_loss:
             best, best_loss = share, loss
-            if factor < 1:
-                break
-        elif best > 0:
-            break
-        else:
-            factor = 0.5
-            if share < 0.1:
-                break
-        share *= factor
+        return best == share
+
+    share = 1.0
+    while lowers(share) and share < _LONGEST:
+        share *= 2
+    if best == 0:
+        any(lowers(share) for share in shorter)
     if best == 0:
         return _refuse(place, probes)
     place(best)

@@ -31,6 +31,8 @@ from foretrain.events import Event, Moved, Recovered
 _PROBES_OF_AUDIT = 4
 _MOST_WORTH = 10.0
 """Full steps that one quasi-Newton leap is taken to be worth at the most, whatever the slope says."""
+_SHORTER_HELD_OUT = (0.25,)
+"""Of a leap judged on held-out examples: where a quarter does not help the rate is good, and more probes are wasted."""
 _LONGEST_CHAIN = 10
 """Times `max_predict_steps`: leaps of a chain take a gradient each and are judged one by one."""
 
@@ -47,6 +49,10 @@ class Mover:
         self.move: Move | None = None
         self.held_out: list[Any] = []
         """Batches that are never trained on; if there are any, they judge moves."""
+        self._seen: tuple[int, float] = (0, math.nan)
+        """Backward passes and held-out loss of the last probe of weights that stayed."""
+        self._held_out_fall = math.nan
+        """Of the held-out loss per full step, lately."""
         hybrid = pilot.config.hybrid
         self.products = Products.of(engine.model, self.trajectory.parameters) if hybrid.space == "product" else None
         pairs = hybrid.secant_pairs if hybrid.mode == "leap" else 0
@@ -109,6 +115,7 @@ class Mover:
         if not finite:
             self._refuse("the forecast is not a number" if math.isfinite(move.anchor) else "the probe is not a number")
             return move
+        self._watch_held_out(move.anchor)
         drift = self.pilot.guard.anchor(self.engine.global_step, move.anchor)
         for action in self.pilot.recovery.decide(drift, self.pilot.context()) if drift.findings else []:
             self.pilot.apply(action, self.engine.global_step)
@@ -151,7 +158,8 @@ class Mover:
                 self.products.place(start, displacement, share)
 
         if self.pilot.searches:
-            result = leap.search(place, self._probe, move.anchor)
+            shorter = _SHORTER_HELD_OUT if self.held_out else leap.SHORTER
+            result = leap.search(place, self._probe, move.anchor, shorter)
         else:
             result = leap.careful(place, self._probe, self.pilot.disaster_limit(move.anchor))
         move.cost += self._price(move.batch) * result.probes
@@ -237,9 +245,26 @@ class Mover:
             pilot.guard.after_move()
         self._count_credit(move.credit)
 
+    def _watch_held_out(self, loss: float) -> None:
+        """How fast full steps alone lower the held-out loss."""
+        passes, before = self._seen
+        steps = self.engine.backward_passes - passes
+        if self.held_out and steps > 0 and math.isfinite(before):
+            self._held_out_fall = (before - loss) / steps
+        self._seen = (self.engine.backward_passes, loss)
+
+    def _worth_held_out(self, gain: float, most: float) -> float:
+        fall = self._held_out_fall if math.isfinite(self._held_out_fall) else self.pilot.slope.per_step(low_noise=False)
+        if not (math.isfinite(gain) and math.isfinite(fall)) or fall <= 0:
+            return most if gain > 0 else 0.0  # full steps do not get there
+        return min(gain / fall, most)
+
     def _worth(self, move: Move, before: float, after: float) -> float:
-        """Full steps that the fall of the exact loss is worth."""
-        steps, most = self.pilot.worth_exactly(before, after), _MOST_WORTH * max(1, move.moved)
+        """Full steps that the fall of the loss that judges it is worth."""
+        most = _MOST_WORTH * max(1, move.moved)
+        if self.held_out:
+            return self._worth_held_out(before - after, most)
+        steps = self.pilot.worth_exactly(before, after)
         if not move.chained:
             return steps
         uphill = after < before and not steps > 0  # where the optimizer's own steps lead: they never get there
@@ -330,6 +355,7 @@ class Mover:
             worth = self._worth(move, before, move.loss) if move.plan.low_noise else float(move.credit)
         if not kept and audit is None:
             move.cost += move.steps  # these full steps are taken back
+        self._seen = (self.engine.backward_passes, after if kept else move.anchor)
         transition = pilot.settled(self.engine.global_step, move.plan, kept, worth, move.cost, audit)
         if kept:
             self._keep(move, audit)
@@ -348,6 +374,7 @@ class Mover:
         if audit is not None and not (move.plan.low_noise or move.chained):
             gain = audit.gain_steps - audit.deviation_steps
             self._count_credit(self.pilot.gate.audited_credit(move.moved, gain))
+        self.pilot.adapt_rate(move.share)
         self.pilot.observer.restart()
 
     def _take_back(self, move: Move, audit: Audit | None) -> None:
@@ -462,6 +489,7 @@ class Mover:
             **self.safety.state_dict(),
             "chain": self.chain.state_dict(),
             "recent": self._recent,
+            "held_out": [*self._seen, self._held_out_fall],
             "outputs": torch.stack([value.float() for value in self._outputs]) if self._outputs else None,
         }
 
@@ -470,6 +498,8 @@ class Mover:
         self.safety.load_state_dict(state, device)
         self.chain.load_state_dict(state["chain"])
         self._recent = [self._own(batch) for batch in state["recent"]]
+        passes, loss, self._held_out_fall = state["held_out"]
+        self._seen = (int(passes), float(loss))
         outputs = state["outputs"]
         self._outputs = [] if outputs is None else list(outputs.to(device).clone().unbind())
         self.move = None if state["move"] is None else unpack_move(state["move"], self._own, device)

@@ -30,6 +30,9 @@ _WINDOWS_AWAKE = 10
 """Windows that are watched after a long rest, so that forecasts of every length are scored again."""
 _WATCHED_IN_VAIN = 0.1
 """Share of a run's windows that are watched though nothing will be tried, to say how predictable the run is."""
+_RISE, _RISE_LONG, _RISE_LAST = 2.0, 4.0, 3.0
+"""Of a learning rate that is `auto`, when a leap was kept: a shortened one, a whole one. And once, when the first is
+refused: leaps end to pay at about a third of the best rate (docs/finetune.md)."""
 _NEARLY_EXACT = 0.98
 """R2 from which forecasts are steps."""
 _LONGEST_REST = 256
@@ -100,6 +103,10 @@ class Pilot:
         self.last_reason = "the run has just begun"
         self._chosen: tuple[int, bool, int] = (0, False, 0)
         """Horizon, audited, longest move that fits into the run."""
+        self.boost = 1.0
+        """Multiplies the learning rate, where it is `auto`: a leap that is kept shows that steps are too short."""
+        self._rises = True
+        """No leap was refused yet."""
         self._since_move = 0
         self.rest_steps = 0
         """Full steps for which the weights are not watched, because nothing would come of it."""
@@ -197,8 +204,8 @@ class Pilot:
         transition = self.machine.next(
             View(
                 step=step,
-                loss_stable=self.guard.loss_stable,
-                baseline_recorded=self.guard.baseline_recorded,
+                loss_stable=self.guard.loss_stable or self.held_out,
+                baseline_recorded=self.guard.baseline_recorded or self.held_out,
                 confidence=confidence,
                 confidence_threshold=self.recovery.threshold,
                 recent_divergence=self.guard.recent_divergence,
@@ -258,7 +265,8 @@ class Pilot:
         low_noise, quality = self.judged_at_once, self.observer.quality
         # A searched move need only point the right way: its length is found on the exact loss.
         trusted = exact or (quality.cosine(1) > 0 if self.searches else quality.trusted(windows))
-        return Ask(horizon, steps_left, needed, trusted, low_noise, decaying, self._audit_cost, chained)
+        judge = "held-out examples are probed" if self.held_out else "batches hardly differ"
+        return Ask(horizon, steps_left, needed, trusted, low_noise, decaying, self._audit_cost, judge, chained)
 
     def _correct_steps(self, audited: bool) -> int:
         """An audit validates for longer; a short run can afford a short one only."""
@@ -356,7 +364,7 @@ class Pilot:
                 "calibration_error": None if math.isnan(error) else round(error, 4),
                 "outcomes": self.confidence.outcomes,
             },
-            "predictability": self.predictability.summary(quality),
+            "predictability": self.predictability.summary(quality, self.held_out),
             "audit": self.ledger.gain(others) | {"sentence": self._sentence(others)},
         }
 
@@ -415,6 +423,16 @@ class Pilot:
         self.last_reason = transition.reason
         return transition
 
+    def adapt_rate(self, share: float) -> None:
+        """A move was kept at this share of its length; 0: it was refused."""
+        if self.config.optimizer.learning_rate != "auto":
+            return
+        if share:
+            self.boost *= _RISE_LONG if share >= 1 else _RISE
+        elif self._rises:
+            self.boost *= _RISE_LAST
+            self._rises = False
+
     def refused(self, step: int, plan: Plan, cost: float) -> None:
         """A move was taken back before any full step followed on it."""
         self.confidence.learn(self._features(plan.forecast, plan.horizon), kept=False, weight=1.0)
@@ -422,6 +440,8 @@ class Pilot:
         self.ledger.cost += cost
         self.gate.spend(0.0 if plan.low_noise else cost)
         self.gate.moved(False)
+        if self.held_out:
+            self.adapt_rate(0.0)
         self.counts.moves["refused"] += 1
 
     def check_validation(self, readings: list[Reading]) -> list[Action]:
@@ -472,6 +492,8 @@ class Pilot:
             "last_reason": self.last_reason,
             "chosen": list(self._chosen),
             "since_move": self._since_move,
+            "boost": self.boost,
+            "rises": self._rises,
             "rest_steps": self.rest_steps,
             "rests": self._rests,
             "last_rest": self._last_rest,
@@ -484,6 +506,7 @@ class Pilot:
         self.last_reason = str(state["last_reason"])
         horizon, audited, most = state["chosen"]
         self._chosen = (int(horizon), bool(audited), int(most))
+        self.boost, self._rises = float(state["boost"]), bool(state["rises"])
         self._since_move = int(state["since_move"])
         self.rest_steps, self._rests = int(state["rest_steps"]), int(state["rests"])
         self._last_rest = int(state["last_rest"])

@@ -65,7 +65,7 @@ class Predictability:
     def motion_snr(self) -> float:
         return _snr(self.window_cosine)
 
-    def sentence(self, quality: Quality) -> str:
+    def sentence(self, quality: Quality, held_out: bool = False) -> str:
         """Plain words on what prediction can do for this run."""
         known = [windows for windows in HORIZONS_IN_WINDOWS if quality.tallies[windows].count]
         if not known:
@@ -75,19 +75,21 @@ class Predictability:
         start = f"{share:.0%} of the motion over the next {horizon * quality.window} steps is predictable"
         if self.low_noise:
             return f"{start} and batches hardly differ: leaps are searched on the exact loss"
+        if held_out:
+            return f"{start}; leaps are searched on held-out examples"
         if share < 0.15:
             return f"{start}: leaps will not pay here; averaging and look-ahead may"
         if share < 0.5:
             return f"{start}: leaps may pay a little, audits will tell"
         return f"{start}: leaps should pay, audits will tell"
 
-    def summary(self, quality: Quality) -> dict[str, Any]:
+    def summary(self, quality: Quality, held_out: bool = False) -> dict[str, Any]:
         return {
             "motion_snr": _rounded(self.motion_snr),
             "gradient_snr": _rounded(self.gradient_snr),
             "loss_noise_ratio": _rounded(self.noise_ratio),
             "low_noise": self.low_noise,
-            "verdict": self.sentence(quality),
+            "verdict": self.sentence(quality, held_out),
         }
 
     def state_dict(self) -> dict[str, Any]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from foretrain.config import ModelConfig
 from foretrain.errors import ConfigError
+from foretrain.models.cache import KeyValueCache
 from foretrain.models.loss import IGNORED, linear_cross_entropy, logits_bytes
 
 FUSED_LOSS_FROM_BYTES = {"cuda": 256 * 2**20}
@@ -104,6 +106,15 @@ class Attention(nn.Module):
         mixed: Tensor = self.out(y.transpose(1, 2).reshape(batch, length, width))
         return mixed
 
+    def decode(self, x: Tensor, new: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None) -> Tensor:
+        """Attention of the last tokens to all so far; `new` is where their keys and values are kept."""
+        batch, length, width = x.shape
+        qkv = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        new.copy_(qkv[1:])
+        y = F.scaled_dot_product_attention(qkv[0], keys, values, attn_mask=bias, is_causal=bias is None and length > 1)
+        mixed: Tensor = self.out(y.transpose(1, 2).reshape(batch, length, width))
+        return mixed
+
 
 class FeedForward(nn.Module):
     """Four times wider, GELU, and back."""
@@ -132,6 +143,11 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.drop(self.attention(self.attention_norm(x)))
         y: Tensor = x + self.drop(self.feed_forward(self.feed_forward_norm(x)))
+        return y
+
+    def decode(self, x: Tensor, new: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None) -> Tensor:
+        x = x + self.attention.decode(self.attention_norm(x), new, keys, values, bias)
+        y: Tensor = x + self.feed_forward(self.feed_forward_norm(x))
         return y
 
 
@@ -207,6 +223,32 @@ class GPT2(nn.Module):
         if targets is None:
             return logits
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED)
+
+    def make_cache(self, batch: int, length: int, padding: Sequence[int] | None = None) -> KeyValueCache:
+        """Room for `length` tokens in each of `batch` rows, for `decode` under the same autocast setting as here."""
+        shape, weight = self.shape, self.token_embedding.weight
+        kind = weight.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+        sizes = shape.layers, batch, shape.heads, length, shape.width // shape.heads
+        return KeyValueCache(*sizes, context=shape.context, padding=padding, device=weight.device, dtype=dtype)
+
+    @torch.inference_mode()
+    def decode(self, tokens: Tensor, cache: KeyValueCache) -> Tensor:
+        """Read `tokens` [batch, new] after those in `cache`; the logits [batch, vocabulary] of what comes next.
+
+        No dropout and no gradients. A row that has outgrown the context gets logits that mean nothing.
+        """
+        start, positions, bias, new, seen = cache.advance(*tokens.shape)
+        weight = self.token_embedding.weight
+        if positions is None:
+            x = self.token_embedding(tokens) + self.position_embedding.weight[start : start + tokens.shape[1]]
+        else:
+            x = self.token_embedding(tokens) + self.position_embedding(positions)
+        if self.narrow_residual and torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        for layer, block in enumerate(self.blocks):
+            x = cast("Block", block).decode(x, new[layer], seen[2 * layer], seen[2 * layer + 1], bias)
+        return F.linear(self.final_norm(x[:, -1]), weight)[:, : self.shape.vocab_size]
 
     def _use_fused_loss(self, hidden: Tensor) -> bool:
         if self.fused_loss == "auto":

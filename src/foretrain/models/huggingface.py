@@ -24,14 +24,35 @@ _NAMES = {
 }
 
 
-def _foreign_name(name: str) -> str:
+_OUTER_NAMES = {"token_embedding": "wte", "position_embedding": "wpe", "final_norm": "ln_f"}
+
+
+def foreign_name(name: str) -> str:
+    """Hugging Face's name for a tensor of our GPT-2."""
     if name.startswith("blocks."):
         _, layer, rest = name.split(".", 2)
         part, _, kind = rest.rpartition(".")
         return f"transformer.h.{layer}.{_NAMES[part]}.{kind}"
-    outer = {"token_embedding": "wte", "position_embedding": "wpe", "final_norm": "ln_f"}
     part, _, kind = name.rpartition(".")
-    return f"transformer.{outer[part]}.{kind}"
+    return f"transformer.{_OUTER_NAMES[part]}.{kind}"
+
+
+def own_name(foreign: str) -> str:
+    """The other way, with or without the leading `transformer.`; any other name comes back as it is."""
+    name = foreign.removeprefix("transformer.")
+    if name.startswith("h.") and name.count(".") >= 3:
+        _, layer, rest = name.split(".", 2)
+        part, _, kind = rest.rpartition(".")
+        ours = {theirs: ours for ours, theirs in _NAMES.items()}.get(part)
+        return foreign if ours is None else f"blocks.{layer}.{ours}.{kind}"
+    part, _, kind = name.rpartition(".")
+    ours = {theirs: ours for ours, theirs in _OUTER_NAMES.items()}.get(part)
+    return foreign if ours is None else f"{ours}.{kind}"
+
+
+def is_exportable(model: GPT2) -> bool:
+    """Whether Hugging Face's GPT-2 can be the same function."""
+    return model.shape.bias and model.shape.normalization == "layernorm"
 
 
 def _is_transposed(name: str) -> bool:
@@ -41,14 +62,16 @@ def _is_transposed(name: str) -> bool:
 
 def to_huggingface(model: GPT2) -> dict[str, Tensor]:
     """State dict for `GPT2LMHeadModel` (its head is tied, so it has no entry of its own)."""
-    if not model.shape.bias or model.shape.normalization != "layernorm":
+    if not is_exportable(model):
         raise CheckpointError(
             "only a model with model.bias = true and model.normalization = 'layernorm' is a GPT-2 for Hugging Face"
         )
+    if any(".base." in name for name in model.state_dict()):
+        raise CheckpointError("the model has adapters on it; merge and detach them (or close their registry) first")
     exported = {}
     for name, parameter in model.state_dict().items():
         value = parameter[: model.shape.vocab_size] if name == "token_embedding.weight" else parameter
-        exported[_foreign_name(name)] = (value.t() if _is_transposed(name) else value).contiguous()
+        exported[foreign_name(name)] = (value.t() if _is_transposed(name) else value).contiguous()
     return exported
 
 
@@ -62,7 +85,7 @@ def from_huggingface(model: GPT2, weights: Mapping[str, Tensor], origin: str = "
         )
     copies: list[tuple[Tensor, Tensor]] = []
     for name, parameter in model.state_dict().items():
-        foreign = _foreign_name(name)
+        foreign = foreign_name(name)
         value = weights.get(foreign, weights.get(foreign.removeprefix("transformer.")))
         if value is None:
             raise CheckpointError(f"{origin}: no tensor {foreign}; is it a GPT-2 with {model.shape.layers} layers?")

@@ -1,0 +1,90 @@
+"""A trained model and its tokenizer, from wherever they lie: to fine-tune it, or to let it write."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from foretrain import config as configuration
+from foretrain.data import tokenizers
+from foretrain.data.tokenizers import Tokenizer
+from foretrain.errors import CheckpointError, InputError
+from foretrain.models import huggingface
+from foretrain.models.gpt2 import GPT2, GPT2Shape
+
+_SHAPE = ("n_layer", "n_head", "n_embd", "n_positions", "vocab_size")
+"""Layers, heads, width, context and vocabulary in Hugging Face's words."""
+
+
+@dataclass(frozen=True)
+class Base:
+    """Weights, the tokenizer that belongs to them, and where they came from."""
+
+    model: GPT2
+    tokenizer: Tokenizer
+    folder: Path
+    adapter: Path | None = None
+    """Of a fine-tuning run: what it trained on top of these weights."""
+
+
+def open_base(path: str | Path, tokenizer: str = "", vocabulary: str = "", **options: Any) -> Base:
+    """A run folder of `foretrain train` or `finetune`, or a folder with a GPT-2 in Hugging Face's format.
+
+    tokenizer: the path of a tokenizer.json, or `gpt2` with the folder of its `vocabulary`; unset: the one that lies
+    there. options: of `GPT2`.
+    """
+    path = Path(path).expanduser()
+    if not path.is_dir():
+        raise InputError(f"{path}: there is no such folder; name a run folder, or one that holds model.safetensors")
+    if (path / "adapter").is_dir():
+        inner = open_base(_base_of_run(path), tokenizer, vocabulary, **options)
+        return Base(inner.model, inner.tokenizer, inner.folder, path / "adapter")
+    folder = path if (path / "model.safetensors").is_file() else path / "model"
+    if not (folder / "model.safetensors").is_file():
+        raise InputError(
+            f"{path}: holds no model yet (no model.safetensors); let the run finish, or "
+            f"`foretrain export {path} FOLDER` writes its newest checkpoint"
+        )
+    model = GPT2(shape_of(folder), **options)
+    huggingface.load(model, folder)
+    return Base(model, _tokenizer(folder, tokenizer, vocabulary), folder)
+
+
+def shape_of(folder: Path) -> GPT2Shape:
+    """As its `config.json` says."""
+    path = folder / "config.json"
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        layers, heads, width, context, vocab_size = (int(values[name]) for name in _SHAPE)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror}); it must say the model's shape") from None
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path}: does not describe a GPT-2 ({type(error).__name__}: {error})") from None
+    return GPT2Shape(layers, heads, width, context, vocab_size)
+
+
+def _base_of_run(path: Path) -> str:
+    config = configuration.load(path / "config.toml").config
+    if not config.model.weights:
+        raise CheckpointError(f"{path}: its config.toml does not say what was fine-tuned (model.weights)")
+    return config.model.weights
+
+
+def _tokenizer(folder: Path, wanted: str, vocabulary: str) -> Tokenizer:
+    if wanted == "gpt2" or (vocabulary and not wanted):
+        return tokenizers.gpt2(vocabulary or folder)
+    if wanted == "byte":
+        return tokenizers.ByteTokenizer()
+    if wanted:
+        return tokenizers.load(wanted)
+    for place in (folder, folder.parent):
+        if (place / "tokenizer.json").is_file():
+            return tokenizers.load(place / "tokenizer.json")
+    if (folder / "vocab.json").is_file():
+        return tokenizers.gpt2(folder)
+    raise InputError(
+        f"{folder}: no tokenizer.json beside the weights; name one (data.tokenizer, or --tokenizer), or GPT-2's "
+        "vocabulary files (data.vocabulary, or --vocabulary)"
+    )

@@ -1,0 +1,264 @@
+"""The commands around trained models: fine-tune, generate, adapters."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import App, Parameter
+
+from foretrain.errors import InputError
+from foretrain.terminal import Json, Settings, flag, put, say, silent, warn
+
+if TYPE_CHECKING:
+    from foretrain.base import Base
+    from foretrain.serve.sampling import Sampling
+
+adapters_app = App(name="adapters", help="What fine-tuning made: list, merge and export adapters.")
+
+Tokenizer = Annotated[str, Parameter(help="Path of a tokenizer.json. Unset: the one beside the weights.")]
+Vocabulary = Annotated[str, Parameter(help="Folder with GPT-2's vocabulary files, for weights without a tokenizer.")]
+
+
+def finetune(
+    config: Annotated[
+        Path | None,
+        Parameter(
+            help="TOML file; `foretrain config init FILE --preset finetune` writes one. With `--resume`, unset: the "
+            "run's own."
+        ),
+    ] = None,
+    /,
+    *,
+    base: Annotated[
+        str,
+        Parameter(help="What to fine-tune: a run folder, or a GPT-2 in Hugging Face's format. Sets `model.weights`."),
+    ] = "",
+    data: Annotated[str, Parameter(help="JSONL file of examples. Sets `data.path`.")] = "",
+    set_: Settings = None,
+    out: Annotated[Path | None, Parameter(help="Run folder. Unset: a new one in `runs/`.")] = None,
+    resume: Annotated[bool, flag("Go on from the newest intact checkpoint in `--out`.")] = False,
+    overwrite: Annotated[bool, flag("Replace an earlier run in `--out`.")] = False,
+    quiet: Annotated[bool, flag("No progress, only warnings and errors.")] = False,
+    json_: Json = False,
+) -> None:
+    """Fine-tune a model with an adapter (LoRA) on your examples.
+
+    `foretrain finetune --base runs/mine --data examples.jsonl --out runs/tuned` trains an adapter: records with
+    prompt/completion, instruction/output, question/answer or text/label are understood; for others set `data.prompt`
+    and `data.answer`. Only the answers are learned.
+
+    `foretrain generate runs/tuned --prompt "..."` asks the result. `runs/tuned/adapter` is in PEFT's format.
+    """
+    from foretrain.config import load
+    from foretrain.engine.runfolder import finite
+    from foretrain.finetune import finetune as run
+
+    if resume and out is None:
+        raise InputError("--resume needs --out DIR, the folder of the run to go on with")
+    if resume and overwrite:
+        raise InputError("--resume and --overwrite contradict each other; keep one of them")
+    if resume and config is None and out is not None and (out / "config.toml").is_file():
+        config = out / "config.toml"
+    named = [("model.weights", base), ("data.path", data)]
+    overrides = [f"{name}={json.dumps(value)}" for name, value in named if value] + (set_ or [])
+    loaded = load(config, overrides, preset="finetune")
+    tell = silent if quiet else say
+    for text in loaded.notices:
+        tell(f"note: {text}")
+    listeners = [warn] if quiet else []
+    summary = run(
+        loaded.config, out, resume=resume, overwrite=overwrite, progress=not quiet, listeners=listeners, say=tell
+    )
+    if json_:
+        put(json.dumps(finite(summary), indent=2))
+    elif not quiet:
+        for line in _result_lines(summary):
+            put(line)
+    if summary["reason"] == "interrupted":
+        sys.exit(128 + signal.Signals[summary["signal"]])
+
+
+def _result_lines(summary: dict[str, Any]) -> list[str]:
+    if "accuracy" in summary:
+        where = f"{summary['answered']} held-out examples of {summary['classes']} classes"
+        return [f"accuracy {summary['accuracy']:.1%} on {where}"]
+    if "exact_match" in summary:
+        return [f"exact match {summary['exact_match']:.1%} on {summary['answered']} held-out examples"]
+    return []
+
+
+def generate(
+    model: Annotated[Path, Parameter(help="Run folder of `train` or `finetune`, or a GPT-2 in Hugging Face's format.")],
+    /,
+    *,
+    prompt: Annotated[
+        list[str] | None,
+        Parameter(negative=(), help="What to continue; repeatable. Unset: standard input."),
+    ] = None,
+    adapter: Annotated[
+        Path | None,
+        Parameter(help="Adapter folder (PEFT's format). Unset: the run's own, if it is a fine-tuning run."),
+    ] = None,
+    no_adapter: Annotated[bool, flag("Ask the base model, without the run's adapter.", "--no-adapter")] = False,
+    max_tokens: Annotated[int, Parameter(help="New tokens at the most.")] = 100,
+    temperature: Annotated[float, Parameter(help="0: always the most likely token.")] = 1.0,
+    top_k: Annotated[int, Parameter(help="Only the k most likely tokens. 0: all.")] = 0,
+    top_p: Annotated[float, Parameter(help="Only the most likely tokens that make up this share.")] = 1.0,
+    repetition_penalty: Annotated[float, Parameter(help="Above 1: what was said before becomes less likely.")] = 1.0,
+    seed: Annotated[int | None, Parameter(help="The same seed, the same text. Unset: another one every time.")] = None,
+    stop: Annotated[list[str] | None, Parameter(negative=(), help="End before this text; repeatable.")] = None,
+    stream: Annotated[bool, flag("Print tokens as they are made.")] = False,
+    device: Annotated[str, Parameter(help="`auto`, `cpu`, `cuda`, `mps`.")] = "auto",
+    tokenizer: Tokenizer = "",
+    vocabulary: Vocabulary = "",
+    json_: Json = False,
+) -> None:
+    """Let a model write.
+
+    `foretrain generate runs/mine --prompt "Once upon a time" --stream` continues your prompt.
+
+    `foretrain generate runs/tuned --prompt "Where is my card?" --temperature 0` asks a fine-tuned model;
+    `--adapter OTHER` takes another adapter, `--no-adapter` none.
+    """
+    from foretrain.base import open_base
+    from foretrain.engine.precision import choose_device
+    from foretrain.serve.sampling import Sampling
+
+    if stream and json_:
+        raise InputError("--stream and --json contradict each other; keep one of them")
+    sampling = Sampling(max_tokens, temperature, top_k, top_p, repetition_penalty, seed, stop_strings=tuple(stop or ()))
+    prompts = prompt or [sys.stdin.read()]
+    base = open_base(model, tokenizer, vocabulary)
+    base.model.to(choose_device(device))
+    chosen = None if no_adapter else adapter or base.adapter
+    _write(base, prompts, sampling, chosen, stream, json_)
+
+
+def _write(
+    base: Base, prompts: list[str], sampling: Sampling, adapter: Path | None, stream: bool, as_json: bool
+) -> None:
+    from foretrain.models.adapter_files import read_adapter
+    from foretrain.serve.adapters import AdapterRegistry
+    from foretrain.serve.generate import TextGenerator
+
+    registry, name = None, None
+    if adapter is not None:
+        read = read_adapter(adapter)
+        registry, name = AdapterRegistry(base.model, capacity=1, max_rank=read.settings.rank), "adapter"
+        registry.load(name, read)
+    generator = TextGenerator(base.model, base.tokenizer, registry)
+    if stream:
+        for text in prompts:
+            for token in generator.stream(text, sampling, name):
+                sys.stdout.write(token.text)
+                sys.stdout.flush()
+            put("")
+        return
+    completions = generator.generate(prompts, sampling, name)
+    if as_json:
+        keys = ("text", "tokens", "log_probabilities", "finish_reason")
+        rows = [
+            {"prompt": text, **{key: getattr(found, key) for key in keys}}
+            for text, found in zip(prompts, completions, strict=True)
+        ]
+        put(json.dumps(rows, indent=2, ensure_ascii=False))
+        return
+    for number, completion in enumerate(completions):
+        if number:
+            put("---")
+        put(completion.text)
+
+
+@adapters_app.command(name="list")
+def list_(
+    folder: Annotated[Path, Parameter(help="Where to look, also below it.")] = Path("runs"),
+    /,
+    *,
+    json_: Json = False,
+) -> None:
+    """Show the adapters in a folder: rank, layers, size, and what they belong to."""
+    from foretrain.models.adapter_files import read_adapter
+
+    if not folder.is_dir():
+        raise InputError(f"{folder}: there is no such folder")
+    rows: list[dict[str, Any]] = []
+    for path in sorted(found.parent for found in folder.rglob("adapter_config.json")):
+        adapter = read_adapter(path)
+        rows.append(
+            {
+                "folder": str(path),
+                "base": adapter.base_model_name,
+                "rank": adapter.settings.rank,
+                "alpha": adapter.settings.alpha,
+                "layers": len(adapter.layers),
+                "parameters": sum(tensor.numel() for tensor in adapter.tensors.values()),
+            }
+        )
+    if json_:
+        put(json.dumps(rows, indent=2))
+        return
+    if not rows:
+        put(f"no adapters in {folder}")
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("folder", "rank", "alpha", "layers", "parameters", "base", box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(
+            row["folder"],
+            str(row["rank"]),
+            f"{row['alpha']:g}",
+            str(row["layers"]),
+            f"{row['parameters']:,}",
+            row["base"],
+        )
+    Console().print(table)
+
+
+@adapters_app.command
+def merge(
+    adapter: Annotated[Path, Parameter(help="Adapter folder, or the fine-tuning run that made it.")],
+    folder: Annotated[Path, Parameter(help="Where to write the merged model.")],
+    /,
+    *,
+    base: Annotated[str, Parameter(help="The model it belongs to. Unset: as the adapter says.")] = "",
+) -> None:
+    """Add an adapter to its model and write the result as a Hugging Face GPT-2 folder."""
+    from foretrain.base import open_base
+    from foretrain.models import lora
+    from foretrain.models.adapter_files import load_adapter, read_adapter
+    from foretrain.run import write_model
+
+    path = _adapter_folder(adapter)
+    read = read_adapter(path)
+    source = base or read.base_model_name
+    if not source:
+        raise InputError(f"{path}: it does not say which model it belongs to; name it with --base FOLDER")
+    opened = open_base(source)
+    load_adapter(opened.model, read)
+    lora.merge(opened.model)
+    lora.detach(opened.model, keep_merged=True)
+    write_model(opened.model, folder, "merge it again")
+    (folder / "tokenizer.json").write_text(opened.tokenizer.to_json(), encoding="utf-8")
+    put(str(folder))
+
+
+@adapters_app.command
+def export(
+    source: Annotated[Path, Parameter(help="Fine-tuning run; its newest checkpoint is taken.")],
+    folder: Annotated[Path, Parameter(help="Where to write.")],
+    /,
+) -> None:
+    """Write the adapter of a run's newest checkpoint in PEFT's format, also while the run goes on."""
+    from foretrain.finetune import export_adapter
+
+    put(str(export_adapter(source, folder)))
+
+
+def _adapter_folder(path: Path) -> Path:
+    return path / "adapter" if (path / "adapter").is_dir() else path

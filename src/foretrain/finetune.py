@@ -1,0 +1,215 @@
+"""Fine-tuning with adapters: a base model, examples, a run folder, and an adapter in PEFT's format at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from foretrain import config as configuration
+from foretrain.base import Base, open_base
+from foretrain.config import Config
+from foretrain.data import examples
+from foretrain.data.examples import EncodedExamples, Example
+from foretrain.data.loader import Loader
+from foretrain.engine.precision import choose_device
+from foretrain.engine.runfolder import RunFolder
+from foretrain.errors import CheckpointError, ConfigError
+from foretrain.events import Bus, Listener
+from foretrain.models import lora
+from foretrain.models.adapter_files import save_adapter
+from foretrain.models.gpt2 import GPT2
+from foretrain.models.lora import LoraSettings
+from foretrain.run import read_checkpoint
+from foretrain.serve.generate import TextGenerator
+from foretrain.serve.sampling import Sampling
+from foretrain.serve.scoring import ClassScorer, exact_match
+from foretrain.trainer import HybridTrainer
+
+_PROBE_SEED = 2
+_ANSWERS_AT_ONCE = 32
+
+
+@dataclass(frozen=True)
+class Split:
+    """Examples to learn from, to judge leaps by, and to evaluate on. No prompt is in two of them."""
+
+    train: EncodedExamples
+    probe: EncodedExamples | None
+    held_out: EncodedExamples
+    questions: list[Example]
+    """The held-out examples as text."""
+    classes: tuple[str, ...]
+    """All answers, where they come from a small set."""
+
+
+def finetune(
+    config: Config,
+    out: str | Path | None = None,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    progress: bool = True,
+    listeners: Sequence[Listener] = (),
+    say: Callable[[str], None] = lambda _: None,
+) -> dict[str, Any]:
+    """Train an adapter for `model.weights` on the examples of `data.path`; returns the summary."""
+    if not config.model.weights:
+        raise ConfigError(
+            "model.weights is empty: name the folder of the model to fine-tune, a run folder or one in Hugging Face's "
+            "format (`--base FOLDER`)"
+        )
+    if not config.data.path:
+        raise ConfigError("data.path is empty: name a JSONL file of examples (`--data FILE`)")
+    path = Path(out) if out is not None else default_folder(config)
+    bus = Bus()
+    for listener in listeners:
+        bus.subscribe(listener)
+    with RunFolder(path, resume, overwrite) as folder:
+        base = open_base(
+            config.model.weights,
+            "" if config.data.tokenizer == "byte" else config.data.tokenizer,
+            config.data.vocabulary,
+            activation_checkpointing=config.engine.activation_checkpointing,
+            fused_loss=config.engine.fused_loss,
+            narrow_residual=config.precision.narrow_residual,
+        )
+        data = prepare(config, base, say)
+        trainer = build_trainer(config, base.model, data, bus)
+        config = trainer.config
+        pinned = choose_device(config.device).type == "cuda"
+        loader = Loader(data.train, config.batch_size, config.seed, config.data.prefetch, pin_memory=pinned)
+        folder.files["config.toml"] = configuration.to_toml(config)
+        folder.files["tokenizer.json"] = base.tokenizer.to_json()
+        if overwrite and not resume:
+            folder.clear()
+        summary = trainer.fit(
+            loader,
+            data.held_out.fixed_batches(config.batch_size, config.evaluation.batches),
+            out=folder,
+            resume=resume,
+            progress=progress,
+            title=f"adapter for {base.folder}",
+            details=_details(config, data, base.model, path),
+            data_fingerprint=data.train.fingerprint,
+        )
+        if summary["reason"] != "interrupted":
+            with trainer.averaged_weights():
+                save_adapter(base.model, path / "adapter", str(base.folder))
+                summary |= answer(base, data, config)
+            folder.write_summary(summary)
+    return summary
+
+
+def default_folder(config: Config) -> Path:
+    name = Path(config.model.weights).name
+    name = Path(config.model.weights).parent.name if name == "model" else name
+    return Path("runs") / f"{name}-adapter-{datetime.now().astimezone():%Y%m%d-%H%M%S}"
+
+
+def build_trainer(config: Config, model: GPT2, data: Split, bus: Bus | None = None) -> HybridTrainer:
+    """Attaches the adapter; leaps are judged on the probe examples."""
+    lora.attach(model, settings_of(config), config.seed)
+    probe = data.probe.fixed_batches(config.batch_size, len(data.probe)) if data.probe is not None else ()
+    return HybridTrainer(model, config=config, probe=probe, bus=bus)
+
+
+def settings_of(config: Config) -> LoraSettings:
+    chosen = config.lora
+    return LoraSettings(
+        chosen.rank, chosen.alpha, chosen.dropout, chosen.rank_stabilized, tuple(chosen.targets), chosen.bias
+    )
+
+
+def prepare(config: Config, base: Base, say: Callable[[str], None] = lambda _: None) -> Split:
+    """Read and encode. Held-out examples are the same whatever judges the leaps."""
+    data = config.data
+    prompt, answer = data.prompt or None, data.answer or None
+
+    def read(path: str | list[str]) -> list[Example]:
+        return examples.read_examples(path, prompt, answer, data.max_documents, say)
+
+    train = read(data.path)
+    if data.validation_path:
+        held_out = read(data.validation_path)
+    else:
+        train, held_out = examples.split(train, data.held_out, config.seed)
+    mark = config.evaluation.final_answer
+    if mark and (without := sum(mark not in example.answer for example in held_out)):
+        raise ConfigError(
+            f"evaluation.final_answer = {mark!r}: {without} of {len(held_out)} held-out answers do not hold it; name a "
+            "mark that all of them have, or none"
+        )
+    names = examples.classes([*train, *held_out], base.tokenizer)
+    probe: list[Example] = []
+    if config.hybrid.mode != "off" and config.hybrid.probe_examples:
+        share = min(0.2, config.hybrid.probe_examples / len(train))
+        train, probe = examples.split(train, share, config.seed + _PROBE_SEED)
+    context = min(base.model.shape.context, data.max_length or base.model.shape.context)
+    encoded, evaluated = examples.encode_split(train, held_out, base.tokenizer, context)
+    judging = None
+    if probe:
+        judging = EncodedExamples(probe, base.tokenizer, context, encoded.length, name="probe examples")
+    say(f"{encoded}; {len(held_out):,} held out" + (f"; {len(probe)} judge leaps" if probe else ""))
+    lost = encoded.left_out + encoded.shortened
+    if lost > 0.1 * len(train):
+        say(f"warning: {lost:,} of {len(train):,} examples are too long for {context} tokens; raise data.max_length")
+    return Split(encoded, judging, evaluated, held_out, names)
+
+
+def _details(config: Config, data: Split, model: GPT2, path: Path) -> dict[str, str]:
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    everything = sum(p.numel() for p in model.parameters())
+    return {
+        "data": f"{len(data.train):,} examples to train on, {len(data.held_out):,} held out",
+        "adapter": f"rank {config.lora.rank}, {trained:,} of {everything:,} parameters ({trained / everything:.1%})",
+        "batch": f"{config.batch_size} x {data.train.length} tokens, {config.max_steps:,} steps",
+        "folder": str(path),
+    }
+
+
+def answer(base: Base, data: Split, config: Config) -> dict[str, Any]:
+    """How many held-out questions are answered right."""
+    asked = data.questions[: config.evaluation.answers]
+    if not asked:
+        return {}
+    model = base.model
+    device = next(model.parameters()).device
+    if data.classes and not config.evaluation.final_answer:
+        scorer = ClassScorer(data.classes, base.tokenizer, model.shape.context)
+        training = model.training
+        model.eval()
+        with torch.no_grad():
+            accuracy = scorer.accuracy(model, asked, _ANSWERS_AT_ONCE, device)
+        model.train(training)
+        return {"answered": len(asked), "classes": len(data.classes), "accuracy": round(accuracy, 4)}
+    said = _say_answers(base, asked, data.held_out.length)
+    right = exact_match(said, [example.answer for example in asked], config.evaluation.final_answer or None)
+    return {"answered": len(asked), "exact_match": round(right, 4)}
+
+
+def _say_answers(base: Base, asked: list[Example], length: int) -> list[str]:
+    generator = TextGenerator(base.model, base.tokenizer)
+    sampling = Sampling(max_tokens=length, temperature=0.0)
+    said: list[str] = []
+    for first in range(0, len(asked), _ANSWERS_AT_ONCE):
+        prompts = [example.prompt for example in asked[first : first + _ANSWERS_AT_ONCE]]
+        said += [completion.text for completion in generator.generate(prompts, sampling)]
+    return said
+
+
+def export_adapter(source: str | Path, folder: str | Path) -> Path:
+    """The adapter of a run's newest checkpoint (or of one checkpoint folder), in PEFT's format."""
+    store, state, config = read_checkpoint(source)
+    if not config.model.weights:
+        raise CheckpointError(f"{store}: no fine-tuning run has saved it; `foretrain export` writes whole models")
+    base = open_base(config.model.weights, vocabulary=config.data.vocabulary)
+    lora.attach(base.model, settings_of(config), config.seed)
+    trainer = HybridTrainer(base.model, config=config.model_copy(update={"device": "cpu"}))
+    trainer.load_state_dict(state, str(store))
+    with trainer.averaged_weights():
+        return save_adapter(base.model, folder, str(base.folder))

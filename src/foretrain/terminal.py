@@ -1,0 +1,50 @@
+"""What all commands share: options, and the three ways to say something."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from foretrain.events import CheckpointRejected, Event, Notice, Recovered
+
+
+def flag(text: str, name: str | None = None) -> Parameter:
+    return Parameter(name=name, negative=(), show_default=False, help=text)
+
+
+Settings = Annotated[
+    list[str] | None,
+    Parameter(
+        name=["--set", "-s"],
+        negative=(),
+        help="Change one setting, for example `--set optimizer.learning_rate=3e-4`. Repeatable.",
+    ),
+]
+Json = Annotated[bool, flag("Print the result as JSON on standard output.", "--json")]
+
+
+def put(text: str) -> None:
+    """A result, on standard output."""
+    sys.stdout.write(text + "\n")
+
+
+def say(text: str) -> None:
+    """What happens, on standard error."""
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
+
+
+def silent(text: str) -> None:
+    return
+
+
+def warn(event: Event) -> None:
+    """What even a quiet run must say."""
+    if isinstance(event, CheckpointRejected):
+        say(f"warning: damaged checkpoint put aside as {event.path}: {event.reason}")
+    elif isinstance(event, Notice) and event.level == "warning":
+        say(f"warning: {event.message}")
+    elif isinstance(event, Recovered) and event.action in ("roll_back", "abort"):
+        say(f"warning: step {event.step}: {event.text}")

@@ -1,0 +1,188 @@
+"""From a base model and a JSONL file to an adapter that answers: the whole way, and what can go wrong on it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.finetuning import config_for, make_base, write_base, write_colors
+
+from foretrain import config as configuration
+from foretrain.base import open_base
+from foretrain.cli import main
+from foretrain.errors import CheckpointError, ConfigError, InputError
+from foretrain.finetune import export_adapter, finetune, prepare
+from foretrain.models import huggingface
+from foretrain.models.adapter_files import load_adapter, read_adapter
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    return write_base(tmp_path / "base")
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    return write_colors(tmp_path / "colors.jsonl")
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    return read_adapter(folder).tensors
+
+
+# --- the whole way ---------------------------------------------------------------------------------------------------
+
+
+def test_a_run_leaves_an_adapter_that_answers(base: Path, data: Path, tmp_path: Path) -> None:
+    summary = finetune(config_for(base, data, max_steps=160), tmp_path / "run", progress=False)
+    assert summary["accuracy"] > 0.7  # by chance: 0.25
+    assert summary["classes"] == 4
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["accuracy"] == summary["accuracy"]
+    opened = open_base(tmp_path / "run")
+    assert opened.adapter == tmp_path / "run" / "adapter"
+    assert opened.folder == base
+    before = opened.model(torch.zeros(1, 8, dtype=torch.long))
+    load_adapter(opened.model, opened.adapter)
+    assert not torch.allclose(before, opened.model(torch.zeros(1, 8, dtype=torch.long)))
+
+
+def test_leaps_are_judged_on_examples_of_their_own(base: Path, data: Path, tmp_path: Path) -> None:
+    config = config_for(base, data, optimizer__learning_rate=1e-4, max_steps=80, schedule__type="constant")
+    made = finetune(config, tmp_path / "hybrid", progress=False)
+    plain = finetune(configuration.changed(config, {"hybrid.mode": "off"}), tmp_path / "plain", progress=False)
+    assert made["moves"]["kept"] + made["moves"]["shrunk"] >= 2
+    assert made["final_val_loss"] < plain["final_val_loss"]
+    split = prepare(config, open_base(base))
+    assert split.probe is not None
+    assert len(split.probe) == 16
+    rows = [{tuple(row) for row in part._tokens.tolist()} for part in (split.train, split.probe, split.held_out)]
+    assert not rows[0] & rows[1]
+    assert not rows[0] & rows[2]
+    assert not rows[1] & rows[2]
+
+
+def test_held_out_examples_are_the_same_for_both_arms(base: Path, data: Path) -> None:
+    opened = open_base(base)
+    one, other = (prepare(config_for(base, data, hybrid__mode=mode), opened) for mode in ("leap", "off"))
+    assert one.questions == other.questions
+    assert other.probe is None
+
+
+def test_a_resumed_run_ends_with_the_same_bits(base: Path, data: Path, tmp_path: Path) -> None:
+    config = config_for(base, data, checkpoint__interval=20)
+    finetune(config, tmp_path / "straight", progress=False)
+    target = tmp_path / "resumed"
+    (target / "checkpoints").mkdir(parents=True)
+    (tmp_path / "straight" / "checkpoints" / "step-00000020").rename(target / "checkpoints" / "step-00000020")
+    (target / "metrics.jsonl").touch()
+    finetune(config, target, resume=True, progress=False)
+    one, other = weights_of(tmp_path / "straight" / "adapter"), weights_of(target / "adapter")
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_checkpoints_hold_the_adapter_only(base: Path, data: Path, tmp_path: Path) -> None:
+    finetune(config_for(base, data, hybrid__mode="off"), tmp_path / "run", progress=False)
+    size = sum(path.stat().st_size for path in (tmp_path / "run" / "checkpoints").rglob("*") if path.is_file())
+    assert size < 3 * (base / "model.safetensors").stat().st_size
+    exported = export_adapter(tmp_path / "run", tmp_path / "exported")
+    one, other = weights_of(tmp_path / "run" / "adapter"), weights_of(exported)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_another_base_is_refused_on_resume(base: Path, data: Path, tmp_path: Path) -> None:
+    config = config_for(base, data, max_steps=6)
+    finetune(config, tmp_path / "run", progress=False)
+    huggingface.save(make_base(4), base)
+    with pytest.raises(CheckpointError, match="frozen weights"):
+        finetune(configuration.changed(config, {"max_steps": 8}), tmp_path / "run", resume=True, progress=False)
+
+
+def test_generated_answers_are_compared(base: Path, tmp_path: Path) -> None:
+    path = tmp_path / "sums.jsonl"
+    records = [{"question": f"{n} + 0", "answer": f"it is {n} #### {n % 3}"} for n in range(100, 180)]
+    path.write_text("\n".join(map(json.dumps, records)), encoding="utf-8")
+    changes: dict[str, Any] = {"max_steps": 4, "evaluation__final_answer": "####", "evaluation__answers": 6}
+    summary = finetune(config_for(base, path, **changes), tmp_path / "run", progress=False)
+    assert summary["answered"] == 6
+    assert 0 <= summary["exact_match"] <= 1
+
+
+# --- what can go wrong -----------------------------------------------------------------------------------------------
+
+
+def test_what_is_missing_is_said(base: Path, data: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model\.weights is empty"):
+        finetune(config_for(base, data, model__weights=""), tmp_path / "a", progress=False)
+    with pytest.raises(ConfigError, match=r"data\.path is empty"):
+        finetune(config_for(base, data, data__path=""), tmp_path / "b", progress=False)
+    with pytest.raises(InputError, match="no such folder"):
+        open_base(tmp_path / "nothing")
+    with pytest.raises(InputError, match="holds no model yet"):
+        open_base(tmp_path)
+    (base / "tokenizer.json").unlink()
+    with pytest.raises(InputError, match=r"no tokenizer\.json"):
+        open_base(base)
+    (base / "config.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(CheckpointError, match="does not describe a GPT-2"):
+        open_base(base)
+
+
+# --- the commands ----------------------------------------------------------------------------------------------------
+
+
+def run(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main([str(argument) for argument in arguments])
+    return int(ended.value.code or 0)
+
+
+@pytest.fixture
+def tuned(base: Path, data: Path, tmp_path: Path) -> Path:
+    finetune(config_for(base, data), tmp_path / "tuned", progress=False)
+    return tmp_path / "tuned"
+
+
+def test_finetune_by_command(base: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "by command"
+    settings = ["max_steps=3", "engine.compile=false", "device=cpu", "evaluation.answers=4", "batch_size=4"]
+    chosen = [part for setting in settings for part in ("--set", setting)]
+    assert run("finetune", "--base", base, "--data", data, "--out", out, "--quiet", *chosen) == 0
+    assert (out / "adapter" / "adapter_model.safetensors").is_file()
+    assert 'preset = "finetune"' in (out / "config.toml").read_text()
+    capsys.readouterr()
+    assert run("finetune", "--base", base, "--data", data, "--out", out, "--quiet") == 2
+    assert "already holds a run" in capsys.readouterr().err
+
+
+def test_generate_by_command(tuned: Path, base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    common = ("--prompt", "5: the sky?", "--temperature", 0, "--max-tokens", 5, "--device", "cpu")
+    said = []
+    for extra in ([], ["--no-adapter"], ["--stream"]):
+        assert run("generate", tuned, *common, *extra) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[2]
+    assert run("generate", base, *common) == 0
+    assert capsys.readouterr().out == said[1]
+    assert run("generate", base, *common, "--adapter", tuned / "adapter", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found[0]["text"] == said[0].rstrip("\n")
+    assert found[0]["finish_reason"] in ("eos", "length")
+    assert run("generate", base, *common, "--stream", "--json") == 2
+
+
+def test_adapters_by_command(tuned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("adapters", "list", tuned, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [row["rank"] for row in found] == [8]
+    assert run("adapters", "merge", tuned, tmp_path / "merged") == 0
+    capsys.readouterr()
+    common = ("--prompt", "5: the sky?", "--temperature", 0, "--max-tokens", 5, "--device", "cpu")
+    assert run("generate", tuned, *common) == 0
+    with_adapter = capsys.readouterr().out
+    assert run("generate", tmp_path / "merged", *common) == 0
+    assert capsys.readouterr().out == with_adapter
+    assert run("adapters", "export", tuned, tmp_path / "exported") == 0
+    assert (tmp_path / "exported" / "adapter_config.json").is_file()
