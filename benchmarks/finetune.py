@@ -23,9 +23,9 @@ import torch
 
 from foretrain import environment
 from foretrain.base import open_base
-from foretrain.config import from_mapping
+from foretrain.config import changed, from_mapping
 from foretrain.data.loader import Loader
-from foretrain.finetune import build_trainer, prepare
+from foretrain.tuning import build_trainer, prepare
 
 ARMS: dict[str, dict[str, Any]] = {
     "plain": {"hybrid.mode": "off"},
@@ -53,7 +53,7 @@ def run(options: argparse.Namespace, arm: str, rate: float | str, seed: int) -> 
         }
     )
     base = open_base(options.base)
-    data = prepare(config, base)
+    data = prepare(changed(config, {"hybrid.mode": "leap"}), base)  # what judges leaps is left out for every arm
     trainer = build_trainer(config, base.model, data)
     held_out = data.held_out.fixed_batches(config.batch_size, options.batches)
     batches = iter(Loader(data.train, config.batch_size, seed, pin_memory=trainer.device.type == "cuda"))

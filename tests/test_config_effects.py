@@ -18,7 +18,7 @@ from tests.control.test_products import adapted
 from tests.finetuning import config_for, write_base, write_colors
 from torch import nn
 
-from foretrain import finetune, run
+from foretrain import run, tuning
 from foretrain import trainer as trainer_module
 from foretrain.config import from_mapping, settings
 from foretrain.data import tokens
@@ -1336,11 +1336,11 @@ class Tuning:
 
     bench: Bench
 
-    def parts(self, **changes: Any) -> tuple[finetune.Base, finetune.Split, HybridTrainer]:
+    def parts(self, **changes: Any) -> tuple[tuning.Base, tuning.Split, HybridTrainer]:
         config = config_for(write_base(self.bench.folder / "base"), self.colors(), **changes)
-        opened = finetune.open_base(config.model.weights)
-        split = finetune.prepare(config, opened)
-        return opened, split, finetune.build_trainer(config, opened.model, split)
+        opened = tuning.open_base(config.model.weights)
+        split = tuning.prepare(config, opened)
+        return opened, split, tuning.build_trainer(config, opened.model, split)
 
     def colors(self) -> Path:
         return write_colors(self.bench.folder / "colors.jsonl")
@@ -1421,7 +1421,7 @@ def _(bench: Bench) -> None:
     opened, split, _ = Tuning(bench).parts()
     for wanted in (0, 3):
         config = config_for(Path("base"), Path("data"), evaluation__answers=wanted)
-        assert finetune.answer(opened, split, config).get("answered", 0) == wanted
+        assert tuning.answer(opened, split, config).get("answered", 0) == wanted
 
 
 @effect("evaluation.final_answer")
@@ -1429,7 +1429,7 @@ def _(bench: Bench) -> None:
     opened, split, _ = Tuning(bench).parts(data__answer=" #### {label}")
     for mark, figure in (("", "accuracy"), ("####", "exact_match")):
         config = config_for(Path("base"), Path("data"), evaluation__answers=2, evaluation__final_answer=mark)
-        assert figure in finetune.answer(opened, split, config)
+        assert figure in tuning.answer(opened, split, config)
     with pytest.raises(ConfigError, match="do not hold it"):
         Tuning(bench).parts(evaluation__final_answer="####")
 

@@ -14,23 +14,24 @@ if TYPE_CHECKING:
     from foretrain.dynamics.predictor import Followed, Forecast, Predictor, Situation
     from foretrain.engine.checkpoint import CheckpointStore
     from foretrain.engine.muon import Muon
-    from foretrain.errors import (
-        CheckpointError,
-        ConfigError,
-        DataError,
-        DivergenceError,
-        ForetrainError,
-        InputError,
-    )
+    from foretrain.errors import CheckpointError, ConfigError, DataError, DivergenceError, ForetrainError, InputError
     from foretrain.events import Bus
     from foretrain.models.gpt2 import GPT2, GPT2Shape
+    from foretrain.models.lora import LoraSettings
     from foretrain.run import train
+    from foretrain.serve.adapters import AdapterRegistry
+    from foretrain.serve.generate import Completion, TextGenerator
+    from foretrain.serve.sampling import Sampling
+    from foretrain.serve.streaming import StreamToken
     from foretrain.trainer import HybridTrainer, StepResult, supervised
+    from foretrain.tuning import finetune
 
 _HOMES = {
+    "AdapterRegistry": "serve.adapters",
     "Bus": "events",
     "CheckpointError": "errors",
     "CheckpointStore": "engine.checkpoint",
+    "Completion": "serve.generate",
     "Config": "config",
     "ConfigError": "errors",
     "DataError": "errors",
@@ -43,12 +44,17 @@ _HOMES = {
     "HybridTrainer": "trainer",
     "InputError": "errors",
     "Loader": "data.loader",
+    "LoraSettings": "models.lora",
     "MappedSamples": "data.loader",
     "Muon": "engine.muon",
     "Predictor": "dynamics.predictor",
+    "Sampling": "serve.sampling",
     "Situation": "dynamics.predictor",
     "StepResult": "trainer",
+    "StreamToken": "serve.streaming",
+    "TextGenerator": "serve.generate",
     "TokenWindows": "data.loader",
+    "finetune": "tuning",
     "load": "config",
     "supervised": "trainer",
     "train": "run",
@@ -56,9 +62,11 @@ _HOMES = {
 
 __all__ = [
     "GPT2",
+    "AdapterRegistry",
     "Bus",
     "CheckpointError",
     "CheckpointStore",
+    "Completion",
     "Config",
     "ConfigError",
     "DataError",
@@ -70,12 +78,17 @@ __all__ = [
     "HybridTrainer",
     "InputError",
     "Loader",
+    "LoraSettings",
     "MappedSamples",
     "Muon",
     "Predictor",
+    "Sampling",
     "Situation",
     "StepResult",
+    "StreamToken",
+    "TextGenerator",
     "TokenWindows",
+    "finetune",
     "load",
     "supervised",
     "train",

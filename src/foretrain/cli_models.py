@@ -55,7 +55,7 @@ def finetune(
     """
     from foretrain.config import load
     from foretrain.engine.runfolder import finite
-    from foretrain.finetune import finetune as run
+    from foretrain.tuning import finetune as run
 
     if resume and out is None:
         raise InputError("--resume needs --out DIR, the folder of the run to go on with")
@@ -255,7 +255,7 @@ def export(
     /,
 ) -> None:
     """Write the adapter of a run's newest checkpoint in PEFT's format, also while the run goes on."""
-    from foretrain.finetune import export_adapter
+    from foretrain.tuning import export_adapter
 
     put(str(export_adapter(source, folder)))
 

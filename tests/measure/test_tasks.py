@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from tests.finetuning import config_for, write_base, write_colors
 
-from foretrain.config import Config, from_mapping
+from foretrain.config import Config, changed, from_mapping
 from foretrain.errors import DataError
-from foretrain.measure.tasks import ModelShelf, TextTask
+from foretrain.measure.runs import Spec, carry_out
+from foretrain.measure.tasks import FinetuneTask, ModelShelf, TextTask
 from foretrain.run import build_model
+from foretrain.schema import LOWEST_RATE
 
 TINY: dict[str, Any] = {
     "batch_size": 2,
@@ -70,3 +73,45 @@ def test_another_engine_gets_another_model(config: Config) -> None:
     assert shelf.with_weights_of(config.model_copy(update={"seed": 9}), build_model) is first
     engine = config.engine.model_copy(update={"activation_checkpointing": True})
     assert shelf.with_weights_of(config.model_copy(update={"engine": engine}), build_model) is not first
+
+
+# --- fine-tuning -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tuning(tmp_path: Path) -> Config:
+    base, data = write_base(tmp_path / "base"), write_colors(tmp_path / "colors.jsonl")
+    return config_for(base, data, data__held_out=0.3, max_steps=30, evaluation__interval=0)
+
+
+def test_arms_of_a_fine_tuning_see_the_same_and_nobody_trains_on_what_judges(tuning: Config) -> None:
+    task = FinetuneTask(tuning)
+    hybrid, plain = (task.job(changed(tuning, {"hybrid.mode": mode})) for mode in ("leap", "off"))
+    assert hybrid.model is plain.model
+    for one, other in zip(hybrid.loader, plain.loader, strict=False):
+        assert torch.equal(one[0], other[0])
+        assert not rows([one]) & rows(hybrid.probe)
+        if hybrid.loader.position > 20:
+            break
+    assert not rows(hybrid.held_out) & rows(hybrid.test)
+    assert [p.requires_grad for p in plain.model.parameters()].count(True) == 2 * 4 * 2
+
+
+def test_a_comparison_of_fine_tuning_counts_both_arms(tuning: Config) -> None:
+    task, warmed = FinetuneTask(tuning), set[str]()
+    results = [carry_out(task, Spec(arm, 1, 1.0, 30, settings), tuning, warmed) for arm, settings in ARMS]
+    plain, hybrid, auto = results
+    shared = plain["account"]["batches"].keys() & hybrid["account"]["batches"].keys()
+    assert shared
+    assert all(plain["account"]["batches"][at] == hybrid["account"]["batches"][at] for at in shared)
+    assert plain["account"]["first_weights"] == hybrid["account"]["first_weights"]
+    assert plain["probe_tokens"] == 0
+    assert hybrid["probe_tokens"] > 0
+    assert auto["learning_rate"] == LOWEST_RATE
+
+
+ARMS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("plain", {"hybrid.mode": "off"}),
+    ("hybrid", {}),
+    ("auto", {"optimizer.learning_rate": "auto"}),
+)

@@ -16,7 +16,7 @@ from foretrain.errors import InputError
 from foretrain.measure.compare import PAGE, compare
 from foretrain.measure.ladder import rungs
 from foretrain.measure.plan import Arm, Options
-from foretrain.measure.tasks import TextTask
+from foretrain.measure.tasks import FinetuneTask, Task, TextTask
 from foretrain.show.comparison import ComparisonConsole
 
 DEMO = (
@@ -46,6 +46,11 @@ def run_comparison(
     if minutes is not None and not 0 <= minutes < math.inf:
         raise InputError(f"--minutes {minutes}: give a number of minutes, for example --minutes 30")
     config = configuration.load(path, [*(DEMO if path is None else ()), *settings]).config
+    if config.optimizer.learning_rate == "auto":
+        raise InputError(
+            "optimizer.learning_rate = 'auto': the plain loop has no such rate; set a number, and add "
+            '--arm "auto: optimizer.learning_rate=auto"'
+        )
     further = (*(parse_arm(text) for text in arms), *(rungs(config) if ladder else ()))
     for arm in further:
         configuration.changed(config, arm.settings, f"--arm {arm.name!r}")
@@ -59,7 +64,8 @@ def run_comparison(
     console = ComparisonConsole()
     try:
         command = "foretrain " + shlex.join(arguments)
-        result = compare(TextTask(config), config, folder, options, minutes=minutes, watcher=console, command=command)
+        task: Task = FinetuneTask(config) if config.preset == "finetune" else TextTask(config)
+        result = compare(task, config, folder, options, minutes=minutes, watcher=console, command=command)
     except KeyboardInterrupt:
         console.say(f"stopped; what is finished is kept in {folder}: the same command goes on")
         raise

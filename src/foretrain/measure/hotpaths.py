@@ -283,6 +283,65 @@ def _look_ahead(method: str, device: str) -> Call:
     return partial(ahead.before_step, 1.0) if method == "before" else ahead.after_step
 
 
+# --- serving ---------------------------------------------------------------------------------------------------------
+
+
+def _small_gpt(device: str) -> Any:
+    import torch
+
+    from foretrain.models.gpt2 import GPT2, GPT2Shape
+
+    return GPT2(GPT2Shape(2, 4, 128, 256, 257)).to(torch.device(device)).eval()
+
+
+def _registry(device: str) -> tuple[Any, Any]:
+    """Two adapters of rank 8 on a small GPT."""
+    from foretrain.models import lora
+    from foretrain.models.adapter_files import adapter_of
+    from foretrain.serve.adapters import AdapterRegistry
+
+    other = _small_gpt(device)
+    lora.attach(other, lora.LoraSettings(rank=8), seed=1)
+    registry, adapter = AdapterRegistry(_small_gpt(device), capacity=3), adapter_of(other)
+    for name in ("one", "other"):
+        registry.load(name, adapter)
+    return registry, adapter
+
+
+def _adapter_load(device: str) -> Call:
+    registry, adapter = _registry(device)
+
+    def call() -> None:
+        registry.load("third", adapter)
+        registry.unload("third")
+
+    return call
+
+
+def _adapter_switch(device: str) -> Call:
+    registry, _ = _registry(device)
+    names = itertools.cycle(("one", "other"))
+    return lambda: registry.activate(next(names))
+
+
+_STREAMED = 32
+
+
+def _stream(device: str) -> Call:
+    from foretrain.data.tokenizers import ByteTokenizer
+    from foretrain.serve.generate import TextGenerator
+    from foretrain.serve.sampling import Sampling
+
+    generator = TextGenerator(_small_gpt(device), ByteTokenizer())
+    sampling = Sampling(max_tokens=_STREAMED, temperature=0.0)
+
+    def call() -> None:
+        for _ in generator.stream("How long does a token take?", sampling):
+            pass
+
+    return call
+
+
 # --- all of them -----------------------------------------------------------------------------------------------------
 
 
@@ -303,7 +362,7 @@ def _all() -> list[Benchmark]:
         )
         for kind in PREDICTORS
     ]
-    host, weights, training = "host", "weights", "training"
+    host, weights, training, serving = "host", "weights", "training", "serving"
     others = [
         Benchmark("state encode", host, "the 64 numbers of the training state", _encode),
         Benchmark("confidence estimate", host, "probability that a move will be kept", _confidence_estimate),
@@ -320,6 +379,9 @@ def _all() -> list[Benchmark]:
         Benchmark("watched step", training, "full step with prediction watching", _watched_window, _WINDOW),
         Benchmark("probe", training, "forward pass that judges a move", _probe),
         Benchmark("snapshot", training, "copy of the whole state into memory in use", _snapshot),
+        Benchmark("adapter load", serving, "load and unload an adapter, rank 8, 8 layers", _adapter_load),
+        Benchmark("adapter switch", serving, "activate another resident adapter", _adapter_switch),
+        Benchmark("stream token", serving, f"a new token of a stream of {_STREAMED}", _stream, _STREAMED),
     ]
     return [*forecasts, *observing, *others]
 

@@ -55,9 +55,10 @@ class Spec:
         values: dict[str, Any] = {
             "seed": self.seed,
             "max_steps": self.max_steps,
-            "optimizer.learning_rate": optimizer.peak_rate * self.rate_factor,
             "evaluation.early_stopping_patience": 0,  # nothing is read off a run whose schedule did not end
         }
+        if optimizer.learning_rate != "auto":
+            values["optimizer.learning_rate"] = optimizer.peak_rate * self.rate_factor
         if optimizer.rest_learning_rate is not None:
             values["optimizer.rest_learning_rate"] = optimizer.rest_learning_rate * self.rate_factor
         for name in ("warmup_steps", "stable_steps", "decay_steps"):
@@ -134,12 +135,19 @@ def _head(spec: Spec, config: Config, started: str) -> dict[str, Any]:
 def _trainer(job: Job, spec: Spec, config: Config) -> tuple[HybridTrainer, _Recorder]:
     bus = Bus()
     predictor = RepeatLast() if spec.control == "repeat" else None
-    trainer = HybridTrainer(job.model, None, job.loss_fn, config, predictor=predictor, bus=bus)
+    trainer = HybridTrainer(
+        job.model, None, job.loss_fn, config, predictor=predictor, probe=_probe(job, config), bus=bus
+    )
     if spec.control == "still":
         hold_still(trainer)
     recorder = _Recorder(trainer)
     bus.subscribe(recorder)
     return trainer, recorder
+
+
+def _probe(job: Job, config: Config) -> list[Any]:
+    """The plain loop makes no leaps, and nothing judges them."""
+    return job.probe if config.hybrid.mode != "off" else []
 
 
 def _warm_up(task: Task, config: Config, warmed: set[str]) -> None:
@@ -153,7 +161,7 @@ def _warm_up(task: Task, config: Config, warmed: set[str]) -> None:
     if key in warmed:
         return
     job = task.job(config)
-    trainer = HybridTrainer(job.model, None, job.loss_fn, config)
+    trainer = HybridTrainer(job.model, None, job.loss_fn, config, probe=_probe(job, config))
     with closing(iter(job.loader)) as batches:  # type: ignore[type-var]
         windows = 2 * config.hybrid.window_steps if trainer.pilot is not None else 0  # the second one scores a forecast
         for _ in range(_WARM_STEPS + windows):

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from foretrain import run
+from foretrain import run, tuning
 from foretrain.config import Config
 from foretrain.data import tokens
-from foretrain.data.loader import held_out_batches
+from foretrain.data.loader import Loader, held_out_batches
 from foretrain.engine.precision import choose_device
+from foretrain.engine.state import checksum
 from foretrain.engine.step import LossFunction
 from foretrain.errors import DataError
+from foretrain.models import lora
+from foretrain.models.gpt2 import GPT2
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,8 @@ class Job:
     test: list[Any]
     """Seen once, after the run: the loss that is reported. No decision knows it."""
     loss_fn: LossFunction | None = None
+    probe: list[Any] = field(default_factory=list)
+    """What judges leaps of adapters; no arm trains on it."""
 
 
 class Task(Protocol):
@@ -69,6 +74,39 @@ class TextTask:
         return Job(model, loader, held_out=batches[0::2], test=batches[1::2])
 
 
+class FinetuneTask:
+    """The base model and the examples of a fine-tuning configuration. What judges leaps is left out for every arm."""
+
+    def __init__(self, config: Config, say: Callable[[str], None] = lambda _: None) -> None:
+        self._base = tuning.base_of(config)
+        self._data = tuning.prepare(config, self._base, say)
+        self.title = f"adapter for {self._base.folder}, {len(self._data.train):,} examples"
+        self.fingerprint = f"{self._data.train.fingerprint} {checksum(dict(self._base.model.named_parameters()))}"
+        self._models = ModelShelf()
+
+    def job(self, config: Config) -> Job:
+        def build(config: Config) -> GPT2:
+            model = tuning.base_of(config).model
+            lora.attach(model, tuning.settings_of(config), config.seed)
+            return model
+
+        data, size = self._data, config.batch_size
+        batches = data.held_out.fixed_batches(size, 2 * config.evaluation.batches)
+        if len(batches) < 2:
+            raise DataError(
+                f"held-out examples: {len(data.held_out)} are less than two batches, one to choose learning rates by "
+                "and one for the result; use more examples, a smaller batch_size or a larger data.held_out"
+            )
+        pinned = choose_device(config.device).type == "cuda"
+        return Job(
+            self._models.with_weights_of(config, build),
+            Loader(data.train, size, config.seed, config.data.prefetch, pin_memory=pinned),
+            held_out=batches[0::2],
+            test=batches[1::2],
+            probe=tuning.probe_batches(data, config),
+        )
+
+
 class ModelShelf:
     """Keeps the model object from run to run and only sets its weights anew, so that compiled code stays valid."""
 
@@ -80,7 +118,13 @@ class ModelShelf:
         """The model of `config` with the first weights of its seed."""
         fresh = build(config)
         key = json.dumps(
-            [config.model.model_dump(), config.engine.model_dump(), config.precision.model_dump(), config.device],
+            [
+                config.model.model_dump(),
+                config.lora.model_dump(),
+                config.engine.model_dump(),
+                config.precision.model_dump(),
+                config.device,
+            ],
             default=str,
         )
         if key != self._key:

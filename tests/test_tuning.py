@@ -14,9 +14,9 @@ from foretrain import config as configuration
 from foretrain.base import open_base
 from foretrain.cli import main
 from foretrain.errors import CheckpointError, ConfigError, InputError
-from foretrain.finetune import export_adapter, finetune, prepare
 from foretrain.models import huggingface
 from foretrain.models.adapter_files import load_adapter, read_adapter
+from foretrain.tuning import export_adapter, finetune, prepare
 
 
 @pytest.fixture

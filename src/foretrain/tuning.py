@@ -58,26 +58,13 @@ def finetune(
     say: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
     """Train an adapter for `model.weights` on the examples of `data.path`; returns the summary."""
-    if not config.model.weights:
-        raise ConfigError(
-            "model.weights is empty: name the folder of the model to fine-tune, a run folder or one in Hugging Face's "
-            "format (`--base FOLDER`)"
-        )
-    if not config.data.path:
-        raise ConfigError("data.path is empty: name a JSONL file of examples (`--data FILE`)")
+    check(config)
     path = Path(out) if out is not None else default_folder(config)
     bus = Bus()
     for listener in listeners:
         bus.subscribe(listener)
     with RunFolder(path, resume, overwrite) as folder:
-        base = open_base(
-            config.model.weights,
-            "" if config.data.tokenizer == "byte" else config.data.tokenizer,
-            config.data.vocabulary,
-            activation_checkpointing=config.engine.activation_checkpointing,
-            fused_loss=config.engine.fused_loss,
-            narrow_residual=config.precision.narrow_residual,
-        )
+        base = base_of(config)
         data = prepare(config, base, say)
         trainer = build_trainer(config, base.model, data, bus)
         config = trainer.config
@@ -105,6 +92,30 @@ def finetune(
     return summary
 
 
+def check(config: Config) -> None:
+    """Before any folder is made."""
+    if not config.model.weights:
+        raise ConfigError(
+            "model.weights is empty: name the folder of the model to fine-tune, a run folder or one in Hugging Face's "
+            "format (`--base FOLDER`)"
+        )
+    if not config.data.path:
+        raise ConfigError("data.path is empty: name a JSONL file of examples (`--data FILE`)")
+
+
+def base_of(config: Config) -> Base:
+    """The model of `model.weights`, with the tokenizer that lies beside it or is named."""
+    check(config)
+    return open_base(
+        config.model.weights,
+        "" if config.data.tokenizer == "byte" else config.data.tokenizer,
+        config.data.vocabulary,
+        activation_checkpointing=config.engine.activation_checkpointing,
+        fused_loss=config.engine.fused_loss,
+        narrow_residual=config.precision.narrow_residual,
+    )
+
+
 def default_folder(config: Config) -> Path:
     name = Path(config.model.weights).name
     name = Path(config.model.weights).parent.name if name == "model" else name
@@ -114,8 +125,15 @@ def default_folder(config: Config) -> Path:
 def build_trainer(config: Config, model: GPT2, data: Split, bus: Bus | None = None) -> HybridTrainer:
     """Attaches the adapter; leaps are judged on the probe examples."""
     lora.attach(model, settings_of(config), config.seed)
-    probe = data.probe.fixed_batches(config.batch_size, len(data.probe)) if data.probe is not None else ()
+    probe = probe_batches(data, config) if config.hybrid.mode != "off" else []
     return HybridTrainer(model, config=config, probe=probe, bus=bus)
+
+
+def probe_batches(data: Split, config: Config) -> list[Any]:
+    if data.probe is None:
+        return []
+    size = min(config.batch_size, len(data.probe))
+    return list(data.probe.fixed_batches(size, len(data.probe)))
 
 
 def settings_of(config: Config) -> LoraSettings:
@@ -207,7 +225,7 @@ def export_adapter(source: str | Path, folder: str | Path) -> Path:
     store, state, config = read_checkpoint(source)
     if not config.model.weights:
         raise CheckpointError(f"{store}: no fine-tuning run has saved it; `foretrain export` writes whole models")
-    base = open_base(config.model.weights, vocabulary=config.data.vocabulary)
+    base = base_of(config)
     lora.attach(base.model, settings_of(config), config.seed)
     trainer = HybridTrainer(base.model, config=config.model_copy(update={"device": "cpu"}))
     trainer.load_state_dict(state, str(store))
