@@ -57,6 +57,19 @@ def test_example_program_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert accuracy > 95, printed
 
 
+def test_the_example_of_fine_tuning_makes_examples(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from foretrain.data.examples import read_examples
+
+    target = tmp_path / "which_keyword.jsonl"
+    monkeypatch.setattr(sys, "argv", ["which_keyword.py", str(target)])
+    runpy.run_path(str(ROOT / "examples" / "which_keyword.py"), run_name="__main__")
+    found = read_examples(target)
+    assert f"{len(found)} examples of 11 keywords" in capsys.readouterr().out
+    assert len({example.answer for example in found}) == 11
+
+
 def test_every_predictor_has_a_page_that_opens_with_its_verdict() -> None:
     from foretrain.dynamics.registry import NAMES
     from foretrain.verdicts import VERDICTS

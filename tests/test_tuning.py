@@ -164,6 +164,7 @@ def test_generate_by_command(tuned: Path, base: Path, capsys: pytest.CaptureFixt
         assert run("generate", tuned, *common, *extra) == 0
         said.append(capsys.readouterr().out)
     assert said[0] == said[2]
+    common = ("--prompt", "5: the sky?\nLabel:", *common[2:])
     assert run("generate", base, *common) == 0
     assert capsys.readouterr().out == said[1]
     assert run("generate", base, *common, "--adapter", tuned / "adapter", "--json") == 0
@@ -171,6 +172,20 @@ def test_generate_by_command(tuned: Path, base: Path, capsys: pytest.CaptureFixt
     assert found[0]["text"] == said[0].rstrip("\n")
     assert found[0]["finish_reason"] in ("eos", "length")
     assert run("generate", base, *common, "--stream", "--json") == 2
+
+
+def test_a_tuned_model_is_asked_as_it_was_trained(tuned: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    common = ("--temperature", 0, "--max-tokens", 5, "--device", "cpu", "--json")
+    assert run("generate", tuned, "--prompt", "5: the sky?", *common) == 0
+    asked = json.loads(capsys.readouterr().out)
+    assert asked[0]["prompt"] == "5: the sky?\nLabel:"
+    assert run("generate", tuned, "--prompt", "5: the sky?\nLabel:", "--raw", *common) == 0
+    assert json.loads(capsys.readouterr().out) == asked
+    assert run("generate", tuned, "--field", "text=5: the sky?", "--prompt", "", *common) == 0
+    assert json.loads(capsys.readouterr().out) == asked
+    assert run("generate", tuned, "--field", "colour=5", "--prompt", "x", *common) == 2
+    assert "it has text" in capsys.readouterr().err
+    assert run("generate", open_base(tuned).folder, "--field", "text=5", "--prompt", "x", *common) == 2
 
 
 def test_adapters_by_command(tuned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -182,7 +197,7 @@ def test_adapters_by_command(tuned: Path, tmp_path: Path, capsys: pytest.Capture
     common = ("--prompt", "5: the sky?", "--temperature", 0, "--max-tokens", 5, "--device", "cpu")
     assert run("generate", tuned, *common) == 0
     with_adapter = capsys.readouterr().out
-    assert run("generate", tmp_path / "merged", *common) == 0
+    assert run("generate", tmp_path / "merged", "--prompt", "5: the sky?\nLabel:", *common[2:]) == 0
     assert capsys.readouterr().out == with_adapter
     assert run("adapters", "export", tuned, tmp_path / "exported") == 0
     assert (tmp_path / "exported" / "adapter_config.json").is_file()

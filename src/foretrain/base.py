@@ -9,6 +9,7 @@ from typing import Any
 
 from foretrain import config as configuration
 from foretrain.data import tokenizers
+from foretrain.data.templates import Format, make_format
 from foretrain.data.tokenizers import Tokenizer
 from foretrain.errors import CheckpointError, InputError
 from foretrain.models import huggingface
@@ -27,6 +28,8 @@ class Base:
     folder: Path
     adapter: Path | None = None
     """Of a fine-tuning run: what it trained on top of these weights."""
+    format: Format | None = None
+    """Of a fine-tuning run: how it was asked."""
 
 
 def open_base(path: str | Path, tokenizer: str = "", vocabulary: str = "", **options: Any) -> Base:
@@ -39,8 +42,12 @@ def open_base(path: str | Path, tokenizer: str = "", vocabulary: str = "", **opt
     if not path.is_dir():
         raise InputError(f"{path}: there is no such folder; name a run folder, or one that holds model.safetensors")
     if (path / "adapter").is_dir():
-        inner = open_base(_base_of_run(path), tokenizer, vocabulary, **options)
-        return Base(inner.model, inner.tokenizer, inner.folder, path / "adapter")
+        config = configuration.load(path / "config.toml").config
+        if not config.model.weights:
+            raise CheckpointError(f"{path}: its config.toml does not say what was fine-tuned (model.weights)")
+        inner = open_base(config.model.weights, tokenizer, vocabulary or config.data.vocabulary, **options)
+        asked = make_format(config.data.prompt, config.data.answer) if config.data.prompt else None
+        return Base(inner.model, inner.tokenizer, inner.folder, path / "adapter", asked)
     folder = path if (path / "model.safetensors").is_file() else path / "model"
     if not (folder / "model.safetensors").is_file():
         raise InputError(
@@ -63,13 +70,6 @@ def shape_of(folder: Path) -> GPT2Shape:
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path}: does not describe a GPT-2 ({type(error).__name__}: {error})") from None
     return GPT2Shape(layers, heads, width, context, vocab_size)
-
-
-def _base_of_run(path: Path) -> str:
-    config = configuration.load(path / "config.toml").config
-    if not config.model.weights:
-        raise CheckpointError(f"{path}: its config.toml does not say what was fine-tuned (model.weights)")
-    return config.model.weights
 
 
 def _tokenizer(folder: Path, wanted: str, vocabulary: str) -> Tokenizer:

@@ -99,6 +99,11 @@ def generate(
         list[str] | None,
         Parameter(negative=(), help="What to continue; repeatable. Unset: standard input."),
     ] = None,
+    field: Annotated[
+        list[str] | None,
+        Parameter(negative=(), help="Fine-tuning run: a further field of its prompt, `--field input=...`; repeatable."),
+    ] = None,
+    raw: Annotated[bool, flag("Fine-tuning run: the prompt as it is, not as the run was trained to be asked.")] = False,
     adapter: Annotated[
         Path | None,
         Parameter(help="Adapter folder (PEFT's format). Unset: the run's own, if it is a fine-tuning run."),
@@ -121,8 +126,9 @@ def generate(
 
     `foretrain generate runs/mine --prompt "Once upon a time" --stream` continues your prompt.
 
-    `foretrain generate runs/tuned --prompt "Where is my card?" --temperature 0` asks a fine-tuned model;
-    `--adapter OTHER` takes another adapter, `--no-adapter` none.
+    `foretrain generate runs/tuned --prompt "Where is my card?" --temperature 0` asks a fine-tuned model as it was
+    trained to be asked; `--raw` continues the text as it is. `--adapter OTHER` takes another adapter, `--no-adapter`
+    none.
     """
     from foretrain.base import open_base
     from foretrain.engine.precision import choose_device
@@ -131,11 +137,23 @@ def generate(
     if stream and json_:
         raise InputError("--stream and --json contradict each other; keep one of them")
     sampling = Sampling(max_tokens, temperature, top_k, top_p, repetition_penalty, seed, stop_strings=tuple(stop or ()))
-    prompts = prompt or [sys.stdin.read()]
     base = open_base(model, tokenizer, vocabulary)
+    prompts = prompt or [sys.stdin.read()]
+    if base.format is not None and not raw:
+        prompts = [base.format.ask(text, _fields(field or [])) for text in prompts]
+    elif field:
+        raise InputError(f"--field: {model} was not fine-tuned on records; give the whole text with --prompt")
     base.model.to(choose_device(device))
     chosen = None if no_adapter else adapter or base.adapter
     _write(base, prompts, sampling, chosen, stream, json_)
+
+
+def _fields(assignments: list[str]) -> dict[str, str]:
+    pairs = [text.partition("=") for text in assignments]
+    for name, sign, _ in pairs:
+        if not sign or not name:
+            raise InputError(f"--field {name!r}: write it as name=value, for example --field input=...")
+    return {name: value for name, _, value in pairs}
 
 
 def _write(

@@ -65,6 +65,7 @@ def finetune(
         bus.subscribe(listener)
     with RunFolder(path, resume, overwrite) as folder:
         base = base_of(config)
+        config = with_templates(config, say)
         data = prepare(config, base, say)
         trainer = build_trainer(config, base.model, data, bus)
         config = trainer.config
@@ -141,6 +142,17 @@ def settings_of(config: Config) -> LoraSettings:
     return LoraSettings(
         chosen.rank, chosen.alpha, chosen.dropout, chosen.rank_stabilized, tuple(chosen.targets), chosen.bias
     )
+
+
+def with_templates(config: Config, say: Callable[[str], None] = lambda _: None) -> Config:
+    """What is guessed from the data is written down: the model must be asked as it was trained."""
+    data = config.data
+    if data.prompt and data.answer:
+        return config
+    found = examples.find_format(data.path, data.prompt or None, data.answer or None)
+    say(f"{data.path} is read as {found}")
+    prompts = [prompt.text for prompt in found.prompts]
+    return configuration.changed(config, {"data.prompt": prompts, "data.answer": found.answer.text})
 
 
 def prepare(config: Config, base: Base, say: Callable[[str], None] = lambda _: None) -> Split:

@@ -67,12 +67,14 @@ def read_examples(
     return [Example(chosen.prompt_of(row.fields, row.where), chosen.answer_of(row.fields, row.where)) for row in rows]
 
 
-def find_format(path: str | Path | list[str]) -> Format:
-    """What `read_examples` guesses: its `prompt_of(record)` asks the trained model as it was asked in training."""
+def find_format(
+    path: str | Path | list[str], prompt: str | Sequence[str] | None = None, answer: str | None = None
+) -> Format:
+    """What `read_examples` takes: its `ask` asks the trained model as it was asked in training."""
     first = next(_records(path), None)
     if first is None:
         raise DataError(f"{path}: holds no records; each line must be a JSON object")
-    return templates.guess(first.fields, first.where)
+    return _format(first, prompt, answer)
 
 
 @dataclass(frozen=True, slots=True)

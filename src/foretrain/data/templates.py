@@ -106,6 +106,17 @@ class Format:
         chosen = next((prompt for prompt in self.prompts if prompt.fills(record)), self.prompts[-1])
         return chosen.render(record, where)
 
+    def ask(self, text: str = "", fields: Record | None = None) -> str:
+        """The prompt with `text` in the first field that every record has, and others by name; the rest stays empty."""
+        known = dict.fromkeys(field for prompt in self.prompts for field in prompt.fields)
+        fields = dict(fields or {})
+        for name in fields:
+            if name not in known:
+                raise DataError(f"there is no field {name!r} in the prompt; it has {', '.join(known) or 'none'}")
+        first = next(iter(self.prompts[-1].fields), None)
+        given = {first: text} if text and first is not None else {}
+        return self.prompt_of(dict.fromkeys(known, "") | given | fields)
+
     def answer_of(self, record: Record, where: str = "the record") -> str:
         """What the model is to say."""
         text = self.answer.render(record, where)
