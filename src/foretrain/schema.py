@@ -17,8 +17,8 @@ CountOrZero = Annotated[int, Field(ge=0)]
 Switch = Literal["auto", True, False]
 
 
-LOWEST_RATE = 2e-4
-"""Where `optimizer.learning_rate = "auto"` begins."""
+LOWEST_RATE, HIGHEST_RATE = 2e-4, 1e-2
+"""Where `optimizer.learning_rate = "auto"` begins, and where it ends at the latest."""
 
 
 class Section(BaseModel):

@@ -147,6 +147,19 @@ def test_search_always_lowers_the_loss_or_refuses(best: float) -> None:
     assert_stands(place, found.share)
 
 
+def test_a_search_may_begin_short_and_give_up_at_once() -> None:
+    place = at()
+    probe, asked = losses(place, lambda s: (s - 1.0) ** 2)
+    found = leap.search(placing(place), probe, anchor=1.0, first=0.25, shorter=())
+    assert asked == [0.25, 0.5, 1.0, 2.0]
+    assert found.share == 1.0
+    assert_stands(place, 1.0)
+    probe, asked = losses(place, lambda s: 1.0 + s)
+    assert leap.search(placing(place), probe, anchor=1.0, first=0.25, shorter=()).verdict == "refused"
+    assert asked == [0.25]
+    assert_stands(place, 0.0)
+
+
 # --- refusals leave no trace -----------------------------------------------------------------------------------------
 
 

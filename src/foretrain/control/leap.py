@@ -46,9 +46,11 @@ def careful(place: Place, probe: Callable[[], float], limit: float) -> Leap:
     return _refuse(place, probes)
 
 
-def search(place: Place, probe: Callable[[], float], anchor: float, shorter: Sequence[float] = SHORTER) -> Leap:
-    """Double the move while the loss falls; where it does not fall at all, the first of `shorter` that lowers it. For
-    losses that can be trusted."""
+def search(
+    place: Place, probe: Callable[[], float], anchor: float, first: float = 1.0, shorter: Sequence[float] = SHORTER
+) -> Leap:
+    """From `first` on double the move while the loss falls; where it does not fall at all, the first of `shorter` that
+    lowers it. For losses that can be trusted."""
     probes, best, best_loss = 0, 0.0, anchor
 
     def lowers(share: float) -> bool:
@@ -60,7 +62,7 @@ def search(place: Place, probe: Callable[[], float], anchor: float, shorter: Seq
             best, best_loss = share, loss
         return best == share
 
-    share = 1.0
+    share = first
     while lowers(share) and share < _LONGEST:
         share *= 2
     if best == 0:

@@ -31,8 +31,9 @@ from foretrain.events import Event, Moved, Recovered
 _PROBES_OF_AUDIT = 4
 _MOST_WORTH = 10.0
 """Full steps that one quasi-Newton leap is taken to be worth at the most, whatever the slope says."""
-_SHORTER_HELD_OUT = (0.25,)
-"""Of a leap judged on held-out examples: where a quarter does not help the rate is good, and more probes are wasted."""
+_FIRST_HELD_OUT = 0.25
+"""Share with which a search on held-out examples begins: where not even that helps the rate is good, and two probes
+are all that is lost."""
 _LONGEST_CHAIN = 10
 """Times `max_predict_steps`: leaps of a chain take a gradient each and are judged one by one."""
 
@@ -157,9 +158,10 @@ class Mover:
             if self.products is not None and share:
                 self.products.place(start, displacement, share)
 
-        if self.pilot.searches:
-            shorter = _SHORTER_HELD_OUT if self.held_out else leap.SHORTER
-            result = leap.search(place, self._probe, move.anchor, shorter)
+        if self.pilot.searches and self.held_out:
+            result = leap.search(place, self._probe, move.anchor, _FIRST_HELD_OUT, shorter=())
+        elif self.pilot.searches:
+            result = leap.search(place, self._probe, move.anchor)
         else:
             result = leap.careful(place, self._probe, self.pilot.disaster_limit(move.anchor))
         move.cost += self._price(move.batch) * result.probes
@@ -374,7 +376,7 @@ class Mover:
         if audit is not None and not (move.plan.low_noise or move.chained):
             gain = audit.gain_steps - audit.deviation_steps
             self._count_credit(self.pilot.gate.audited_credit(move.moved, gain))
-        self.pilot.adapt_rate(move.share)
+        self.pilot.adapt_rate(kept=True)
         self.pilot.observer.restart()
 
     def _take_back(self, move: Move, audit: Audit | None) -> None:

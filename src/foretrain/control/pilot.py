@@ -23,6 +23,7 @@ from foretrain.dynamics.predictability import Predictability
 from foretrain.dynamics.predictor import Array, Forecast
 from foretrain.dynamics.records import HORIZONS_IN_WINDOWS, PhaseRecord, WindowRecord
 from foretrain.dynamics.slope import LossSlope
+from foretrain.schema import HIGHEST_RATE, LOWEST_RATE
 
 _WINDOWS_TO_SCORE = 2
 """Windows after a move until a forecast has met what followed."""
@@ -30,9 +31,9 @@ _WINDOWS_AWAKE = 10
 """Windows that are watched after a long rest, so that forecasts of every length are scored again."""
 _WATCHED_IN_VAIN = 0.1
 """Share of a run's windows that are watched though nothing will be tried, to say how predictable the run is."""
-_RISE, _RISE_LONG, _RISE_LAST = 2.0, 4.0, 3.0
-"""Of a learning rate that is `auto`, when a leap was kept: a shortened one, a whole one. And once, when the first is
-refused: leaps end to pay at about a third of the best rate (docs/finetune.md)."""
+_RISE, _LAST_RISE = 4.0, 3.0
+"""Of a learning rate that is `auto`: when a leap was kept; and once, when the first is refused, because leaps cease to
+pay at about a third of the best rate (docs/finetune.md)."""
 _NEARLY_EXACT = 0.98
 """R2 from which forecasts are steps."""
 _LONGEST_REST = 256
@@ -423,15 +424,12 @@ class Pilot:
         self.last_reason = transition.reason
         return transition
 
-    def adapt_rate(self, share: float) -> None:
-        """A move was kept at this share of its length; 0: it was refused."""
-        if self.config.optimizer.learning_rate != "auto":
-            return
-        if share:
-            self.boost *= _RISE_LONG if share >= 1 else _RISE
-        elif self._rises:
-            self.boost *= _RISE_LAST
-            self._rises = False
+    def adapt_rate(self, kept: bool) -> None:
+        """What a move that was kept or refused says about a learning rate that is `auto`."""
+        if self.config.optimizer.learning_rate == "auto":
+            rise = _RISE if kept else _LAST_RISE if self._rises else 1.0
+            self.boost = min(self.boost * rise, HIGHEST_RATE / LOWEST_RATE)
+            self._rises = self._rises and kept
 
     def refused(self, step: int, plan: Plan, cost: float) -> None:
         """A move was taken back before any full step followed on it."""
@@ -441,7 +439,7 @@ class Pilot:
         self.gate.spend(0.0 if plan.low_noise else cost)
         self.gate.moved(False)
         if self.held_out:
-            self.adapt_rate(0.0)
+            self.adapt_rate(kept=False)
         self.counts.moves["refused"] += 1
 
     def check_validation(self, readings: list[Reading]) -> list[Action]:
