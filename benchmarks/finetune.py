@@ -96,7 +96,7 @@ def clock(device: torch.device) -> float:
 
 
 def seconds_to(result: dict[str, Any], loss: float) -> float:
-    """When the curve first is at `loss`, between two looks by a straight line; nan if it never is."""
+    """When the curve first is at `loss`, between two looks by a straight line; infinity if it never is."""
     before: tuple[float, float] | None = None
     for _, seconds, value in result["curve"]:
         if value <= loss:
@@ -105,7 +105,7 @@ def seconds_to(result: dict[str, Any], loss: float) -> float:
             share = (before[1] - loss) / (before[1] - value)
             return float(before[0] + share * (seconds - before[0]))
         before = (seconds, value)
-    return math.nan
+    return math.inf
 
 
 def table(results: list[dict[str, Any]]) -> list[str]:

@@ -13,10 +13,14 @@ from tests.finetuning import config_for, make_base, write_base, write_colors
 from foretrain import config as configuration
 from foretrain.base import open_base
 from foretrain.cli import main
+from foretrain.data.examples import Example
+from foretrain.data.tokenizers import CharacterTokenizer
+from foretrain.engine.runfolder import RunFolder
 from foretrain.errors import CheckpointError, ConfigError, InputError
 from foretrain.models import huggingface
 from foretrain.models.adapter_files import load_adapter, read_adapter
-from foretrain.tuning import export_adapter, finetune, prepare
+from foretrain.run import read_checkpoint
+from foretrain.tuning import _fitting, _spread, export_adapter, finetune, prepare
 
 
 @pytest.fixture
@@ -85,8 +89,9 @@ def test_a_resumed_run_ends_with_the_same_bits(base: Path, data: Path, tmp_path:
 
 def test_checkpoints_hold_the_adapter_only(base: Path, data: Path, tmp_path: Path) -> None:
     finetune(config_for(base, data, hybrid__mode="off"), tmp_path / "run", progress=False)
-    size = sum(path.stat().st_size for path in (tmp_path / "run" / "checkpoints").rglob("*") if path.is_file())
-    assert size < 3 * (base / "model.safetensors").stat().st_size
+    names = set(read_checkpoint(tmp_path / "run")[1]["model"])
+    assert {name.rpartition(".")[2] for name in names} == {"lora_a", "lora_b"}
+    assert len(names) == len(read_adapter(tmp_path / "run" / "adapter").tensors)
     exported = export_adapter(tmp_path / "run", tmp_path / "exported")
     one, other = weights_of(tmp_path / "run" / "adapter"), weights_of(exported)
     assert all(torch.equal(one[name], other[name]) for name in one)
@@ -110,6 +115,47 @@ def test_generated_answers_are_compared(base: Path, tmp_path: Path) -> None:
     assert 0 <= summary["exact_match"] <= 1
 
 
+@pytest.mark.parametrize("stop", range(24, 34))
+def test_an_automatic_rate_goes_on_exactly_around_a_refused_leap(
+    base: Path, data: Path, tmp_path: Path, stop: int
+) -> None:
+    settings: dict[str, Any] = {"optimizer__learning_rate": "auto", "schedule__type": "constant", "max_steps": 34}
+    config = config_for(base, data, checkpoint__interval=stop, evaluation__answers=0, **settings)
+    straight = finetune(config, tmp_path / "straight", progress=False)
+    assert straight["moves"]["refused"] > 0
+    saved = sorted((tmp_path / "straight" / "checkpoints").iterdir())[0]
+    (tmp_path / "resumed" / "checkpoints").mkdir(parents=True)
+    saved.rename(tmp_path / "resumed" / "checkpoints" / saved.name)
+    finetune(config, tmp_path / "resumed", resume=True, progress=False)
+    one, other = weights_of(tmp_path / "straight" / "adapter"), weights_of(tmp_path / "resumed" / "adapter")
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_an_interrupted_run_with_an_automatic_rate_can_be_exported(base: Path, data: Path, tmp_path: Path) -> None:
+    finetune(config_for(base, data, optimizer__learning_rate="auto", max_steps=20), tmp_path / "run", progress=False)
+    assert weights_of(export_adapter(tmp_path / "run", tmp_path / "exported"))
+
+
+def test_a_tokenizer_from_elsewhere_stays_with_the_run(base: Path, data: Path, tmp_path: Path) -> None:
+    (base / "tokenizer.json").rename(tmp_path / "tokenizer.json")
+    config = config_for(base, data, data__tokenizer=str(tmp_path / "tokenizer.json"), max_steps=2)
+    finetune(config, tmp_path / "run", progress=False)
+    assert open_base(tmp_path / "run").tokenizer.vocab_size == 257
+    assert run("adapters", "merge", tmp_path / "run", tmp_path / "merged") == 0
+    assert open_base(tmp_path / "merged").adapter is None
+
+
+def test_answers_are_asked_from_all_over_the_held_out_examples(base: Path, tmp_path: Path) -> None:
+    path = tmp_path / "sorted.jsonl"
+    records = [{"text": f"{n} {color}?", "label": color} for color in ("a", "b", "c", "d") for n in range(50)]
+    path.write_text("\n".join(map(json.dumps, records)), encoding="utf-8")
+    opened = open_base(base)
+    questions = prepare(config_for(base, path), opened).questions
+    assert len({question.answer for question in _spread(questions, 8)}) == 4
+    long = [Example("x" * 100, " y"), Example("x", " y")]
+    assert _fitting(opened, long) == long[1:]
+
+
 # --- what can go wrong -----------------------------------------------------------------------------------------------
 
 
@@ -128,6 +174,41 @@ def test_what_is_missing_is_said(base: Path, data: Path, tmp_path: Path) -> None
     (base / "config.json").write_text("{}", encoding="utf-8")
     with pytest.raises(CheckpointError, match="does not describe a GPT-2"):
         open_base(base)
+
+
+def test_what_would_lose_something_is_refused(base: Path, data: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="holds the model that is to be fine-tuned"):
+        finetune(config_for(base, data), base, overwrite=True, progress=False)
+    with pytest.raises(InputError, match="holds the model that is to be fine-tuned"):
+        finetune(config_for(base, data), tmp_path, overwrite=True, progress=False)
+    assert (base / "model.safetensors").is_file()
+    config = config_for(base, data, max_steps=2)
+    finetune(config, tmp_path / "run", progress=False)
+    with pytest.raises(InputError, match="merge it first"):
+        finetune(config_for(tmp_path / "run", data), tmp_path / "second", progress=False)
+    changed = configuration.changed(config, {"lora.alpha": 4.0, "max_steps": 4})
+    with pytest.raises(ConfigError, match=r"lora\.alpha was 16\.0"):
+        finetune(changed, tmp_path / "run", resume=True, progress=False)
+    assert run("export", tmp_path / "run", tmp_path / "whole") == 2
+    assert run("adapters", "merge", tmp_path / "run", base) == 2
+    folder = RunFolder(tmp_path / "run", resume=False, overwrite=True)
+    folder.clear()
+    assert not (tmp_path / "run" / "adapter").exists()
+
+
+def test_a_tokenizer_too_large_for_the_model_is_refused(base: Path) -> None:
+    characters = "".join(chr(0x4E00 + number) for number in range(400))
+    (base / "tokenizer.json").write_text(CharacterTokenizer(characters).to_json(), encoding="utf-8")
+    with pytest.raises(InputError, match="the tokenizer has 401 tokens, the model 257"):
+        open_base(base)
+
+
+def test_very_few_examples_are_enough_without_judges(base: Path, tmp_path: Path) -> None:
+    path = tmp_path / "few.jsonl"
+    path.write_text('{"text": "a", "label": "b"}\n{"text": "c", "label": "d"}\n', encoding="utf-8")
+    split = prepare(config_for(base, path, data__validation_path=str(path)), open_base(base))
+    assert split.probe is None
+    assert len(split.train) == 2
 
 
 # --- the commands ----------------------------------------------------------------------------------------------------
@@ -164,6 +245,7 @@ def test_generate_by_command(tuned: Path, base: Path, capsys: pytest.CaptureFixt
         assert run("generate", tuned, *common, *extra) == 0
         said.append(capsys.readouterr().out)
     assert said[0] == said[2]
+    assert said[0] != said[1]
     common = ("--prompt", "5: the sky?\nLabel:", *common[2:])
     assert run("generate", base, *common) == 0
     assert capsys.readouterr().out == said[1]

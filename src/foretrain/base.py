@@ -45,18 +45,28 @@ def open_base(path: str | Path, tokenizer: str = "", vocabulary: str = "", **opt
         config = configuration.load(path / "config.toml").config
         if not config.model.weights:
             raise CheckpointError(f"{path}: its config.toml does not say what was fine-tuned (model.weights)")
-        inner = open_base(config.model.weights, tokenizer, vocabulary or config.data.vocabulary, **options)
+        if Path(config.model.weights).resolve() == path.resolve():
+            raise CheckpointError(f"{path}: its config.toml names itself as what was fine-tuned (model.weights)")
+        beside = path / "tokenizer.json"
+        tokenizer = tokenizer or (str(beside) if beside.is_file() else "")
+        inner = open_base(config.model.weights, tokenizer, vocabulary, **options)
         asked = make_format(config.data.prompt, config.data.answer) if config.data.prompt else None
         return Base(inner.model, inner.tokenizer, inner.folder, path / "adapter", asked)
     folder = path if (path / "model.safetensors").is_file() else path / "model"
     if not (folder / "model.safetensors").is_file():
         raise InputError(
-            f"{path}: holds no model yet (no model.safetensors); let the run finish, or "
-            f"`foretrain export {path} FOLDER` writes its newest checkpoint"
+            f"{path}: holds no model yet (no model.safetensors); let the run finish, or write its newest checkpoint "
+            f"with `foretrain export {path} FOLDER` (of a fine-tuning run: `foretrain adapters export {path} FOLDER`)"
         )
     model = GPT2(shape_of(folder), **options)
     huggingface.load(model, folder)
-    return Base(model, _tokenizer(folder, tokenizer, vocabulary), folder)
+    found = _tokenizer(folder, tokenizer, vocabulary)
+    if found.vocab_size > model.shape.vocab_size:
+        raise InputError(
+            f"{folder}: the tokenizer has {found.vocab_size} tokens, the model {model.shape.vocab_size}; name the "
+            "tokenizer that it was trained with"
+        )
+    return Base(model, found, folder)
 
 
 def shape_of(folder: Path) -> GPT2Shape:

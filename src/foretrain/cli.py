@@ -220,7 +220,8 @@ def init(
         raise InputError(f"{file} exists already; choose another name or delete it first") from None
     except OSError as error:
         raise InputError(f"{file}: cannot be written ({error.strerror})") from None
-    put(f"wrote {file}; train it with: foretrain train {file}")
+    command = "finetune" if preset == "finetune" else "train"
+    put(f"wrote {file}; train it with: foretrain {command} {file}")
 
 
 @config_app.command

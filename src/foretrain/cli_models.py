@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
-from foretrain.errors import InputError
+from foretrain.errors import ForetrainError, InputError
 from foretrain.terminal import Json, Settings, flag, put, say, silent, warn
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def finetune(
     if resume and config is None and out is not None and (out / "config.toml").is_file():
         config = out / "config.toml"
     named = [("model.weights", base), ("data.path", data)]
-    overrides = [f"{name}={json.dumps(value)}" for name, value in named if value] + (set_ or [])
+    overrides = [f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in named if value] + (set_ or [])
     loaded = load(config, overrides, preset="finetune")
     tell = silent if quiet else say
     for text in loaded.notices:
@@ -134,6 +134,8 @@ def generate(
     from foretrain.engine.precision import choose_device
     from foretrain.serve.sampling import Sampling
 
+    if adapter is not None and no_adapter:
+        raise InputError("--adapter and --no-adapter contradict each other; keep one of them")
     if stream and json_:
         raise InputError("--stream and --json contradict each other; keep one of them")
     sampling = Sampling(max_tokens, temperature, top_k, top_p, repetition_penalty, seed, stop_strings=tuple(stop or ()))
@@ -142,9 +144,10 @@ def generate(
     if base.format is not None and not raw:
         prompts = [base.format.ask(text, _fields(field or [])) for text in prompts]
     elif field:
-        raise InputError(f"--field: {model} was not fine-tuned on records; give the whole text with --prompt")
+        why = "--raw takes the text as it is" if raw else f"{model} was not fine-tuned on records"
+        raise InputError(f"--field: {why}; give the whole text with --prompt")
     base.model.to(choose_device(device))
-    chosen = None if no_adapter else adapter or base.adapter
+    chosen = None if no_adapter else _adapter_folder(adapter) if adapter is not None else base.adapter
     _write(base, prompts, sampling, chosen, stream, json_)
 
 
@@ -159,24 +162,20 @@ def _fields(assignments: list[str]) -> dict[str, str]:
 def _write(
     base: Base, prompts: list[str], sampling: Sampling, adapter: Path | None, stream: bool, as_json: bool
 ) -> None:
-    from foretrain.models.adapter_files import read_adapter
-    from foretrain.serve.adapters import AdapterRegistry
+    from foretrain.models.adapter_files import load_adapter
     from foretrain.serve.generate import TextGenerator
 
-    registry, name = None, None
     if adapter is not None:
-        read = read_adapter(adapter)
-        registry, name = AdapterRegistry(base.model, capacity=1, max_rank=read.settings.rank), "adapter"
-        registry.load(name, read)
-    generator = TextGenerator(base.model, base.tokenizer, registry)
+        load_adapter(base.model, adapter)
+    generator = TextGenerator(base.model, base.tokenizer)
     if stream:
         for text in prompts:
-            for token in generator.stream(text, sampling, name):
+            for token in generator.stream(text, sampling):
                 sys.stdout.write(token.text)
                 sys.stdout.flush()
             put("")
         return
-    completions = generator.generate(prompts, sampling, name)
+    completions = generator.generate(prompts, sampling)
     if as_json:
         keys = ("text", "tokens", "log_probabilities", "finish_reason")
         rows = [
@@ -205,7 +204,11 @@ def list_(
         raise InputError(f"{folder}: there is no such folder")
     rows: list[dict[str, Any]] = []
     for path in sorted(found.parent for found in folder.rglob("adapter_config.json")):
-        adapter = read_adapter(path)
+        try:
+            adapter = read_adapter(path)
+        except ForetrainError as error:
+            say(f"warning: {error}")
+            continue
         rows.append(
             {
                 "folder": str(path),
@@ -235,7 +238,7 @@ def list_(
             f"{row['parameters']:,}",
             row["base"],
         )
-    Console().print(table)
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
 
 
 @adapters_app.command
@@ -257,7 +260,12 @@ def merge(
     source = base or read.base_model_name
     if not source:
         raise InputError(f"{path}: it does not say which model it belongs to; name it with --base FOLDER")
-    opened = open_base(source)
+    tokenizer = path.parent / "tokenizer.json"
+    opened = open_base(source, str(tokenizer) if tokenizer.is_file() else "")
+    if opened.folder.resolve() == folder.resolve():
+        raise InputError(f"{folder}: it holds the model itself; choose another folder")
+    if opened.adapter is not None:
+        raise InputError(f"{source}: a fine-tuning run; name the model that was fine-tuned")
     load_adapter(opened.model, read)
     lora.merge(opened.model)
     lora.detach(opened.model, keep_merged=True)

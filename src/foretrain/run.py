@@ -169,6 +169,8 @@ def write_model(model: GPT2, folder: Path, next_step: str) -> None:
 def export_checkpoint(source: str | Path, folder: str | Path) -> Path:
     """Export the newest checkpoint of a run folder, or one checkpoint folder, in Hugging Face's format."""
     store, state, config = read_checkpoint(source)
+    if state.get("frozen"):
+        raise InputError(f"{source}: a fine-tuning run; `foretrain adapters export {source} FOLDER` writes its adapter")
     model = gpt2.build(config.model, config.seed)
     trainer = HybridTrainer(model, config=config.model_copy(update={"device": "cpu"}))
     trainer.load_state_dict(state, str(store))

@@ -217,6 +217,7 @@ class HybridTrainer(Engine):
         if self.look_ahead is not None and not move.refused:
             self.look_ahead.restart()
         if loss is None:  # refused: the batch it began with is still there to learn from
+            self._follow_recovery(self.mover.pilot)
             result = self._train(move.batch)
             self.position += self.position < position
             return result

@@ -18,7 +18,7 @@ from foretrain.data.examples import EncodedExamples, Example
 from foretrain.data.loader import Loader
 from foretrain.engine.precision import choose_device
 from foretrain.engine.runfolder import RunFolder
-from foretrain.errors import CheckpointError, ConfigError
+from foretrain.errors import CheckpointError, ConfigError, ForetrainError, InputError
 from foretrain.events import Bus, Listener
 from foretrain.models import lora
 from foretrain.models.adapter_files import save_adapter
@@ -36,7 +36,8 @@ _ANSWERS_AT_ONCE = 32
 
 @dataclass(frozen=True)
 class Split:
-    """Examples to learn from, to judge leaps by, and to evaluate on. No prompt is in two of them."""
+    """Examples to learn from, to judge leaps by, and to evaluate on. No prompt is in two of them, unless
+    `data.validation_path` repeats some."""
 
     train: EncodedExamples
     probe: EncodedExamples | None
@@ -59,7 +60,12 @@ def finetune(
 ) -> dict[str, Any]:
     """Train an adapter for `model.weights` on the examples of `data.path`; returns the summary."""
     check(config)
+    config = configuration.changed(config, {"model.weights": str(Path(config.model.weights).expanduser().resolve())})
     path = Path(out) if out is not None else default_folder(config)
+    if Path(config.model.weights).is_relative_to(path.resolve()):
+        raise InputError(f"--out {path}: it holds the model that is to be fine-tuned; choose another folder")
+    if resume:
+        _check_adapter(path, config)
     bus = Bus()
     for listener in listeners:
         bus.subscribe(listener)
@@ -88,7 +94,10 @@ def finetune(
         if summary["reason"] != "interrupted":
             with trainer.averaged_weights():
                 save_adapter(base.model, path / "adapter", str(base.folder))
-                summary |= answer(base, data, config)
+                try:
+                    summary |= answer(base, data, config)
+                except ForetrainError as error:  # the run is finished, whatever its answers are
+                    say(f"warning: held-out examples could not be answered: {error}")
             folder.write_summary(summary)
     return summary
 
@@ -104,10 +113,19 @@ def check(config: Config) -> None:
         raise ConfigError("data.path is empty: name a JSONL file of examples (`--data FILE`)")
 
 
+def _check_adapter(path: Path, config: Config) -> None:
+    """A run goes on with the adapter it began with."""
+    if (path / "config.toml").is_file():
+        before = configuration.load(path / "config.toml").config.lora
+        for name, value in config.lora.model_dump().items():
+            if (old := getattr(before, name)) != value:
+                raise ConfigError(f"lora.{name} was {old} when this run began and is {value} now; start a new run")
+
+
 def base_of(config: Config) -> Base:
     """The model of `model.weights`, with the tokenizer that lies beside it or is named."""
     check(config)
-    return open_base(
+    base = open_base(
         config.model.weights,
         "" if config.data.tokenizer == "byte" else config.data.tokenizer,
         config.data.vocabulary,
@@ -115,6 +133,12 @@ def base_of(config: Config) -> Base:
         fused_loss=config.engine.fused_loss,
         narrow_residual=config.precision.narrow_residual,
     )
+    if base.adapter is not None:
+        raise InputError(
+            f"{config.model.weights}: a fine-tuning run; merge it first (`foretrain adapters merge "
+            f"{config.model.weights} FOLDER`) and fine-tune FOLDER"
+        )
+    return base
 
 
 def default_folder(config: Config) -> Path:
@@ -176,7 +200,7 @@ def prepare(config: Config, base: Base, say: Callable[[str], None] = lambda _: N
         )
     names = examples.classes([*train, *held_out], base.tokenizer)
     probe: list[Example] = []
-    if config.hybrid.mode != "off" and config.hybrid.probe_examples:
+    if config.hybrid.mode != "off" and config.hybrid.probe_examples and len({one.prompt for one in train}) > 3:
         share = min(0.2, config.hybrid.probe_examples / len(train))
         train, probe = examples.split(train, share, config.seed + _PROBE_SEED)
     context = min(base.model.shape.context, data.max_length or base.model.shape.context)
@@ -204,10 +228,10 @@ def _details(config: Config, data: Split, model: GPT2, path: Path) -> dict[str, 
 
 def answer(base: Base, data: Split, config: Config) -> dict[str, Any]:
     """How many held-out questions are answered right."""
-    asked = data.questions[: config.evaluation.answers]
+    model = base.model
+    asked = _spread(_fitting(base, data.questions), config.evaluation.answers)
     if not asked:
         return {}
-    model = base.model
     device = next(model.parameters()).device
     if data.classes and not config.evaluation.final_answer:
         scorer = ClassScorer(data.classes, base.tokenizer, model.shape.context)
@@ -220,6 +244,21 @@ def answer(base: Base, data: Split, config: Config) -> dict[str, Any]:
     said = _say_answers(base, asked, data.held_out.length)
     right = exact_match(said, [example.answer for example in asked], config.evaluation.final_answer or None)
     return {"answered": len(asked), "exact_match": round(right, 4)}
+
+
+def _fitting(base: Base, questions: list[Example]) -> list[Example]:
+    """Those that fit the context with their whole prompt and answer."""
+    prompts = examples.encode_prompts([question.prompt for question in questions], base.tokenizer)
+    answers = base.tokenizer.encode_batch([question.answer for question in questions])
+    lengths = [len(prompt) + len(answer) + 1 for prompt, answer in zip(prompts, answers, strict=True)]
+    context = base.model.shape.context
+    return [question for question, length in zip(questions, lengths, strict=True) if length <= context]
+
+
+def _spread(questions: list[Example], count: int) -> list[Example]:
+    """As many, evenly over all of them: files may be sorted by answer."""
+    count = min(count, len(questions))
+    return [questions[index * len(questions) // count] for index in range(count)]
 
 
 def _say_answers(base: Base, asked: list[Example], length: int) -> list[str]:
@@ -239,7 +278,8 @@ def export_adapter(source: str | Path, folder: str | Path) -> Path:
         raise CheckpointError(f"{store}: no fine-tuning run has saved it; `foretrain export` writes whole models")
     base = base_of(config)
     lora.attach(base.model, settings_of(config), config.seed)
-    trainer = HybridTrainer(base.model, config=config.model_copy(update={"device": "cpu"}))
+    alone = {"device": "cpu", "hybrid.mode": "off", "optimizer.learning_rate": config.optimizer.peak_rate}
+    trainer = HybridTrainer(base.model, config=configuration.changed(config, alone))
     trainer.load_state_dict(state, str(store))
     with trainer.averaged_weights():
         return save_adapter(base.model, folder, str(base.folder))

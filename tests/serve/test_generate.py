@@ -364,19 +364,21 @@ class Registry:
 
     def __init__(self, model: GPT2) -> None:
         self.served: list[list[str | None]] = []
+        self.active: str | None = None
+        self._turn = threading.Lock()
         self._names: Sequence[str | None] | None = None
         model.final_norm.register_forward_hook(self._change)
 
     @contextmanager
-    def serving(self, names: Sequence[str | None] = ()) -> Iterator[None]:
-        assert self._names is None, "two requests at once"
+    def serving(self, names: Sequence[str | None]) -> Iterator[None]:
         assert all(name in (None, "one", "two") for name in names), "no such adapter"
-        self._names = names
-        self.served.append(list(names))
-        try:
-            yield
-        finally:
-            self._names = None
+        with self._turn:
+            self._names = names
+            self.served.append(list(names))
+            try:
+                yield
+            finally:
+                self._names = None
 
     def _change(self, module: Any, arguments: Any, output: torch.Tensor) -> torch.Tensor:
         if not self._names:
@@ -424,10 +426,27 @@ def test_an_error_of_the_registry_leaves_it_usable(adapted: TextGenerator) -> No
     assert adapted.generate("a", SAMPLED, "one")
 
 
-def test_without_names_the_choice_is_left_to_the_registry(adapted: TextGenerator) -> None:
-    made = len(adapted.generate("a", SAMPLED)[0].tokens)
+def test_without_names_what_is_active_holds_to_the_end_of_a_text(adapted: TextGenerator) -> None:
     assert isinstance(adapted.registry, Registry)
-    assert adapted.registry.served == [[]] * made
+    expected = texts(adapted.generate("a", SAMPLED, "one"))[0]
+    adapted.registry.active = "one"
+    stream = adapted.stream("a", SAMPLED)
+    first = next(stream).text
+    adapted.registry.active = "two"
+    assert first + "".join(token.text for token in stream) == expected
+    assert texts(adapted.generate("a", SAMPLED)) == texts(adapted.generate("a", SAMPLED, "two"))
+
+
+def test_a_request_inside_another_turn_of_the_registry_does_not_lock_up(adapted: TextGenerator) -> None:
+    """Whoever waits for the registry must not hold the model meanwhile."""
+    assert isinstance(adapted.registry, Registry)
+    with adapted.registry.serving(["one"]):
+        waiting = threading.Thread(target=lambda: adapted.generate("a", SAMPLED, "two"), daemon=True)
+        waiting.start()
+        assert adapted._lock.acquire(timeout=10)
+        adapted._lock.release()
+    waiting.join(timeout=30)
+    assert not waiting.is_alive()
 
 
 def test_the_registry_of_this_library_gives_each_row_its_adapter() -> None:

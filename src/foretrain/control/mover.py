@@ -170,7 +170,8 @@ class Mover:
             self._refuse(reason)
             return None
         if self.engine.average is not None:
-            self.engine.average.shift(displacement, result.share)
+            moved = [p - s for p, s in zip(self.trajectory.parameters, start, strict=True)]
+            self.engine.average.shift(moved, 1.0)
         move.share, move.loss = result.share, result.loss
         move.moved = max(1, min(round(result.share * move.plan.horizon), move.plan.most))
         self._leave_predict()
@@ -255,17 +256,19 @@ class Mover:
             self._held_out_fall = (before - loss) / steps
         self._seen = (self.engine.backward_passes, loss)
 
-    def _worth_held_out(self, gain: float, most: float) -> float:
+    def _worth_held_out(self, move: Move, gain: float, most: float) -> float:
         fall = self._held_out_fall if math.isfinite(self._held_out_fall) else self.pilot.slope.per_step(low_noise=False)
-        if not (math.isfinite(gain) and math.isfinite(fall)) or fall <= 0:
-            return most if gain > 0 else 0.0  # full steps do not get there
+        if not gain > 0:
+            return 0.0
+        if not fall > 0:  # full steps alone do not get there, or nobody knows yet
+            return float(max(1, move.moved))
         return min(gain / fall, most)
 
     def _worth(self, move: Move, before: float, after: float) -> float:
         """Full steps that the fall of the loss that judges it is worth."""
         most = _MOST_WORTH * max(1, move.moved)
         if self.held_out:
-            return self._worth_held_out(before - after, most)
+            return self._worth_held_out(move, before - after, most)
         steps = self.pilot.worth_exactly(before, after)
         if not move.chained:
             return steps

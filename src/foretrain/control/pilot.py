@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -199,6 +199,8 @@ class Pilot:
             answer = self.gate.ask(self._question(horizon, steps_left, needed, decaying, chained, exact))
             if not self.searches and self.observer.windows < _WINDOWS_TO_SCORE:
                 answer = Answer(False, False, "forecasts since the last move are not scored yet")
+            if self.held_out:  # they judge; an audit would judge by what is trained on
+                answer = replace(answer, audited=False)
             self._chosen = (horizon, answer.audited, limit)
         elif self._watched_enough:
             answer = Answer(False, False, self.gate.too_dear(self._audit_cost), rest=True, long=True)

@@ -15,9 +15,11 @@ from typing import Any
 from foretrain.engine.files import explain_failed_write, make_folder, remove, write_atomic
 from foretrain.errors import InputError, SaveError
 
+_DESCRIBING = ("config.toml", "tokenizer.json", "summary.json")
+
 
 class RunFolder:
-    """`config.toml`, `tokenizer.json`, `metrics.jsonl`, `summary.json`, `checkpoints/` and `model/` of one run."""
+    """`config.toml`, `tokenizer.json`, `metrics.jsonl`, `summary.json`, `checkpoints/`, and `model/` or `adapter/`."""
 
     def __init__(self, path: Path, resume: bool, overwrite: bool = False) -> None:
         self.path = path
@@ -57,7 +59,7 @@ class RunFolder:
         """Delete an earlier run, and only that: the files a run writes. Checkpoints go last, so that a run which is
         only half deleted still counts as one."""
         try:
-            for name in ("config.toml", "tokenizer.json", "summary.json", "model", "metrics.jsonl", "checkpoints"):
+            for name in (*_DESCRIBING, "model", "adapter", "metrics.jsonl", "checkpoints"):
                 remove(self.path / name)
         except OSError as error:
             raise InputError(

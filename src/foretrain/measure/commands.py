@@ -89,7 +89,8 @@ def parse_arm(text: str) -> Arm:
             '--arm "muon: optimizer.type=muon, optimizer.learning_rate=0.01"'
         )
     settings = dict(configuration.parse_override(part.strip()) for part in assignments.split(","))
-    fixed = [key for key in settings if key in ("max_steps", "seed", "device") or key.startswith(("data.", "model."))]
+    same = ("max_steps", "seed", "device", "hybrid.probe_examples")
+    fixed = [key for key in settings if key in same or key.startswith(("data.", "model."))]
     if fixed:
         raise InputError(f"--arm {name.strip()!r} changes {fixed[0]}, which must be the same in all arms; use --set")
     return Arm(name.strip(), "given with --arm", settings)

@@ -7,7 +7,7 @@ import math
 import threading
 from collections.abc import AsyncGenerator, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -37,9 +37,12 @@ class Completion:
 class Adapters(Protocol):
     """What is needed of a registry of adapters."""
 
-    def serving(self, names: Sequence[str | None] = ...) -> AbstractContextManager[object]:
-        """Inside, row i of a batch goes through adapter `names[i]`, None being the model alone; without names, all
-        rows go through what is active."""
+    @property
+    def active(self) -> str | None:
+        """The adapter of requests that name none."""
+
+    def serving(self, names: Sequence[str | None]) -> AbstractContextManager[object]:
+        """Inside, row i of a batch goes through adapter `names[i]`, None being the model alone."""
 
 
 class TextGenerator:
@@ -125,7 +128,12 @@ class TextGenerator:
                 )
         if adapters is not None and self.registry is None:
             raise InputError(f"adapters = {adapters!r} needs a registry; make the TextGenerator with registry=...")
-        return _Request(self, prompts, samplings, None if adapters is None else names)
+        if self.registry is None:
+            return _Request(self, prompts, samplings, None)
+        if adapters is None:  # what is active now, to the end of the text
+            names = [self.registry.active] * len(prompts)
+        with self.registry.serving(names):  # a wrong name is said at once
+            return _Request(self, prompts, samplings, names)
 
     def new_text(self, sampling: Sampling) -> TextStream:
         """An empty text that ends where `sampling` says."""
@@ -133,11 +141,9 @@ class TextGenerator:
 
     def logits(self, tokens: Tensor, cache: KeyValueCache, adapters: Sequence[str | None] | None) -> Tensor:
         """One forward pass, with the model for itself."""
-        with self._lock, _evaluating(self.model):
-            if self.registry is None:
-                return self.model.decode(tokens, cache)
-            with self.registry.serving() if adapters is None else self.registry.serving(adapters):
-                return self.model.decode(tokens, cache)
+        serving = nullcontext() if self.registry is None or adapters is None else self.registry.serving(adapters)
+        with serving, self._lock, _evaluating(self.model):
+            return self.model.decode(tokens, cache)
 
 
 class _Row:
