@@ -1,4 +1,4 @@
-"""Examples to fine-tune on, made from what every Python has: a line of its standard library, and the word it began with.
+"""Examples to fine-tune on, made of what every Python has: lines of its library, and the words they begin with.
 
 python examples/which_keyword.py which_keyword.jsonl
 foretrain finetune --base runs/demo --data which_keyword.jsonl --out runs/tuned
