@@ -120,7 +120,8 @@ class HybridTrainer(Engine):
         self.pilot = Pilot(config, self.observer, "adapters" if self._trains_adapters() else "full weights")
         self.mover = Mover(self, self.pilot, self.bus.emit)
         self.mover.held_out = [self.to_device(batch) for batch in probe]
-        self.pilot.held_out = bool(self.mover.held_out)
+        if self.mover.held_out:
+            self.pilot.judge_on_held_out()
 
     def _basis_type(self) -> torch.dtype:
         wanted = self.config.hybrid.basis_type

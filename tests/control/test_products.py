@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -136,6 +137,17 @@ def test_adapters_leap_where_held_out_batches_say_so() -> None:
     assert loss(leaping) < 0.9 * loss(plain)
 
 
-def test_tokens_of_held_out_probes_are_charged() -> None:
-    small, large = adapted(1), adapted(2)
-    assert 0 < small.probe_tokens < large.probe_tokens
+@pytest.mark.parametrize("batches", [1, 2])
+def test_tokens_of_held_out_probes_are_charged(monkeypatch: pytest.MonkeyPatch, batches: int) -> None:
+    probes = []
+    inner = HybridTrainer.probe_all
+
+    def probe_all(self: HybridTrainer, held_out: list[Any]) -> float:
+        probes.append(len(held_out))
+        return inner(self, held_out)
+
+    monkeypatch.setattr(HybridTrainer, "probe_all", probe_all)
+    trainer = adapted(batches)
+    assert len(probes) > 5
+    assert set(probes) == {batches}
+    assert trainer.probe_tokens == 32 * sum(probes)

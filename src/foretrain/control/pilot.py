@@ -116,6 +116,12 @@ class Pilot:
         self._rests = 0
         """In a row; each is twice as long as the one before."""
 
+    def judge_on_held_out(self) -> None:
+        """Such a leap is found or refused with some probes. A rate that is too low shows at once, and a good one makes
+        every further try a waste."""
+        self.held_out = True
+        self.gate.backoff = 4
+
     # --- the end of a window -----------------------------------------------------------------------------------------
 
     def phase_record(self) -> PhaseRecord:
