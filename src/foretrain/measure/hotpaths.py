@@ -291,7 +291,9 @@ def _small_gpt(device: str) -> Any:
 
     from foretrain.models.gpt2 import GPT2, GPT2Shape
 
-    return GPT2(GPT2Shape(2, 4, 128, 256, 257)).to(torch.device(device)).eval()
+    model = GPT2(GPT2Shape(2, 4, 128, 256, 257)).to(torch.device(device))
+    model.eval()
+    return model
 
 
 def _registry(device: str) -> tuple[Any, Any]:
