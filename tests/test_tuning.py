@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,11 @@ from foretrain.data.examples import Example
 from foretrain.data.tokenizers import CharacterTokenizer
 from foretrain.engine.runfolder import RunFolder
 from foretrain.errors import CheckpointError, ConfigError, InputError
+from foretrain.events import Event, Notice, Progress
 from foretrain.models import huggingface
 from foretrain.models.adapter_files import load_adapter, read_adapter
 from foretrain.run import read_checkpoint
-from foretrain.tuning import _fitting, _spread, export_adapter, finetune, prepare
+from foretrain.tuning import _fitting, _spread, export_adapter, finetune, prepare, with_templates
 
 
 @pytest.fixture
@@ -194,6 +196,38 @@ def test_what_would_lose_something_is_refused(base: Path, data: Path, tmp_path: 
     folder = RunFolder(tmp_path / "run", resume=False, overwrite=True)
     folder.clear()
     assert not (tmp_path / "run" / "adapter").exists()
+
+
+def test_a_stopped_run_says_how_to_go_on(base: Path, data: Path, tmp_path: Path) -> None:
+    messages: list[str] = []
+
+    def listen(event: Event) -> None:
+        if isinstance(event, Progress):
+            signal.raise_signal(signal.SIGINT)
+        if isinstance(event, Notice):
+            messages.append(event.message)
+
+    summary = finetune(config_for(base, data), tmp_path / "run", progress=False, listeners=[listen])
+    assert summary["reason"] == "interrupted"
+    assert any("foretrain finetune --out" in message for message in messages)
+    assert not (tmp_path / "run" / "adapter").exists()
+
+
+def test_line_breaks_from_a_shell_and_wrong_folders(
+    base: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = with_templates(config_for(base, data, data__prompt="Q: {text}\\nA:"))
+    assert config.data.prompt == ["Q: {text}\nA:"]
+    assert config.data.answer == " {label}"
+    assert run("finetune", "--out", tmp_path / "nothing", "--resume") == 2
+    assert "no run to go on with" in capsys.readouterr().err
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "plain" / "config.toml").write_text("max_steps = 3\n")
+    assert run("finetune", "--out", tmp_path / "plain", "--resume") == 2
+    assert "foretrain train --out" in capsys.readouterr().err
+    finetune(config_for(base, data, max_steps=1), tmp_path / "run", progress=False)
+    assert run("generate", tmp_path / "run" / "adapter", "--prompt", "x") == 2
+    assert "--adapter" in capsys.readouterr().err
 
 
 def test_a_tokenizer_too_large_for_the_model_is_refused(base: Path) -> None:

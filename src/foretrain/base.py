@@ -53,6 +53,8 @@ def open_base(path: str | Path, tokenizer: str = "", vocabulary: str = "", **opt
         asked = make_format(config.data.prompt, config.data.answer) if config.data.prompt else None
         return Base(inner.model, inner.tokenizer, inner.folder, path / "adapter", asked)
     folder = path if (path / "model.safetensors").is_file() else path / "model"
+    if (path / "adapter_config.json").is_file():
+        raise InputError(f"{path}: an adapter, not a model; `foretrain generate MODEL --adapter {path}` uses it")
     if not (folder / "model.safetensors").is_file():
         raise InputError(
             f"{path}: holds no model yet (no model.safetensors); let the run finish, or write its newest checkpoint "

@@ -63,6 +63,12 @@ def finetune(
         raise InputError("--resume and --overwrite contradict each other; keep one of them")
     if resume and config is None and out is not None and (out / "config.toml").is_file():
         config = out / "config.toml"
+        if not load(config).config.model.weights:
+            raise InputError(
+                f"--out {out}: a run of `foretrain train`; go on with `foretrain train --out {out} --resume`"
+            )
+    if resume and config is None and not base:
+        raise InputError(f"--out {out}: there is no run to go on with; check the folder, or name --base and --data")
     named = [("model.weights", base), ("data.path", data)]
     overrides = [f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in named if value] + (set_ or [])
     loaded = load(config, overrides, preset="finetune")

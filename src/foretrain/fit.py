@@ -167,7 +167,7 @@ class Run:
             return ""
         path = str(self.folder.path)
         if "config.toml" in self.folder.files:
-            return f"; go on with: foretrain train --out {shlex.quote(path)} --resume"
+            return f"; go on with: foretrain {self.folder.command} --out {shlex.quote(path)} --resume"
         return f"; go on with fit(..., out={path!r}, resume=True)"
 
     def _announce(self, title: str, details: dict[str, str]) -> None:

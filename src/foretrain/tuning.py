@@ -70,6 +70,7 @@ def finetune(
     for listener in listeners:
         bus.subscribe(listener)
     with RunFolder(path, resume, overwrite) as folder:
+        folder.command = "finetune"
         base = base_of(config)
         config = with_templates(config, say)
         data = prepare(config, base, say)
@@ -95,7 +96,10 @@ def finetune(
             with trainer.averaged_weights():
                 save_adapter(base.model, path / "adapter", str(base.folder))
                 try:
-                    summary |= answer(base, data, config)
+                    answered = answer(base, data, config)
+                    summary |= answered
+                    if not answered and config.evaluation.answers:
+                        say("note: no held-out example fits the model's context with its answer, so none was answered")
                 except ForetrainError as error:  # the run is finished, whatever its answers are
                     say(f"warning: held-out examples could not be answered: {error}")
             folder.write_summary(summary)
@@ -171,12 +175,17 @@ def settings_of(config: Config) -> LoraSettings:
 def with_templates(config: Config, say: Callable[[str], None] = lambda _: None) -> Config:
     """What is guessed from the data is written down: the model must be asked as it was trained."""
     data = config.data
-    if data.prompt and data.answer:
-        return config
-    found = examples.find_format(data.path, data.prompt or None, data.answer or None)
+    given = [data.prompt] if isinstance(data.prompt, str) else data.prompt
+    prompts = [_line_breaks(text) for text in given if text]
+    found = examples.find_format(data.path, prompts or None, _line_breaks(data.answer) or None)
     say(f"{data.path} is read as {found}")
     prompts = [prompt.text for prompt in found.prompts]
     return configuration.changed(config, {"data.prompt": prompts, "data.answer": found.answer.text})
+
+
+def _line_breaks(template: str) -> str:
+    """A shell hands a backslash and an n on as they are; a line break is what is meant."""
+    return template.replace("\\n", "\n")
 
 
 def prepare(config: Config, base: Base, say: Callable[[str], None] = lambda _: None) -> Split:
@@ -211,7 +220,8 @@ def prepare(config: Config, base: Base, say: Callable[[str], None] = lambda _: N
     say(f"{encoded}; {len(held_out):,} held out" + (f"; {len(probe)} judge leaps" if probe else ""))
     lost = encoded.left_out + encoded.shortened
     if lost > 0.1 * len(train):
-        say(f"warning: {lost:,} of {len(train):,} examples are too long for {context} tokens; raise data.max_length")
+        limit = "data.max_length" if context < base.model.shape.context else "the model's context, which is the limit"
+        say(f"warning: {lost:,} of {len(train):,} examples are too long for {context} tokens, {limit}")
     return Split(encoded, judging, evaluated, held_out, names)
 
 

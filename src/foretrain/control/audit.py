@@ -79,7 +79,7 @@ class Ledger:
         cost = f"it cost {gain['cost_percent']:.1f} % of the time"
         if gain["gain_percent"] is None and self.exact_moves:
             moves = f"{self.exact_moves} move" + (" was" if self.exact_moves == 1 else "s were")
-            return f"{moves} kept for lowering the loss that judges them, not audited in time; {cost}"
+            return f"{moves} kept for lowering the loss by which moves are judged, not audited in time; {cost}"
         if gain["gain_percent"] is None:
             return f"prediction was never tried; {cost}" if self.cost > 0 else "prediction was never tried"
         count = f"{gain['n']} audit" + ("" if gain["n"] == 1 else "s")

@@ -29,6 +29,8 @@ class RunFolder:
         self.metrics = path / "metrics.jsonl"
         self.files: dict[str, str] = {}
         """Small text files that describe the run; written by `describe`."""
+        self.command = "train"
+        """Of `foretrain`, that goes on with it."""
         self._lock: int | None = None
         self._made = False
 
