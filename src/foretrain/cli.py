@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -15,7 +14,7 @@ from cyclopts import App, CycloptsError, Parameter
 from foretrain.cli_bench import bench_app
 from foretrain.cli_models import adapters_app, finetune, generate
 from foretrain.errors import ConfigError, ForetrainError, InputError
-from foretrain.terminal import Json, Settings, flag, put, say, silent, warn
+from foretrain.terminal import Json, Settings, check_resume, flag, leave, put, say, silent, warn
 
 app = App(
     name="foretrain",
@@ -65,10 +64,7 @@ def train(
     """
     from foretrain.config import load
 
-    if resume and out is None:
-        raise InputError("--resume needs --out DIR, the folder of the run to go on with")
-    if resume and overwrite:
-        raise InputError("--resume and --overwrite contradict each other; keep one of them")
+    check_resume(resume, overwrite, out)
     if resume and config is None and out is not None:
         if (out / "config.toml").is_file():
             config = out / "config.toml"
@@ -89,8 +85,7 @@ def train(
     )
     if json_:
         put(json.dumps(finite(summary), indent=2))
-    if summary["reason"] == "interrupted":  # saved, but not finished: a shell's `&&` and a scheduler must know
-        sys.exit(128 + signal.Signals[summary["signal"]])
+    leave(summary)
 
 
 @app.command
@@ -146,7 +141,8 @@ def compare(
     last displacement, plain with equal passes, plain with equal seconds. All costs are charged. Every finished
     run is kept: the same command goes on where it stopped. Writes `result.json` (every raw number) and `report.html`.
 
-    `foretrain compare my.toml --set max_steps=2000 --minutes 30` measures your own run, half an hour at a time.
+    `foretrain compare my.toml --set max_steps=2000 --minutes 30` measures your own run, half an hour at a time. A file
+    with `preset = "finetune"` is compared as `foretrain finetune` would train it.
     """
     from foretrain.measure.commands import run_comparison
 

@@ -166,7 +166,7 @@ def _command(only: str | None, processes: int, device: str, threads: int, agains
 
 def _make_room(file: Path) -> None:
     """Before minutes of measuring, not after."""
-    from foretrain.engine.files import make_folder
+    from foretrain.files import make_folder
 
     try:
         make_folder(file.parent)
@@ -177,8 +177,8 @@ def _make_room(file: Path) -> None:
 
 
 def _write(file: Path, record: dict[str, Any]) -> None:
-    from foretrain.engine.files import explain_failed_write, write_atomic
     from foretrain.errors import SaveError
+    from foretrain.files import explain_failed_write, write_atomic
 
     try:
         write_atomic(file, json.dumps(record) + "\n")

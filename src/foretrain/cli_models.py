@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import App, Parameter
 
 from foretrain.errors import ForetrainError, InputError
-from foretrain.terminal import Json, Settings, flag, put, say, silent, warn
+from foretrain.terminal import Json, Settings, check_resume, flag, leave, put, say, silent, warn
 
 if TYPE_CHECKING:
     from foretrain.base import Base
@@ -57,10 +56,7 @@ def finetune(
     from foretrain.engine.runfolder import finite
     from foretrain.tuning import finetune as run
 
-    if resume and out is None:
-        raise InputError("--resume needs --out DIR, the folder of the run to go on with")
-    if resume and overwrite:
-        raise InputError("--resume and --overwrite contradict each other; keep one of them")
+    check_resume(resume, overwrite, out)
     if resume and config is None and out is not None and (out / "config.toml").is_file():
         config = out / "config.toml"
         if not load(config).config.model.weights:
@@ -84,8 +80,7 @@ def finetune(
     elif not quiet:
         for line in _result_lines(summary):
             put(line)
-    if summary["reason"] == "interrupted":
-        sys.exit(128 + signal.Signals[summary["signal"]])
+    leave(summary)
 
 
 def _result_lines(summary: dict[str, Any]) -> list[str]:

@@ -18,11 +18,11 @@ from foretrain.data.loader import Loader, TokenWindows, held_out_batches
 from foretrain.data.tokens import Corpus
 from foretrain.engine import checkpoint
 from foretrain.engine.checkpoint import CheckpointStore
-from foretrain.engine.files import explain_failed_write, make_folder, remove, sync_file
 from foretrain.engine.precision import choose_device
 from foretrain.engine.runfolder import RunFolder
 from foretrain.errors import CheckpointError, ConfigError, DataError, InputError, SaveError
 from foretrain.events import Bus, Listener
+from foretrain.files import explain_failed_write, make_folder, remove, sync_file
 from foretrain.models import gpt2, huggingface
 from foretrain.models.gpt2 import GPT2
 from foretrain.trainer import HybridTrainer

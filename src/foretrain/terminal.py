@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 import sys
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 
+from foretrain.errors import InputError
 from foretrain.events import CheckpointRejected, Event, Notice, Recovered
 
 
@@ -23,6 +26,19 @@ Settings = Annotated[
     ),
 ]
 Json = Annotated[bool, flag("Print the result as JSON on standard output.", "--json")]
+
+
+def check_resume(resume: bool, overwrite: bool, out: Path | None) -> None:
+    if resume and out is None:
+        raise InputError("--resume needs --out DIR, the folder of the run to go on with")
+    if resume and overwrite:
+        raise InputError("--resume and --overwrite contradict each other; keep one of them")
+
+
+def leave(summary: dict[str, Any]) -> None:
+    """A run that is saved but not finished: a shell's `&&` and a scheduler must know."""
+    if summary["reason"] == "interrupted":
+        sys.exit(128 + signal.Signals[summary["signal"]])
 
 
 def put(text: str) -> None:

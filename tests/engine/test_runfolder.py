@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
-from foretrain.engine import files, runfolder
-from foretrain.engine.files import make_folder, remove, write_atomic
+from foretrain import files
+from foretrain.engine import runfolder
 from foretrain.engine.runfolder import RunFolder
 from foretrain.errors import InputError, SaveError
 from foretrain.events import Notice, RunEnded
+from foretrain.files import make_folder, remove, write_atomic
 from foretrain.show.jsonl import JsonlLog
 
 

@@ -154,7 +154,7 @@ def test_a_model_that_cannot_be_exported(workshop: Any, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("name", ["config.toml", "summary.json"])
 def test_a_file_of_the_run_that_cannot_be_written(name: str, workshop: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from foretrain.engine import files
+    from foretrain import files
 
     with monkeypatch.context() as patch:
         full = failing(lambda path: path.name == f".tmp-{name}", files.write_synced)

@@ -115,3 +115,11 @@ ARMS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("hybrid", {}),
     ("auto", {"optimizer.learning_rate": "auto"}),
 )
+
+
+def test_a_comparison_reads_templates_as_a_run_does(tuning: Config) -> None:
+    """A shell hands `\\n` on as two characters."""
+    escaped, written = (
+        FinetuneTask(changed(tuning, {"data.prompt": prompt})) for prompt in ("Q: {text}\\nA:", "Q: {text}\nA:")
+    )
+    assert escaped.fingerprint == written.fingerprint

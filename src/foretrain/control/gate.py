@@ -72,8 +72,8 @@ class Gate:
         self.wait = 0
         """Cycles to sit out."""
         self.since_audit = 0
-        self.backoff = 2
-        """How much longer each wait is than the one before."""
+        self.first_wait, self.backoff = 1, 2
+        """Cycles to sit out after the first move that does not pay, and how much longer each wait is than the last."""
 
     # --- deciding ----------------------------------------------------------------------------------------------------
 
@@ -161,11 +161,11 @@ class Gate:
         self.spent += cost
 
     def _settle(self, paid: bool) -> None:
-        """Back off 1, 2, 4 ... cycles while moves do not pay; 4, 16, 64 with a backoff of 4."""
+        """Back off 1, 2, 4 ... cycles while moves do not pay."""
         if paid:
             self.refusals = self.wait = 0
             return
-        self.wait = min(_MOST_BACKOFF, self.backoff ** (self.refusals + self.backoff // 4))
+        self.wait = min(_MOST_BACKOFF, self.first_wait * self.backoff**self.refusals)
         self.refusals += 1
 
     def state_dict(self) -> dict[str, Any]:

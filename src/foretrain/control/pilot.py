@@ -120,7 +120,7 @@ class Pilot:
         """Such a leap is found or refused with some probes. A rate that is too low shows at once, and a good one makes
         every further try a waste."""
         self.held_out = True
-        self.gate.backoff = 4
+        self.gate.first_wait = self.gate.backoff = 4
 
     # --- the end of a window -----------------------------------------------------------------------------------------
 

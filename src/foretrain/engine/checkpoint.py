@@ -22,9 +22,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from foretrain.engine.files import explain_failed_write, make_folder, remove, sync_file, write_synced
 from foretrain.engine.state import Snapshot, put_together, take_apart
 from foretrain.errors import CheckpointError, SaveError
+from foretrain.files import explain_failed_write, make_folder, remove, sync_file, write_synced
 
 FORMAT = 1
 _MANIFEST = "manifest.json"

@@ -12,8 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from foretrain.engine.files import explain_failed_write, make_folder, remove, write_atomic
 from foretrain.errors import InputError, SaveError
+from foretrain.files import explain_failed_write, make_folder, remove, write_atomic
 
 _DESCRIBING = ("config.toml", "tokenizer.json", "summary.json")
 

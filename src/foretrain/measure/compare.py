@@ -11,10 +11,10 @@ from typing import Any, Protocol
 
 from foretrain import environment
 from foretrain.config import Config, to_mapping
-from foretrain.engine.files import explain_failed_write, make_folder, write_atomic
 from foretrain.engine.precision import choose_device
 from foretrain.errors import InputError
 from foretrain.events import Event
+from foretrain.files import explain_failed_write, make_folder, write_atomic
 from foretrain.measure.analysis import analyse
 from foretrain.measure.plan import Options, Plan, Result
 from foretrain.measure.runs import Spec, carry_out, check_pairing

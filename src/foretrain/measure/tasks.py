@@ -78,6 +78,7 @@ class FinetuneTask:
     """The base model and the examples of a fine-tuning configuration. What judges leaps is left out for every arm."""
 
     def __init__(self, config: Config, say: Callable[[str], None] = lambda _: None) -> None:
+        config = tuning.with_templates(config, say)
         self._base = tuning.base_of(config)
         self._data = tuning.prepare(config, self._base, say)
         self.title = f"adapter for {self._base.folder}, {len(self._data.train):,} examples"

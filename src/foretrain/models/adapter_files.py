@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -16,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from foretrain.errors import CheckpointError, ConfigError, SaveError
+from foretrain.files import explain_failed_write, make_folder, sync_file
 from foretrain.models import huggingface, lora
 from foretrain.models.gpt2 import GPT2
 from foretrain.models.lora import LoraSettings
@@ -108,30 +108,21 @@ def _write(folder: Path, config: str, tensors: dict[str, Tensor]) -> None:
     """Both files whole beside the old ones first; the configuration leaves first and comes last: no mix is read."""
     new_config, new_weights = folder / f".tmp-{CONFIG}", folder / f".tmp-{WEIGHTS}"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         new_config.write_text(config, encoding="utf-8")
         save_file(tensors, new_weights, metadata={"format": "pt"})
         for path in (new_config, new_weights):
-            _sync(path)
+            sync_file(path)
         (folder / CONFIG).unlink(missing_ok=True)
         new_weights.replace(folder / WEIGHTS)
         new_config.replace(folder / CONFIG)
-        _sync(folder)
+        sync_file(folder)
     except (OSError, SafetensorError) as error:
         for path in (new_config, new_weights):
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
-        raise SaveError(
-            f"the adapter could not be written to {folder} ({error}); check the folder and its space"
-        ) from None
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        cause, advice = explain_failed_write(error)
+        raise SaveError(f"the adapter could not be written to {folder}: {cause}. {advice}") from None
 
 
 def read_adapter(folder: str | Path) -> Adapter:
