@@ -24,7 +24,7 @@ import torch
 
 from foretrain import environment
 from foretrain.base import open_base
-from foretrain.config import changed, from_mapping
+from foretrain.config import changed, from_mapping, parse_override
 from foretrain.data.loader import Loader
 from foretrain.tuning import build_trainer, prepare
 
@@ -51,6 +51,7 @@ def run(options: argparse.Namespace, arm: str, rate: float | str, seed: int) -> 
             "seed": seed,
             "evaluation.answers": 0,
             **ARMS["hybrid" if arm == "auto" else arm],
+            **dict(parse_override(text) for text in options.set),
         }
     )
     base = open_base(options.base)
@@ -145,6 +146,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=64)
     parser.add_argument("--batches", type=int, default=8, help="held-out batches")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--set", nargs="*", default=[], help="key=value, for every arm")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     if options.device == "cpu":
