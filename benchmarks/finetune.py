@@ -63,15 +63,16 @@ def run(options: argparse.Namespace, arm: str, rate: float | str, seed: int) -> 
     curve: list[tuple[int, float, float]] = []
     first = next(batches)
     trainer.forward_loss([trainer.to_device(first)])  # what is compiled and loaded only once
+    started = clock(trainer.device)
     while trainer.global_step < options.steps or trainer.judging:
-        batch = first if first is not None else next(batches)
+        trainer.step(first if first is not None else next(batches))
         first = None
-        started = clock(trainer.device)
-        trainer.step(batch)
-        seconds += clock(trainer.device) - started
         if trainer.global_step >= look_at:
             look_at += BETWEEN
+            seconds += clock(trainer.device) - started
             curve.append((trainer.global_step, seconds, float(trainer.forward_loss(held_out))))
+            started = clock(trainer.device)
+    seconds += clock(trainer.device) - started
     loss = float(trainer.forward_loss(held_out))
     moves = dict(trainer.pilot.counts.moves) if trainer.pilot is not None else {}
     return {
@@ -84,7 +85,7 @@ def run(options: argparse.Namespace, arm: str, rate: float | str, seed: int) -> 
         "probe_tokens": trainer.probe_tokens,
         "tokens": trainer.tokens,
         "moves": moves,
-        "final_rate": (trainer.pilot.boost if trainer.pilot is not None else 1.0) * config.optimizer.peak_rate,
+        "final_rate": (trainer.race.factor if trainer.pilot is not None else 1.0) * config.optimizer.peak_rate,
         "curve": [*curve, (trainer.global_step, seconds, loss)],
     }
 

@@ -104,6 +104,27 @@ def recorded_gradient_equals_eager() -> str:
     return f"largest difference of loss and gradients {worst:.1e}"
 
 
+def recorded_loss_equals_eager() -> str:
+    """Probes and evaluations are recorded beside whole steps, in the same memory: neither may disturb the other."""
+    made, loader = trainer(**{"engine.compile": False, "engine.cuda_graph": True, "precision.type": "fp32"})
+    other, _ = trainer(**{"engine.compile": False, "engine.cuda_graph": True, "precision.type": "fp32"})
+    batches = iter(loader)
+    worst = 0.0
+    for step in range(14):
+        batch = made.to_device(next(batches))
+        one, two = made.step(batch), other.step(batch)
+        assert abs(one.loss - two.loss) < 1e-5, (step, one.loss, two.loss)
+        rows = (batch[0][:5], batch[1][:5])
+        for part in (batch, rows, (batch[0][:3], batch[1][:3])):
+            graph = float(made.forward_loss([part]))
+            with torch.no_grad():
+                eager = float(made.full_step.loss(part))
+            worst = max(worst, abs(graph - eager))
+    assert made._run_loss is not None
+    assert worst < 1e-5, worst
+    return f"largest difference of the loss {worst:.1e}"
+
+
 def precisions_learn() -> str:
     ends = {}
     for precision in ("fp32", "bf16", "fp16"):
@@ -220,6 +241,7 @@ def main() -> None:
         fused_loss_equals_plain,
         graph_equals_eager,
         recorded_gradient_equals_eager,
+        recorded_loss_equals_eager,
         precisions_learn,
         no_step_waits,
         idle_equals_plain,

@@ -82,6 +82,19 @@ class Moved(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class RateTried(Event):
+    """A learning rate that is `auto`: how one rate ended the first steps of the run."""
+
+    step: int
+    learning_rate: float
+    steps: int
+    loss: float
+    """On held-out examples."""
+    best: bool
+    """Of those tried so far."""
+
+
+@dataclass(frozen=True, slots=True)
 class Recovered(Event):
     """A recovery action that was carried out, or advice."""
 

@@ -17,7 +17,7 @@ CountOrZero = Annotated[int, Field(ge=0)]
 Switch = Literal["auto", True, False]
 
 
-LOWEST_RATE, HIGHEST_RATE = 2e-4, 1e-2
+FIRST_RATE = 1e-3
 """Where `optimizer.learning_rate = "auto"` begins, and where it ends at the latest."""
 
 
@@ -113,8 +113,8 @@ class OptimizerConfig(Section):
     type: Literal["adamw", "adam", "sgd", "muon"] = "muon"
     """`muon` orthogonalises the updates of hidden matrices and uses AdamW for everything else."""
     learning_rate: Positive | Literal["auto"] | None = None
-    """Peak learning rate. Unset: 6e-3 for `muon`, 2e-3 for the others. `auto` (`foretrain finetune`): begins low and
-    rises for as long as held-out examples say that leaps pay."""
+    """Peak learning rate. Unset: 6e-3 for `muon`, 2e-3 for the others. `auto` (`foretrain finetune`): several
+    rates run the first steps, and the one that held-out examples like best goes on."""
     weight_decay: NonNegative = 0.1
     """Pull towards zero, on matrices only. Decoupled from the gradient, except for `adam` and `sgd`."""
     beta1: Fraction = 0.9
@@ -139,7 +139,7 @@ class OptimizerConfig(Section):
     def peak_rate(self) -> float:
         """The learning rate, also where none is set."""
         if self.learning_rate == "auto":
-            return LOWEST_RATE
+            return FIRST_RATE
         return self.learning_rate or (6e-3 if self.type == "muon" else 2e-3)
 
 

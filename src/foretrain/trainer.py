@@ -18,6 +18,7 @@ from foretrain.control.machine import Phase
 from foretrain.control.move import Move
 from foretrain.control.mover import Mover
 from foretrain.control.pilot import Pilot
+from foretrain.control.race import RateRace, with_short_warmup
 from foretrain.control.recovery import Action, Kind
 from foretrain.dynamics import registry
 from foretrain.dynamics.lookahead import LookAhead
@@ -96,7 +97,7 @@ class HybridTrainer(Engine):
         probe: Sequence[Any] = (),
         bus: Bus | None = None,
     ) -> None:
-        super().__init__(model, optimizer, loss_fn, config or Config())
+        super().__init__(model, optimizer, loss_fn, with_short_warmup(config or Config()))
         config = self.config
         self.bus = bus or Bus()
         parameters = self.full_step.parameters
@@ -108,7 +109,7 @@ class HybridTrainer(Engine):
         self.pilot: Pilot | None = None
         if config.optimizer.learning_rate == "auto" and (config.hybrid.mode == "off" or not probe):
             raise ConfigError(
-                "optimizer.learning_rate = 'auto' needs held-out examples that judge leaps: use `foretrain finetune` "
+                "optimizer.learning_rate = 'auto' needs held-out examples that judge rates: use `foretrain finetune` "
                 "with hybrid.mode = 'leap' and hybrid.probe_examples above 0, or set a rate"
             )
         if config.hybrid.mode == "off" or not parameters:
@@ -122,6 +123,7 @@ class HybridTrainer(Engine):
         self.mover.held_out = [self.to_device(batch) for batch in probe]
         if self.mover.held_out:
             self.pilot.judge_on_held_out()
+        self.race = RateRace(self.mover, config)
 
     def _basis_type(self) -> torch.dtype:
         wanted = self.config.hybrid.basis_type
@@ -166,6 +168,8 @@ class HybridTrainer(Engine):
         phase = self.phase
         if self.pilot is None:
             return self._result(phase, self._full_step(batch))
+        if self.race.open:
+            return self._find_rate(self.pilot, batch)
         if self.pilot.rest_steps:
             return self._rest(self.pilot, batch)
         self.observer.before_step()
@@ -176,6 +180,16 @@ class HybridTrainer(Engine):
         if self.observer.after_step(output):
             self._end_window(self.pilot)
         return result
+
+    def _find_rate(self, pilot: Pilot, batch: Any) -> StepResult:
+        """The first steps where the learning rate is `auto`."""
+
+        def use(factor: float) -> None:
+            self.rate_factor = pilot.recovery.rate_factor * factor
+
+        output = self.race.step(batch, self._full_step, use)
+        pilot.count(1, self.phase)
+        return self._result(self.phase, output)
 
     def _rest(self, pilot: Pilot, batch: Any) -> StepResult:
         """Full steps while nothing would come of watching the weights: only now and then losses are looked at."""
@@ -337,7 +351,7 @@ class HybridTrainer(Engine):
 
     def _follow_recovery(self, pilot: Pilot) -> None:
         """The learning rate and the clipping that recovery wants now; in a healthy run those of the configuration."""
-        self.rate_factor = pilot.recovery.rate_factor * pilot.boost
+        self.rate_factor = pilot.recovery.rate_factor * self.race.factor
         clip = min(self.config.optimizer.gradient_clip_norm or torch.inf, pilot.recovery.clip)
         self.set_clip(0.0 if clip == torch.inf else clip)
 
@@ -354,6 +368,7 @@ class HybridTrainer(Engine):
                 "predictor": {"name": predictor.name, "state": predictor.state_dict()},
                 "pilot": self.pilot.state_dict(),
                 "mover": self.mover.state_dict(),
+                "race": self.race.state_dict(),
                 "said": dict(self._said),
             }
         return state
@@ -370,6 +385,7 @@ class HybridTrainer(Engine):
         if predictor.name == hybrid["predictor"]["name"]:
             predictor.load_state_dict(hybrid["predictor"]["state"])
         self.mover.load_state_dict(hybrid["mover"])
+        self.race.load_state_dict(hybrid["race"])
         self._said = dict(hybrid["said"])
         self._follow_recovery(self.pilot)
 
@@ -445,6 +461,8 @@ class HybridTrainer(Engine):
         }
         if self.pilot is not None:
             summary |= self.pilot.summary(self.backward_passes)
+            if self.race.tried:
+                summary["learning_rate"] = self.race.summary()
             summary["predictor"] = self.observer.predictor.name
             summary["basis_mb"] = round(self.observer.trajectory.bytes / 2**20, 1)
         if self.device.type == "cuda":

@@ -65,6 +65,12 @@ def test_some_things_shut_every_gate(change: dict[str, object], word: str, low_n
     assert word in answer.reason
 
 
+@pytest.mark.parametrize("change", [{"horizon": 0}, {"decaying": True}])
+def test_what_will_not_change_again_is_rested_from_for_long(change: dict[str, object]) -> None:
+    assert not gate().ask(replace(EXACT, **change)).long
+    assert gate().ask(replace(EXACT, for_good=True, **change)).long
+
+
 @pytest.mark.parametrize("ask", [NOISY, EXACT], ids=["noisy", "exact"])
 def test_an_untrusted_predictor_is_rested_from(ask: Ask) -> None:
     """It becomes better slowly if at all, and rests begin short."""

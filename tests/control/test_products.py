@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 
 from foretrain.config import from_mapping
 from foretrain.control.products import Products
+from foretrain.dynamics.observer import Moment, Observer
+from foretrain.dynamics.records import WindowRecord
 from foretrain.trainer import HybridTrainer
 
 Factors = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -151,3 +154,33 @@ def test_tokens_of_held_out_probes_are_charged(monkeypatch: pytest.MonkeyPatch, 
     assert len(probes) > 5
     assert set(probes) == {batches}
     assert trainer.probe_tokens == 32 * sum(probes)
+
+
+def watched_windows(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> tuple[HybridTrainer, list[int]]:
+    steps = []
+    inner = Observer.close
+
+    def close(self: Observer, moment: Moment) -> WindowRecord:
+        steps.append(moment.step)
+        return inner(self, moment)
+
+    monkeypatch.setattr(Observer, "close", close)
+    return adapted(1, **changes), steps
+
+
+def test_nothing_is_watched_while_refused_leaps_make_the_gate_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a rate that is too high every leap is refused. Between two of them the weights are left in peace."""
+    trainer, steps = watched_windows(monkeypatch, **{"optimizer.learning_rate": 0.5})
+    moves = trainer.summary()["moves"]
+    assert moves["refused"] >= 1
+    assert moves["kept"] + moves["shrunk"] == 0
+    assert len(steps) < 0.5 * 120 / 3
+    assert max(after - before for before, after in pairwise(steps)) > 18  # the first wait is four cycles of six steps
+
+
+@pytest.mark.parametrize(("schedule", "last"), [("cosine", 33), ("constant", 100)])
+def test_nothing_is_watched_any_more_once_the_rate_falls(
+    monkeypatch: pytest.MonkeyPatch, schedule: str, last: int
+) -> None:
+    _, steps = watched_windows(monkeypatch, **{"schedule.type": schedule, "optimizer.learning_rate": 1e-3})
+    assert (max(steps) <= last) is (schedule == "cosine")

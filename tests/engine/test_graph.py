@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from foretrain import HybridTrainer
 from foretrain.config import from_mapping
-from foretrain.engine.graph import GraphedGradient, _same_form, launch_bound
+from foretrain.engine.graph import GraphedGradient, GraphedLoss, _same_form, launch_bound
 
 
 def test_small_steps_are_bound_by_launches_and_large_ones_are_not() -> None:
@@ -61,6 +61,25 @@ def test_a_recorded_gradient_is_put_back_on_the_parameters(monkeypatch: pytest.M
     graphed(torch.zeros(5, 3))  # of another form: without the graph
     assert Recording.replayed == 3
     assert float(torch.linalg.norm(model.weight.grad)) == 0  # type: ignore[arg-type]
+
+
+def test_the_loss_alone_is_recorded_for_two_forms_of_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Recording)
+    pools = []
+    monkeypatch.setattr(
+        torch.cuda,
+        "graph",
+        lambda graph, pool, capture_error_mode: nullcontext(pools.append((pool, capture_error_mode))),
+    )
+    monkeypatch.setattr(Recording, "replayed", 0)
+    loss = lambda model, batch: model(batch).square().mean()  # noqa: E731
+    trainer = HybridTrainer(nn.Linear(3, 1), loss_fn=loss, config=from_mapping({"device": "cpu"}))
+    graphed = GraphedLoss(trainer.full_step, "the memory of the step")
+    for rows, replayed in ((4, 0), (4, 1), (2, 1), (2, 2), (4, 3), (1, 3), (1, 3)):  # of a third form: without a graph
+        batch = torch.ones(rows, 3)
+        assert torch.equal(graphed(batch), trainer.full_step.loss(batch))
+        assert Recording.replayed == replayed
+    assert pools == [("the memory of the step", "thread_local")] * 2
 
 
 def test_without_a_recorded_step_gradients_are_taken_as_they_come() -> None:

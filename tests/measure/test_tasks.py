@@ -14,7 +14,7 @@ from foretrain.errors import DataError
 from foretrain.measure.runs import Spec, carry_out
 from foretrain.measure.tasks import FinetuneTask, ModelShelf, TextTask
 from foretrain.run import build_model
-from foretrain.schema import LOWEST_RATE
+from foretrain.schema import FIRST_RATE
 
 TINY: dict[str, Any] = {
     "batch_size": 2,
@@ -107,7 +107,7 @@ def test_a_comparison_of_fine_tuning_counts_both_arms(tuning: Config) -> None:
     assert plain["account"]["first_weights"] == hybrid["account"]["first_weights"]
     assert plain["probe_tokens"] == 0
     assert hybrid["probe_tokens"] > 0
-    assert auto["learning_rate"] == LOWEST_RATE
+    assert auto["learning_rate"] == FIRST_RATE
 
 
 ARMS: tuple[tuple[str, dict[str, Any]], ...] = (

@@ -41,6 +41,8 @@ class Ask:
     """Why it can be trusted."""
     chained: bool = False
     """It would be a chain of quasi-Newton leaps, which hold at any learning rate."""
+    for_good: bool = False
+    """A learning rate that falls does not rise again, and there will be no chains."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +82,7 @@ class Gate:
     def ask(self, ask: Ask) -> Answer:
         """May a move be made now?"""
         if ask.horizon < 1 or ask.steps_left <= ask.needed_after:
-            return Answer(False, False, "the run is nearly over", rest=True)
+            return Answer(False, False, "the run is nearly over", rest=True, long=ask.for_good)
         if self.wait > 0:
             return Answer(False, False, f"moves did not pay lately, {self.wait} more cycles without", rest=True)
         affordable = self.spent + ask.cost <= self.allowed
@@ -91,7 +93,8 @@ class Gate:
             reason = "the predictor does not beat 'no change' and 'repeat the last displacement'"
             return Answer(False, False, reason, rest=True)
         if ask.decaying and not ask.chained:
-            return Answer(False, False, "forward moves harm while the learning rate decays", rest=True)
+            reason = "forward moves harm while the learning rate decays"
+            return Answer(False, False, reason, rest=True, long=ask.for_good)
         if ask.low_noise:
             due = affordable and (self.count < 2 or self.since_audit >= 8)
             return Answer(True, due, f"{ask.judge}: each move is judged at once")

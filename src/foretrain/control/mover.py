@@ -379,7 +379,6 @@ class Mover:
         if audit is not None and not (move.plan.low_noise or move.chained):
             gain = audit.gain_steps - audit.deviation_steps
             self._count_credit(self.pilot.gate.audited_credit(move.moved, gain))
-        self.pilot.adapt_rate(kept=True)
         self.pilot.observer.restart()
 
     def _take_back(self, move: Move, audit: Audit | None) -> None:
@@ -482,7 +481,7 @@ class Mover:
             )
         )
 
-    def _own(self, batch: Any) -> Any:
+    def own(self, batch: Any) -> Any:
         """A copy on the device: what comes from a file is a view of it, and not laid out as a batch is."""
         return self.engine.to_device(map_tensors(batch, lambda tensor: tensor.clone()))
 
@@ -502,12 +501,12 @@ class Mover:
         device = self.trajectory.basis.device
         self.safety.load_state_dict(state, device)
         self.chain.load_state_dict(state["chain"])
-        self._recent = [self._own(batch) for batch in state["recent"]]
+        self._recent = [self.own(batch) for batch in state["recent"]]
         passes, loss, self._held_out_fall = state["held_out"]
         self._seen = (int(passes), float(loss))
         outputs = state["outputs"]
         self._outputs = [] if outputs is None else list(outputs.to(device).clone().unbind())
-        self.move = None if state["move"] is None else unpack_move(state["move"], self._own, device)
+        self.move = None if state["move"] is None else unpack_move(state["move"], self.own, device)
 
 
 def _accumulate(sums: list[Tensor], parameters: list[Tensor]) -> list[Tensor]:

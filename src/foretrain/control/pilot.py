@@ -23,7 +23,6 @@ from foretrain.dynamics.predictability import Predictability
 from foretrain.dynamics.predictor import Array, Forecast
 from foretrain.dynamics.records import HORIZONS_IN_WINDOWS, PhaseRecord, WindowRecord
 from foretrain.dynamics.slope import LossSlope
-from foretrain.schema import HIGHEST_RATE, LOWEST_RATE
 
 _WINDOWS_TO_SCORE = 2
 """Windows after a move until a forecast has met what followed."""
@@ -31,9 +30,6 @@ _WINDOWS_AWAKE = 10
 """Windows that are watched after a long rest, so that forecasts of every length are scored again."""
 _WATCHED_IN_VAIN = 0.1
 """Share of a run's windows that are watched though nothing will be tried, to say how predictable the run is."""
-_RISE, _LAST_RISE = 4.0, 3.0
-"""Of a learning rate that is `auto`: when a leap was kept; and once, when the first is refused, because leaps cease to
-pay at about a third of the best rate (docs/finetune.md)."""
 _NEARLY_EXACT = 0.98
 """R2 from which forecasts are steps."""
 _LONGEST_REST = 256
@@ -104,10 +100,6 @@ class Pilot:
         self.last_reason = "the run has just begun"
         self._chosen: tuple[int, bool, int] = (0, False, 0)
         """Horizon, audited, longest move that fits into the run."""
-        self.boost = 1.0
-        """Multiplies the learning rate, where it is `auto`: a leap that is kept shows that steps are too short."""
-        self._rises = True
-        """No leap was refused yet."""
         self._since_move = 0
         self.rest_steps = 0
         """Full steps for which the weights are not watched, because nothing would come of it."""
@@ -146,8 +138,10 @@ class Pilot:
         return _once(actions)
 
     def wake(self) -> None:
-        """A rest is over: a whole FULL phase is watched before anything is decided."""
-        self.machine.steps_in_phase = 0
+        """A rest is over: a whole FULL phase is watched before anything is decided. Where every move is searched the
+        last windows are enough."""
+        watched = _WINDOWS_TO_SCORE * self.config.hybrid.window_steps
+        self.machine.steps_in_phase = max(0, self.machine.full_steps_needed - watched) if self.held_out else 0
         self.observer.restart()
 
     def rested(self, step: int, numbers: list[tuple[float, float]], fp16: bool) -> list[Action]:
@@ -227,7 +221,7 @@ class Pilot:
         self.last_reason = transition.reason
         if transition.phase is Phase.PREDICT:
             self.last_reason = f"{transition.reason}; {answer.reason}"
-        elif self._cycle_is_over() or (transition.changed and answer.long):
+        elif self._cycle_is_over() or (transition.changed and answer.long) or (self.held_out and answer.rest):
             self._next_cycle(step, confidence, answer)
         return transition
 
@@ -260,6 +254,8 @@ class Pilot:
         if answer.rest:
             window = self.config.hybrid.window_steps
             windows = min(_LONGEST_REST, 2**self._rests, max(2, self.config.max_steps // (8 * window)))
+            # while the gate waits nothing can happen, so that is slept through
+            windows = max(windows, self.gate.wait * self.config.hybrid.full_steps // window)
             windows = _LONGEST_REST if answer.long else windows
             self.rest_steps, self._last_rest = windows * window, windows
             self.gate.new_cycle(self.rest_steps // self.config.hybrid.full_steps)
@@ -275,7 +271,9 @@ class Pilot:
         # A searched move need only point the right way: its length is found on the exact loss.
         trusted = exact or (quality.cosine(1) > 0 if self.searches else quality.trusted(windows))
         judge = "held-out examples are probed" if self.held_out else "batches hardly differ"
-        return Ask(horizon, steps_left, needed, trusted, low_noise, decaying, self._audit_cost, judge, chained)
+        for_good = self.held_out and self.config.schedule.type in ("wsd", "cosine")  # they fall once, to the end
+        cost = self._audit_cost
+        return Ask(horizon, steps_left, needed, trusted, low_noise, decaying, cost, judge, chained, for_good)
 
     def _correct_steps(self, audited: bool) -> int:
         """An audit validates for longer; a short run can afford a short one only."""
@@ -432,13 +430,6 @@ class Pilot:
         self.last_reason = transition.reason
         return transition
 
-    def adapt_rate(self, kept: bool) -> None:
-        """What a move that was kept or refused says about a learning rate that is `auto`."""
-        if self.config.optimizer.learning_rate == "auto":
-            rise = _RISE if kept else _LAST_RISE if self._rises else 1.0
-            self.boost = min(self.boost * rise, HIGHEST_RATE / LOWEST_RATE)
-            self._rises = self._rises and kept
-
     def refused(self, step: int, plan: Plan, cost: float) -> None:
         """A move was taken back before any full step followed on it."""
         self.confidence.learn(self._features(plan.forecast, plan.horizon), kept=False, weight=1.0)
@@ -446,8 +437,6 @@ class Pilot:
         self.ledger.cost += cost
         self.gate.spend(0.0 if plan.low_noise else cost)
         self.gate.moved(False)
-        if self.held_out:
-            self.adapt_rate(kept=False)
         self.counts.moves["refused"] += 1
 
     def check_validation(self, readings: list[Reading]) -> list[Action]:
@@ -498,8 +487,6 @@ class Pilot:
             "last_reason": self.last_reason,
             "chosen": list(self._chosen),
             "since_move": self._since_move,
-            "boost": self.boost,
-            "rises": self._rises,
             "rest_steps": self.rest_steps,
             "rests": self._rests,
             "last_rest": self._last_rest,
@@ -512,7 +499,6 @@ class Pilot:
         self.last_reason = str(state["last_reason"])
         horizon, audited, most = state["chosen"]
         self._chosen = (int(horizon), bool(audited), int(most))
-        self.boost, self._rises = float(state["boost"]), bool(state["rises"])
         self._since_move = int(state["since_move"])
         self.rest_steps, self._rests = int(state["rest_steps"]), int(state["rests"])
         self._last_rest = int(state["last_rest"])

@@ -43,7 +43,7 @@ class Safety:
 
         Of an emergency the predictor takes no harm, and its state can be larger than all else.
         """
-        state = Engine.state_dict(self.engine)
+        state = self.engine.changing_state_dict()
         state["progress"] = {name: state["progress"][name] for name in ("global_step", "position")}
         look_ahead = getattr(self.engine, "look_ahead", None)
         state["look_ahead"] = look_ahead.state_dict() if look_ahead is not None else None

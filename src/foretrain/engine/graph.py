@@ -15,6 +15,9 @@ LAUNCH_BOUND_FLOPS = 8e12
 _OWN_THREAD = "thread_local"
 """While recording, only this thread is bound by its rules: the loader's may pin the next batch meanwhile."""
 
+_FORMS = 2
+"""Forms of batches whose loss is recorded: those of probes and of evaluations."""
+
 
 def launch_bound(parameters: int, batch: Any) -> bool:
     """Whether a step on `batch` is so small that launching its kernels dominates."""
@@ -39,6 +42,11 @@ class GraphedStep:
     @property
     def recorded(self) -> bool:
         return self._recorded is not None
+
+    @property
+    def pool(self) -> Any:
+        """The memory of the recorded graph."""
+        return self._recorded[0].pool() if self._recorded is not None else None
 
     def __call__(self, batch: Any) -> StepOutput:
         if self._eager_steps < WARMUP_STEPS:
@@ -100,6 +108,37 @@ class GraphedGradient:
         with torch.cuda.graph(graph, capture_error_mode=_OWN_THREAD):
             loss = self.step.gradient(inputs)
         return graph, inputs, loss, [parameter.grad for parameter in self.step.parameters]
+
+
+class GraphedLoss:
+    """The loss alone as a graph, of a model that is set to evaluate: for probes and evaluations.
+
+    To be made when a whole step has been recorded: then its loss is known to be recordable. It shares that graph's
+    memory, as neither leaves anything there that the other could overwrite while it is needed.
+    """
+
+    def __init__(self, step: FullStep, pool: Any) -> None:
+        self.step = step
+        self._pool = pool
+        self._recorded: list[tuple[torch.cuda.CUDAGraph, Any, Tensor]] = []
+
+    def __call__(self, batch: Any) -> Tensor:
+        for graph, inputs, loss in self._recorded:
+            if _same_form(batch, inputs):
+                torch._foreach_copy_(tensors_of(inputs), tensors_of(batch), non_blocking=True)
+                graph.replay()
+                return loss.clone()
+        loss = self.step.loss(batch)  # what is loaded or compiled only once must not happen while recording
+        if len(self._recorded) < _FORMS:
+            self._recorded.append(self._record(batch))
+        return loss
+
+    def _record(self, batch: Any) -> tuple[torch.cuda.CUDAGraph, Any, Tensor]:
+        inputs = map_tensors(batch, lambda tensor: tensor.clone())
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode=_OWN_THREAD):
+            loss = self.step.loss(inputs)
+        return graph, inputs, loss
 
 
 def _same_form(batch: Any, other: Any) -> bool:

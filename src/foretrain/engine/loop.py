@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from foretrain.config import Config
 from foretrain.engine import optim, schedule
 from foretrain.engine.averaging import WeightAverage
-from foretrain.engine.graph import GraphedGradient, GraphedStep, launch_bound
+from foretrain.engine.graph import GraphedGradient, GraphedLoss, GraphedStep, launch_bound
 from foretrain.engine.meters import StepMeter, Stopwatch
 from foretrain.engine.precision import Precision, choose_device
 from foretrain.engine.state import (
@@ -82,6 +82,7 @@ class Engine:
         """Tokens (or samples) of forward passes that probed a move."""
         self._run_step: Callable[[Any], StepOutput] | None = None
         self._run_gradient: GraphedGradient | None = None
+        self._run_loss: GraphedLoss | None = None
         self._loss_takes_derivatives = False
         self.meter = StepMeter(lagging=self.device.type == "cuda")
         self.clock = Stopwatch()
@@ -198,8 +199,10 @@ class Engine:
     def _loss_alone(self, batch: Any) -> Tensor:
         """A loss that itself takes derivatives, as in physics-informed networks, needs its graph also here."""
         if not self._loss_takes_derivatives:
+            if self._run_loss is None and isinstance(self._run_step, GraphedStep) and self._run_step.recorded:
+                self._run_loss = GraphedLoss(self.full_step, self._run_step.pool)
             try:
-                return self.full_step.loss(batch)
+                return (self._run_loss or self.full_step.loss)(batch)
             except RuntimeError as error:
                 if "does not require grad" not in str(error):
                     raise
@@ -215,9 +218,12 @@ class Engine:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that decides how the run goes on. Tensors are referred to, not copied."""
+        return self.changing_state_dict() | {"frozen": self.frozen}
+
+    def changing_state_dict(self) -> dict[str, Any]:
+        """The same without the fingerprint of frozen weights, which takes long: enough to go back in the same run."""
         return {
             "model": changing_state(self.model),
-            "frozen": self.frozen,
             "optimizer": self.optimizer.state_dict(),
             "average": self.average.state_dict() if self.average is not None else None,
             "precision": self.precision.state_dict(),

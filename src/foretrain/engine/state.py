@@ -193,11 +193,16 @@ def restore_model(model: nn.Module, saved: Mapping[str, Tensor], origin: str) ->
                 f"{origin}: it belongs to another model ({name} is {_form(saved[name])} there, {_form(own[name])} "
                 "here); use the same [model] settings"
             )
+    _copy_all([(value, saved[name]) for name, value in own.items() if isinstance(value, Tensor)])
     for name, value in own.items():
-        if isinstance(value, Tensor):
-            value.copy_(saved[name])
-        else:  # what a module returned from get_extra_state
+        if not isinstance(value, Tensor):  # what a module returned from get_extra_state
             model.load_state_dict({name: saved[name]}, strict=False)
+
+
+def _copy_all(pairs: list[tuple[Tensor, Tensor]]) -> None:
+    """Every second tensor into its first, in a few launches."""
+    if pairs:
+        torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
 
 
 def _form(value: Any) -> str:
@@ -227,7 +232,7 @@ def restore_optimizer(
     rates = [group["lr"] for group in optimizer.param_groups]
     if _same_tensors(current, saved):
         with torch.no_grad():
-            _fill(current["state"], saved["state"])
+            _copy_all(_fill(current["state"], saved["state"]))
         for group, values in zip(optimizer.param_groups, groups, strict=True):
             for key in values.keys() - {"params", "lr"}:
                 if isinstance(group[key], Tensor):
@@ -255,12 +260,14 @@ def _same_tensors(current: Any, saved: Any) -> bool:
     return bool(ours) and {k: v.shape for k, v in ours.items()} == {k: v.shape for k, v in theirs.items()}
 
 
-def _fill(target: Any, source: Any) -> None:
-    """Copy every tensor and number of `source` into the equal tree `target`."""
+def _fill(target: Any, source: Any) -> list[tuple[Tensor, Tensor]]:
+    """Put every number of `source` into the equal tree `target`; (target, source) of every tensor."""
+    tensors: list[tuple[Tensor, Tensor]] = []
     for key, value in source.items():
         if isinstance(value, Tensor):
-            target[key].copy_(value)
+            tensors.append((target[key], value))
         elif isinstance(value, Mapping):
-            _fill(target[key], value)
+            tensors += _fill(target[key], value)
         else:
             target[key] = value
+    return tensors

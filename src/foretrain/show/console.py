@@ -21,6 +21,7 @@ from foretrain.events import (
     Notice,
     PhaseChanged,
     Progress,
+    RateTried,
     Recovered,
     Resumed,
     RunEnded,
@@ -85,6 +86,10 @@ class Console:
                 self._changed(event)
             case Moved():
                 self._moved(event)
+            case RateTried():
+                found = ", the best so far" if event.best else ""
+                rate, loss = f"learning rate {event.learning_rate:.2g}", f"held-out loss {event.loss:.4f}"
+                self._print(f"{rate}: {loss} after {event.steps} steps{found}")
             case Recovered():
                 kind = "advice" if event.advice else event.action.replace("_", " ")
                 self._print(f"[yellow]step {event.step}, {kind}:[/] {escape(event.text)}")
