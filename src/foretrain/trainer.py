@@ -308,14 +308,15 @@ class HybridTrainer(Engine):
         before = self.phase
         left = self.config.max_steps - self.global_step
         chain = self.mover.chain
-        pilot.decide(self.global_step, left, self._decaying(), chain.ready, chain.exact)
+        pilot.decide(self.global_step, left, self._trend(), chain.ready, chain.exact)
         if self.phase is not before:
             self._tell_phase()
 
-    def _decaying(self) -> bool:
-        """The learning rate is on its way down to the end of the run."""
+    def _trend(self) -> int:
+        """Of the learning rate: -1 on its way down to the end of the run, 1 while it warms up, else 0."""
         step = self.global_step
-        return self.schedule(min(step + 1, self.config.max_steps)) < 0.999 * self.schedule(max(0, step - 1))
+        before, after = self.schedule(max(0, step - 1)), self.schedule(min(step + 1, self.config.max_steps))
+        return (after > 1.001 * before) - (after < 0.999 * before)
 
     def _tell_phase(self) -> None:
         if self.pilot is not None:

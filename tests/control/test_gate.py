@@ -65,6 +65,15 @@ def test_some_things_shut_every_gate(change: dict[str, object], word: str, low_n
     assert word in answer.reason
 
 
+@pytest.mark.parametrize("ask", [NOISY, EXACT], ids=["noisy", "exact"])
+def test_nothing_is_tried_while_the_learning_rate_warms_up(ask: Ask) -> None:
+    """Any leap would seem to gain there, because steps are short on purpose. Chains do not depend on the rate."""
+    answer = proven().ask(replace(ask, rising=True))
+    assert not answer.open
+    assert "warms up" in answer.reason
+    assert proven().ask(replace(ask, rising=True, chained=True)).open
+
+
 @pytest.mark.parametrize("change", [{"horizon": 0}, {"decaying": True}])
 def test_what_will_not_change_again_is_rested_from_for_long(change: dict[str, object]) -> None:
     assert not gate().ask(replace(EXACT, **change)).long

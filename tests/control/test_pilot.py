@@ -68,7 +68,7 @@ class Flight:
         moment = Moment(self.step, total, self.step, 0.1, 0.1, pilot.phase_record(), 0.5, pilot.current_confidence)
         record = observer.close(moment)
         self.actions += pilot.watch(record, same_batch=self.noise == 0, fp16=False)
-        pilot.decide(self.step, total - self.step, decaying=False)
+        pilot.decide(self.step, total - self.step, trend=0)
         return True
 
     def until(self, phase: Phase, most: int = 300) -> Flight:
@@ -146,7 +146,7 @@ def test_a_move_must_fit_into_the_rest_of_the_run() -> None:
     flight = Flight().until(Phase.FULL)
     for left in (1000, 60, 40, 31, 30, 25, 10, 1, 0):
         flight.pilot.machine.phase, flight.pilot.machine.steps_in_phase = Phase.FULL, 10
-        flight.pilot.decide(flight.step, left, decaying=False)
+        flight.pilot.decide(flight.step, left, trend=0)
         if flight.pilot.machine.phase is Phase.PREDICT:
             plan = flight.pilot.plan()
             assert plan.horizon <= plan.most <= left - plan.correct_steps

@@ -16,6 +16,7 @@ from foretrain.config import from_mapping
 from foretrain.control.products import Products
 from foretrain.dynamics.observer import Moment, Observer
 from foretrain.dynamics.records import WindowRecord
+from foretrain.events import Moved
 from foretrain.trainer import HybridTrainer
 
 Factors = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -184,3 +185,17 @@ def test_nothing_is_watched_any_more_once_the_rate_falls(
 ) -> None:
     _, steps = watched_windows(monkeypatch, **{"schedule.type": schedule, "optimizer.learning_rate": 1e-3})
     assert (max(steps) <= last) is (schedule == "cosine")
+
+
+@pytest.mark.parametrize("warmup", [0, 60])
+def test_adapters_do_not_leap_while_the_learning_rate_warms_up(warmup: int) -> None:
+    data = Regression()
+    settings = QUICK | {"schedule.type": "warmup", "schedule.warmup_steps": warmup}
+    held_out = [(data.inputs[1200:1232], data.targets[1200:1232])]
+    trainer = HybridTrainer(LowRank(), config=from_mapping(settings), probe=held_out)
+    moved: list[int] = []
+    trainer.bus.subscribe(lambda event: moved.append(event.step) if isinstance(event, Moved) else None)
+    while trainer.global_step < 120 or trainer.judging:
+        trainer.step(data(trainer.position))
+    assert moved
+    assert (min(moved) >= 60) is (warmup == 60)

@@ -41,6 +41,8 @@ class Ask:
     """Why it can be trusted."""
     chained: bool = False
     """It would be a chain of quasi-Newton leaps, which hold at any learning rate."""
+    rising: bool = False
+    """The learning rate warms up: steps are short on purpose, and a leap that undoes that seems to gain."""
     for_good: bool = False
     """A learning rate that falls does not rise again, and there will be no chains."""
 
@@ -95,6 +97,8 @@ class Gate:
         if ask.decaying and not ask.chained:
             reason = "forward moves harm while the learning rate decays"
             return Answer(False, False, reason, rest=True, long=ask.for_good)
+        if ask.rising and not ask.chained:
+            return Answer(False, False, "steps are short on purpose while the learning rate warms up", rest=True)
         if ask.low_noise:
             due = affordable and (self.count < 2 or self.since_audit >= 8)
             return Answer(True, due, f"{ask.judge}: each move is judged at once")

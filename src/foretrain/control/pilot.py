@@ -179,11 +179,12 @@ class Pilot:
     # --- may we predict? ---------------------------------------------------------------------------------------------
 
     def decide(
-        self, step: int, steps_left: int, decaying: bool, chained: bool = False, exact: bool | None = None
+        self, step: int, steps_left: int, trend: int, chained: bool = False, exact: bool | None = None
     ) -> Transition:
         """At the end of a window in WARMUP or FULL: stay, or go on to the next phase.
 
-        chained: pairs for quasi-Newton leaps are there; exact: whether the loss turned out to be, if that was tried.
+        trend: of the learning rate, -1 if it falls, 1 if it rises; chained: pairs for quasi-Newton leaps are there;
+        exact: whether the loss turned out to be, if that was tried.
         """
         forecast = self.observer.forecast
         chained = chained and self.predictability.low_noise
@@ -196,7 +197,7 @@ class Pilot:
             confidence = self.estimate(forecast, min(limit, self.config.hybrid.max_predict_steps))
             horizon = self.bandit.choose(context, confidence, limit) if limit >= 1 else 0
             confidence = self.estimate(forecast, horizon) if horizon else confidence
-            answer = self.gate.ask(self._question(horizon, steps_left, needed, decaying, chained, exact))
+            answer = self.gate.ask(self._question(horizon, steps_left, needed, trend, chained, exact))
             if not self.searches and self.observer.windows < _WINDOWS_TO_SCORE:
                 answer = Answer(False, False, "forecasts since the last move are not scored yet")
             if self.held_out:  # they judge; an audit would judge by what is trained on
@@ -265,15 +266,26 @@ class Pilot:
         self.machine.steps_in_phase = 0
         self.machine.cycle += 1
 
-    def _question(self, horizon: int, steps_left: int, needed: int, decaying: bool, chained: bool, exact: bool) -> Ask:
+    def _question(self, horizon: int, steps_left: int, needed: int, trend: int, chained: bool, exact: bool) -> Ask:
         windows = max(1, round(horizon / self.config.hybrid.window_steps))
         low_noise, quality = self.judged_at_once, self.observer.quality
         # A searched move need only point the right way: its length is found on the exact loss.
         trusted = exact or (quality.cosine(1) > 0 if self.searches else quality.trusted(windows))
         judge = "held-out examples are probed" if self.held_out else "batches hardly differ"
         for_good = self.held_out and self.config.schedule.type in ("wsd", "cosine")  # they fall once, to the end
-        cost = self._audit_cost
-        return Ask(horizon, steps_left, needed, trusted, low_noise, decaying, cost, judge, chained, for_good)
+        return Ask(
+            horizon,
+            steps_left,
+            needed,
+            trusted,
+            low_noise,
+            decaying=trend < 0,
+            cost=self._audit_cost,
+            judge=judge,
+            chained=chained,
+            rising=trend > 0,
+            for_good=for_good,
+        )
 
     def _correct_steps(self, audited: bool) -> int:
         """An audit validates for longer; a short run can afford a short one only."""
