@@ -179,7 +179,9 @@ def test_what_is_missing_is_said(base: Path, data: Path, tmp_path: Path) -> None
         open_base(base)
 
 
-def test_what_would_lose_something_is_refused(base: Path, data: Path, tmp_path: Path) -> None:
+def test_what_would_lose_something_is_refused(
+    base: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(InputError, match="holds the model that is to be fine-tuned"):
         finetune(config_for(base, data), base, overwrite=True, progress=False)
     with pytest.raises(InputError, match="holds the model that is to be fine-tuned"):
@@ -194,6 +196,8 @@ def test_what_would_lose_something_is_refused(base: Path, data: Path, tmp_path: 
         finetune(changed, tmp_path / "run", resume=True, progress=False)
     assert run("export", tmp_path / "run", tmp_path / "whole") == 2
     assert run("adapters", "merge", tmp_path / "run", base) == 2
+    assert run("train", "--out", tmp_path / "run", "--resume") == 2
+    assert "foretrain finetune --out" in capsys.readouterr().err
     folder = RunFolder(tmp_path / "run", resume=False, overwrite=True)
     folder.clear()
     assert not (tmp_path / "run" / "adapter").exists()
@@ -318,3 +322,9 @@ def test_adapters_by_command(tuned: Path, tmp_path: Path, capsys: pytest.Capture
     assert capsys.readouterr().out == with_adapter
     assert run("adapters", "export", tuned, tmp_path / "exported") == 0
     assert (tmp_path / "exported" / "adapter_config.json").is_file()
+    (tmp_path / "file").touch()
+    for command in ("merge", "export"):
+        for target in (tmp_path / "merged", tmp_path / "file"):
+            assert run("adapters", command, tuned, target) == 2
+            assert str(target) in capsys.readouterr().err
+        assert run("adapters", command, tuned, tmp_path / "merged", "--overwrite") == 0

@@ -73,6 +73,8 @@ def train(
                 f"--out {out}: there is no run to go on with; check the folder, or name a CONFIG to start one"
             )
     loaded = load(config, set_ or ())
+    if resume and loaded.config.preset == "finetune":
+        raise InputError(f"--out {out}: a fine-tuning run; go on with `foretrain finetune --out {out} --resume`")
     tell = silent if quiet else say
     for text in loaded.notices:
         tell(f"note: {text}")

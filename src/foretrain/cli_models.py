@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import App, Parameter
 
 from foretrain.errors import ForetrainError, InputError
-from foretrain.terminal import Json, Settings, check_resume, flag, leave, put, say, silent, warn
+from foretrain.terminal import Json, Settings, check_resume, check_target, flag, leave, put, say, silent, warn
 
 if TYPE_CHECKING:
     from foretrain.base import Base
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 adapters_app = App(name="adapters", help="What fine-tuning made: list, merge and export adapters.")
 
+Overwrite = Annotated[bool, flag("Replace files of the same names in FOLDER.")]
 Tokenizer = Annotated[str, Parameter(help="Path of a tokenizer.json. Unset: the one beside the weights.")]
 Vocabulary = Annotated[str, Parameter(help="Folder with GPT-2's vocabulary files, for weights without a tokenizer.")]
 
@@ -249,6 +250,7 @@ def merge(
     /,
     *,
     base: Annotated[str, Parameter(help="The model it belongs to. Unset: as the adapter says.")] = "",
+    overwrite: Overwrite = False,
 ) -> None:
     """Add an adapter to its model and write the result as a Hugging Face GPT-2 folder."""
     from foretrain.base import open_base
@@ -267,6 +269,7 @@ def merge(
         raise InputError(f"{folder}: it holds the model itself; choose another folder")
     if opened.adapter is not None:
         raise InputError(f"{source}: a fine-tuning run; name the model that was fine-tuned")
+    check_target(folder, overwrite)
     load_adapter(opened.model, read)
     lora.merge(opened.model)
     lora.detach(opened.model, keep_merged=True)
@@ -280,10 +283,13 @@ def export(
     source: Annotated[Path, Parameter(help="Fine-tuning run; its newest checkpoint is taken.")],
     folder: Annotated[Path, Parameter(help="Where to write.")],
     /,
+    *,
+    overwrite: Overwrite = False,
 ) -> None:
     """Write the adapter of a run's newest checkpoint in PEFT's format, also while the run goes on."""
     from foretrain.tuning import export_adapter
 
+    check_target(folder, overwrite)
     put(str(export_adapter(source, folder)))
 
 

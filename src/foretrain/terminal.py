@@ -35,6 +35,17 @@ def check_resume(resume: bool, overwrite: bool, out: Path | None) -> None:
         raise InputError("--resume and --overwrite contradict each other; keep one of them")
 
 
+def check_target(folder: Path, overwrite: bool) -> None:
+    """Nobody's files are written over by mistake."""
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"{folder}: a file, not a folder; choose another name")
+    if folder.is_dir() and any(folder.iterdir()) and not overwrite:
+        raise InputError(
+            f"{folder}: there is something in it already; choose another folder, or add --overwrite to replace "
+            "files of the same names"
+        )
+
+
 def leave(summary: dict[str, Any]) -> None:
     """A run that is saved but not finished: a shell's `&&` and a scheduler must know."""
     if summary["reason"] == "interrupted":

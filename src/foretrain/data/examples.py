@@ -236,10 +236,6 @@ class EncodedExamples:
             f"{self.answer_tokens:,} to learn from{cut}{lost}"
         )
 
-    def tokens_per_batch(self, batch_size: int) -> int:
-        """What a step has to compute, padding included."""
-        return batch_size * self.length
-
     def fetch(self, indices: NDArray[np.int64], epoch: int) -> tuple[Tensor, Tensor]:
         tokens, targets = self._tokens[indices], self._targets[indices]
         return torch.from_numpy(tokens.astype(np.int64)), torch.from_numpy(targets.astype(np.int64))
