@@ -217,10 +217,10 @@ class EngineConfig(Section):
     as 0.5, at least one block, evenly spread. Same bits, dropout included. For GPT-2 models."""
     update_in_backward: bool = False
     """Update each parameter as soon as its gradient is complete, and free the gradient: they never all exist at once.
-    Same bits. Needs `optimizer.gradient_clip_norm = 0` and `accumulation_steps = 1`, not fp16, and there are no
-    quasi-Newton leaps. A gradient that is not finite then spares its own parameter only, not the whole step.
-    `torch.compile` compiles block by block (`model.blocks`); a model without them is compiled as a whole, which brings
-    all gradients at once."""
+    Same bits, except for the rounding of `muon` and of compiled models. Needs `optimizer.gradient_clip_norm = 0` and
+    `accumulation_steps = 1`, not fp16; there are no quasi-Newton leaps. A gradient that is not finite spares its own
+    parameter only, not the whole step. `torch.compile` then takes one block at a time, from the model's list `blocks`;
+    a model without one is compiled as a whole, which brings all gradients at once."""
     deterministic: bool = False
     """Refuse operations whose result can differ between two runs (slower on a GPU)."""
 

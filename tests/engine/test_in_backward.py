@@ -96,6 +96,19 @@ def test_the_learning_rate_follows_its_schedule(make_config: Make, make_model: M
     assert same_weights(*ends)
 
 
+def test_what_the_optimizer_does_not_know_is_left_alone(make_config: Make, make_model: Make, make_batch: Make) -> None:
+    ends, norms = [], []
+    for how in (OFF, ON):
+        model = make_model()
+        optimizer = torch.optim.AdamW(model.blocks.parameters(), lr=1e-3, fused=True)
+        trainer = HybridTrainer(model, optimizer, config=make_config({**how, "hybrid.mode": "off"}))
+        norms.append(trainer.step(make_batch()).gradient_norm)
+        trainer.step(make_batch(seed=1))
+        ends.append(model)
+    assert norms[0] == norms[1]
+    assert same_weights(*ends)
+
+
 # --- what is not finite ----------------------------------------------------------------------------------------------
 
 

@@ -18,7 +18,7 @@ class UpdatesInBackward:
     """Makes the backward pass update the parameters, so that gradients never all exist at once.
 
     Every parameter is updated by the optimizer itself, as if it were its only one; the result is that of one update at
-    the end, bit for bit (Muon's up to rounding: it then takes one matrix at a time instead of a batch). A loss that is
+    the end, bit for bit (Muon's up to rounding: it takes one matrix at a time instead of a batch). A loss that is
     not finite changes nothing. A gradient that is not finite leaves its own parameter and moments as they are, and
     the step counts as skipped; but parameters whose gradients were finite have been updated by then. What limits
     gradients in an emergency (`limit`) acts on each parameter by itself: the norm of all is not known in time.
@@ -64,17 +64,21 @@ class UpdatesInBackward:
             return
         for watcher in self.watchers:
             watcher(parameter)
-        norm = torch.linalg.vector_norm(parameter.grad)
+        norm = torch._foreach_norm([parameter.grad])[0]  # the same bits as among all others
         self._norms[self._places[parameter]] = norm
+        if parameter in self._groups:
+            self._update(parameter, norm, self._loss_is_finite)
+        parameter.grad = None
+
+    def _update(self, parameter: nn.Parameter, norm: Tensor, loss_is_finite: Tensor) -> None:
         optimizer, groups = self.optimizer, self.optimizer.param_groups
         if self.limit > 0:
             optimizer.grad_scale = (norm / self.limit).clamp(min=1.0).float()
         if self.nan_check:
-            optimizer.found_inf = torch.logical_not(torch.isfinite(norm) & self._loss_is_finite).float()
+            optimizer.found_inf = torch.logical_not(torch.isfinite(norm) & loss_is_finite).float()
         optimizer.param_groups = [{**groups[self._groups[parameter]], "params": [parameter]}]
         try:
             optimizer.step()
         finally:
             optimizer.param_groups = groups
             optimizer.grad_scale = optimizer.found_inf = None
-        parameter.grad = None

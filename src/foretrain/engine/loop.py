@@ -152,8 +152,8 @@ class Engine:
         possible = self.device.type == "cuda" and self.full_step.device_skip and not draws_again
         if wanted is True and not possible:
             raise ConfigError(
-                "engine.cuda_graph = true needs a CUDA GPU, a fused optimizer (adamw, adam, sgd or muon) and no dropout "
-                "in blocks that engine.activation_checkpointing recomputes; use 'auto'"
+                "engine.cuda_graph = true needs a CUDA GPU, a fused optimizer (adamw, adam, sgd or muon) and no "
+                "dropout in blocks that engine.activation_checkpointing recomputes; use 'auto'"
             )
         parameters = sum(p.numel() for p in self.full_step.parameters)
         if possible and _switch(wanted, auto=launch_bound(parameters, batch)):
