@@ -439,6 +439,16 @@ def _(bench: Bench) -> None:
     bench.changes_training("optimizer__muon_scale", "original", "match_rms_adamw", optimizer__type="muon")
 
 
+@effect("optimizer.state_type")
+def _(bench: Bench) -> None:
+    types = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.int8}
+    for kind, name in (("adamw", "exp_avg"), ("muon", "momentum_buffer")):
+        for state_type, dtype in types.items():
+            trainer = bench.trainer(optimizer__type=kind, optimizer__state_type=state_type)
+            trainer.step(bench.make_batch())
+            assert trainer.optimizer.state[trainer.model.blocks[0].feed_forward.up.weight][name].dtype is dtype
+
+
 @effect("optimizer.gradient_clip_norm")
 def _(bench: Bench) -> None:
     bench.changes_training("optimizer__gradient_clip_norm", 0.0, 1e-2, optimizer__type="sgd")
@@ -548,6 +558,26 @@ def _(bench: Bench) -> None:
         trainer.step(bench.make_batch())
         assert seen == [dtype]
         assert all(p.dtype is torch.float32 for p in trainer.model.parameters())
+
+
+@effect("precision.predict")
+def _(bench: Bench) -> None:
+    dtypes = {"same": torch.bfloat16, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    for name, dtype in dtypes.items():
+        seen: list[torch.dtype] = []
+
+        def loss(model: nn.Module, batch: Any, seen: list[torch.dtype] = seen) -> torch.Tensor:
+            logits = model(batch[0])
+            seen.append(logits.dtype)
+            return nn.functional.cross_entropy(logits.float().flatten(0, 1), batch[1].flatten())
+
+        config = bench.config(precision__type="bf16", precision__predict=name)
+        trainer = HybridTrainer(bench.make_model(), None, loss, config)
+        trainer.probe(bench.make_batch())
+        trainer.probe_all([bench.make_batch()])
+        trainer.step(bench.make_batch())
+        trainer.evaluate([bench.make_batch()])
+        assert seen == [dtype, dtype, torch.bfloat16, torch.bfloat16]
 
 
 @effect("precision.narrow_residual")
@@ -663,11 +693,19 @@ def _(bench: Bench) -> None:
         return original(block, *arguments, **options)
 
     bench.patch.setattr(gpt2, "checkpoint", counted)
-    for wanted, count in ((False, 0), (True, 2)):
+    for wanted, count in ((False, 0), (0, 0), (0.25, 1), (0.5, 2), (1, 4), (True, 4)):
         calls.clear()
-        config = bench.config(engine__activation_checkpointing=wanted, model__vocab_size=64)
+        config = bench.config(engine__activation_checkpointing=wanted, model__vocab_size=64, model__layers=4)
         run.build_model(config).train()(*bench.make_batch()).backward()
         assert len(calls) == count
+
+
+@effect("engine.update_in_backward")
+def _(bench: Bench) -> None:
+    for wanted in (False, True):
+        trainer = bench.trainer(engine__update_in_backward=wanted, optimizer__gradient_clip_norm=0)
+        trainer.step(bench.make_batch())
+        assert all((p.grad is None) is wanted for p in trainer.model.parameters())
 
 
 @effect("engine.deterministic")

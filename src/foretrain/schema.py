@@ -15,6 +15,7 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
 Switch = Literal["auto", True, False]
+Share = bool | Annotated[float, Field(ge=0, le=1)]
 
 
 FIRST_RATE = 1e-3
@@ -134,6 +135,18 @@ class OptimizerConfig(Section):
     or sqrt(max(1, rows/columns)), which wants about ten times higher ones."""
     gradient_clip_norm: NonNegative = 1.0
     """Largest allowed global gradient norm. 0: no clipping."""
+    state_type: Literal["fp32", "bf16", "8bit"] = "fp32"
+    """How `adamw` and `muon` store their moments; the arithmetic stays fp32. Per weight that AdamW updates: 8, 4 or 2
+    bytes, per weight that Muon updates half of that. Tensors below 4096 numbers stay fp32."""
+
+    @model_validator(mode="after")
+    def _moments_can_be_narrow(self) -> OptimizerConfig:
+        if self.state_type != "fp32" and self.type not in ("adamw", "muon"):
+            raise ValueError(
+                f"state_type = {self.state_type!r} is there for 'adamw' and 'muon', not for {self.type!r}; "
+                "use one of these, or state_type = 'fp32'"
+            )
+        return self
 
     @property
     def peak_rate(self) -> float:
@@ -176,6 +189,9 @@ class PrecisionConfig(Section):
 
     type: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Format of the forward and backward pass; weights stay fp32. `auto`: bf16 on a GPU that has it, else fp32."""
+    predict: Literal["same", "fp32", "bf16", "fp16"] = "same"
+    """Format of the forward passes that probe a move. `same`: that of training. Another one shifts their losses a
+    little against those of training, and quasi-Newton leaps, which want the same loss to five digits, may not begin."""
     narrow_residual: bool = True
     """With bf16 or fp16: keep the sum that runs through the blocks in that format too. Less memory, faster."""
     tf32: bool = True
@@ -196,8 +212,15 @@ class EngineConfig(Section):
     fused_loss: Switch = "auto"
     """Output layer and cross-entropy in slices, so that all logits never exist at once. `auto`: when they would take
     more than 256 MB on a CUDA GPU (where it is also faster) or 1 GB elsewhere."""
-    activation_checkpointing: bool = False
-    """Recompute each block in the backward pass instead of keeping its activations."""
+    activation_checkpointing: Share = False
+    """Recompute blocks in the backward pass instead of keeping their activations: all (`true`), none, or a share, such
+    as 0.5, at least one block, evenly spread. Same bits, dropout included. For GPT-2 models."""
+    update_in_backward: bool = False
+    """Update each parameter as soon as its gradient is complete, and free the gradient: they never all exist at once.
+    Same bits, except for the rounding of `muon` and of compiled models. Needs `optimizer.gradient_clip_norm = 0` and
+    `accumulation_steps = 1`, not fp16; there are no quasi-Newton leaps. A gradient that is not finite spares its own
+    parameter only, not the whole step. `torch.compile` then takes one block at a time, from the model's list `blocks`;
+    a model without one is compiled as a whole, which brings all gradients at once."""
     deterministic: bool = False
     """Refuse operations whose result can differ between two runs (slower on a GPU)."""
 
@@ -405,6 +428,8 @@ class Config(Section):
             raise ValueError(
                 f"accumulation_steps = {self.accumulation_steps} does not divide batch_size = {self.batch_size}"
             )
+        if self.engine.update_in_backward:
+            self._check_update_in_backward()
         warmup = self.schedule.warmup_steps or 0
         if self.schedule.type in ("wsd", "cosine") and warmup >= self.max_steps > 1:
             raise ValueError(f"schedule.warmup_steps = {warmup} leaves nothing of max_steps = {self.max_steps}")
@@ -414,6 +439,24 @@ class Config(Section):
                 f"optimizer.learning_rate = {self.optimizer.peak_rate}"
             )
         return self
+
+    def _check_update_in_backward(self) -> None:
+        on = "engine.update_in_backward = true"
+        if self.optimizer.gradient_clip_norm > 0:
+            raise ValueError(
+                f"{on} updates before the norm of all gradients is known, which clipping needs; "
+                "set optimizer.gradient_clip_norm = 0"
+            )
+        if self.accumulation_steps > 1:
+            raise ValueError(
+                f"{on} keeps no gradients that parts of a batch could add up to; set accumulation_steps = 1, "
+                "with a smaller batch_size or engine.activation_checkpointing = true if memory is short"
+            )
+        if self.precision.type == "fp16":
+            raise ValueError(
+                f"{on} cannot take back a step that overflowed, as fp16's loss scale needs; "
+                "set precision.type = 'bf16' or 'fp32'"
+            )
 
 
 @dataclass(frozen=True)

@@ -118,6 +118,8 @@ class HybridTrainer(Engine):
         trajectory = Trajectory(parameters, names, window=config.hybrid.window_steps, dtype=self._basis_type())
         predictor = predictor or registry.build(config.predictor, config.seed)
         self.observer = Observer(trajectory, predictor, parameters, self.optimizer)
+        if self.full_step.in_backward is not None:
+            self.full_step.in_backward.watchers.append(self.observer.sample.watch())
         self.pilot = Pilot(config, self.observer, "adapters" if self._trains_adapters() else "full weights")
         self.mover = Mover(self, self.pilot, self.bus.emit)
         self.mover.held_out = [self.to_device(batch) for batch in probe]

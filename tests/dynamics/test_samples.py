@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from foretrain.dynamics.samples import Sample, bias_corrections
+from foretrain.engine.narrow import NarrowAdamW
 
 
 def parameters(*sizes: int) -> list[nn.Parameter]:
@@ -110,3 +111,29 @@ def test_bias_corrections(steps: int) -> None:
     assert bias_corrections(sgd, steps)[0] == pytest.approx(1 - 0.5**steps)
     plain = bias_corrections(torch.optim.SGD(weights, lr=0.1), steps)
     assert all(0 < value <= 1 for value in plain)
+
+
+@pytest.mark.parametrize("state_type", ["bf16", "8bit"])
+def test_moments_in_fewer_bits_are_read_as_numbers(state_type: str) -> None:
+    found = {}
+    for chosen in ("fp32", state_type):
+        weights = parameters(5000, 70_001)
+        optimizer = NarrowAdamW([{"params": weights}], lr=1e-3, state_type=chosen)
+        sample = Sample(weights, optimizer)
+        for _ in range(3):
+            optimizer.step()
+        found[chosen] = sample.statistics().tolist()
+    assert found[state_type] == pytest.approx(found["fp32"], rel=1e-2)
+    assert found[state_type] != found["fp32"]
+
+
+def test_gradients_that_do_not_outlive_the_backward_pass_are_seen_in_it() -> None:
+    weights = parameters(5000, 300)
+    sample, watched = (Sample(weights, torch.optim.SGD(weights)) for _ in range(2))
+    expected, see = sample.gradient(), watched.watch()
+    for weight in weights:
+        see(weight)
+        weight.grad = None
+    assert torch.equal(watched.gradient(), expected)
+    see(nn.Parameter(torch.ones(3)))  # not one of the sample
+    assert torch.equal(watched.gradient(), expected)

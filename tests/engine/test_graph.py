@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +12,12 @@ from torch import Tensor, nn
 
 from foretrain import HybridTrainer
 from foretrain.config import from_mapping
+from foretrain.engine import loop
 from foretrain.engine.graph import GraphedGradient, GraphedLoss, _same_form, launch_bound
+from foretrain.engine.step import FullStep
+from foretrain.errors import ConfigError
+
+Make = Callable[..., Any]
 
 
 def test_small_steps_are_bound_by_launches_and_large_ones_are_not() -> None:
@@ -80,6 +87,9 @@ def test_the_loss_alone_is_recorded_for_two_forms_of_batches(monkeypatch: pytest
         assert torch.equal(graphed(batch), trainer.full_step.loss(batch))
         assert Recording.replayed == replayed
     assert pools == [("the memory of the step", "thread_local")] * 2
+    trainer.precision.forward = "bf16"  # a probe in another format is not the recorded one
+    graphed(torch.ones(4, 3))
+    assert Recording.replayed == 3
 
 
 def test_without_a_recorded_step_gradients_are_taken_as_they_come() -> None:
@@ -89,3 +99,24 @@ def test_without_a_recorded_step_gradients_are_taken_as_they_come() -> None:
     trainer.step(torch.ones(4, 3))
     assert torch.equal(trainer.gradient(torch.ones(4, 3)), trainer.full_step.gradient(torch.ones(4, 3)))
     assert trainer._run_gradient is None
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_dropout_that_is_drawn_again_is_not_recorded(
+    dropout: float, make_model: Make, make_batch: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "GraphedStep", lambda step: "recorded")
+    chosen: dict[Any, Any] = {}
+    for wanted in ("auto", True):
+        model = make_model(options={"activation_checkpointing": 0.5}, dropout=dropout)
+        trainer = HybridTrainer(model, config=from_mapping({"device": "cpu", "engine.cuda_graph": wanted}))
+        trainer.device = torch.device("cuda")  # where steps this small are recorded
+        try:
+            chosen[wanted] = trainer._choose_step(make_batch())
+        except ConfigError as error:
+            chosen[wanted] = str(error)
+    if dropout:
+        assert isinstance(chosen["auto"], FullStep)
+        assert "no dropout in blocks that engine.activation_checkpointing recomputes" in chosen[True]
+    else:
+        assert chosen == {"auto": "recorded", True: "recorded"}

@@ -15,7 +15,8 @@ from torch.nn import functional as F
 from foretrain.config import ModelConfig, OptimizerConfig
 from foretrain.engine import optim
 from foretrain.errors import ConfigError
-from foretrain.models.gpt2 import GPT2, SIZES, GPT2Shape, shape_from_config
+from foretrain.models.gpt2 import GPT2, SIZES, GPT2Shape, recomputed_blocks, shape_from_config
+from foretrain.models.lora import LoraSettings, attach
 
 Make = Callable[..., Any]
 
@@ -205,16 +206,42 @@ def gradients(model: nn.Module, batch: Any) -> tuple[float, list[torch.Tensor]]:
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("share", [True, 0.5, 0.3])
 def test_activation_checkpointing_changes_neither_loss_nor_gradients(
-    dropout: float, make_model: Make, make_batch: Make
+    share: bool | float, dropout: float, make_model: Make, make_batch: Make
 ) -> None:
     batch = make_batch()
-    plain_loss, plain = gradients(make_model(dropout=dropout).train(), batch)
-    checkpointed = make_model(options={"activation_checkpointing": True}, dropout=dropout).train()
+    plain_loss, plain = gradients(make_model(dropout=dropout, layers=3).train(), batch)
+    checkpointed = make_model(options={"activation_checkpointing": share}, dropout=dropout, layers=3).train()
     loss, recomputed = gradients(checkpointed, batch)
     assert loss == plain_loss
     for one, other in zip(plain, recomputed, strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("layers", "share", "blocks"),
+    [
+        (4, 0.0, set()),
+        (4, 0.5, {1, 3}),
+        (4, 0.01, {3}),
+        (6, 1 / 3, {2, 5}),
+        (5, 0.8, {1, 2, 3, 4}),
+        (4, 1.0, {0, 1, 2, 3}),
+    ],
+)
+def test_a_share_of_the_blocks_is_spread_evenly(layers: int, share: float, blocks: set[int]) -> None:
+    assert recomputed_blocks(layers, share) == blocks
+
+
+def test_random_states_are_kept_only_where_recomputed_blocks_draw(make_model: Make) -> None:
+    every = {"activation_checkpointing": 1.0}
+    assert make_model(options=every, dropout=0.1).draws_again
+    assert not make_model(options=every).draws_again
+    assert not make_model(dropout=0.1).draws_again
+    adapted = make_model(options=every)
+    attach(adapted, LoraSettings(rank=2, dropout=0.1), seed=1)
+    assert adapted.draws_again
 
 
 def test_dropout_acts_in_training_and_not_in_evaluation(make_model: Make, make_batch: Make) -> None:

@@ -14,6 +14,7 @@ from foretrain.dynamics.samples import bias_corrections
 from foretrain.dynamics.secant import Secant
 from foretrain.dynamics.slope import LossSlope
 from foretrain.engine.loop import Engine
+from foretrain.engine.moments import read_moment
 from foretrain.engine.step import StepOutput
 
 EXACT = 1e-5
@@ -42,7 +43,8 @@ class Chain:
         self.pairs = min(pairs, int(memory_mb * 2**20 / (8 * elements)) if elements else 0)
         # A leap goes to where the gradient of the loss vanishes; weight decay would pull away from there.
         decayed = any(float(group.get("weight_decay") or 0.0) for group in engine.optimizer.param_groups)
-        self.possible = self.pairs >= _FEWEST_PAIRS and not engine.precision.scaled and not decayed
+        kept = not engine.config.engine.update_in_backward  # else no gradient is there to be looked at
+        self.possible = self.pairs >= _FEWEST_PAIRS and not engine.precision.scaled and not decayed and kept
         self.secant: Secant | None = None
         """Made when it is first needed: most runs are noisy and never do."""
         self.longest = longest
@@ -191,7 +193,7 @@ class Chain:
     def _scales(self, secant: Secant) -> Tensor | None:
         """The optimizer's own scale per weight, where it has one: it makes the first guess of the curvature."""
         states = [self.engine.optimizer.state.get(p, {}) for p in self.parameters]
-        moments = [state.get("exp_avg_sq") for state in states]
+        moments = [read_moment(state, "exp_avg_sq") for state in states]
         step = float(states[0].get("step", 1)) if states else 1.0
         _, correction = bias_corrections(self.engine.optimizer, max(1, int(step)))
         return secant.scales(moments, correction, 1e-8)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from foretrain.engine.moments import sample_moment
 
 _TENSORS = 16
 _PER_TENSOR = 1024
@@ -20,10 +22,23 @@ class Sample:
         self.parameters = sorted(parameters, key=lambda p: -p.numel())[:_TENSORS]
         self.optimizer = optimizer
         self._before: Tensor | None = None
+        self._seen: dict[nn.Parameter, Tensor] = {}
+
+    def watch(self) -> Callable[[nn.Parameter], None]:
+        """To be called with each parameter while its gradient is there, if none outlives the backward pass."""
+        self._seen = {p: torch.zeros_like(_strided(p)) for p in self.parameters}
+        return self._see
+
+    @torch.no_grad()
+    def _see(self, parameter: nn.Parameter) -> None:
+        if parameter in self._seen and parameter.grad is not None:
+            self._seen[parameter].copy_(_strided(parameter.grad))  # in place, also in a recorded graph
 
     @torch.no_grad()
     def gradient(self) -> Tensor:
         """The sampled gradient of the step that was just made."""
+        if self._seen:
+            return torch.cat(list(self._seen.values()))
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         return _pick(gradients) if gradients else torch.zeros(1, device=self.parameters[0].device)
 
@@ -71,9 +86,9 @@ def bias_corrections(optimizer: Optimizer, steps: int) -> tuple[float, float]:
 
 def _moments(states: Sequence[dict[str, Any]], names: Sequence[str]) -> Tensor | None:
     for name in names:
-        found = [state[name] for state in states if isinstance(state.get(name), Tensor)]
+        found = [moment for state in states if (moment := _sampled(state, name)) is not None]
         if found:
-            return _pick(found)
+            return torch.cat(found)
     return None
 
 
@@ -82,5 +97,13 @@ def _pick(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _strided(tensor: Tensor) -> Tensor:
-    flat = tensor.detach().reshape(-1)
-    return flat[:: max(1, flat.numel() // _PER_TENSOR)][:_PER_TENSOR].float()
+    return tensor.detach().reshape(-1)[:: _stride(tensor)][:_PER_TENSOR].float()
+
+
+def _sampled(state: dict[str, Any], name: str) -> Tensor | None:
+    moment = state.get(name)
+    return sample_moment(state, name, _stride(moment), _PER_TENSOR) if isinstance(moment, Tensor) else None
+
+
+def _stride(tensor: Tensor) -> int:
+    return max(1, tensor.numel() // _PER_TENSOR)

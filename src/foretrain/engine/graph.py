@@ -120,11 +120,11 @@ class GraphedLoss:
     def __init__(self, step: FullStep, pool: Any) -> None:
         self.step = step
         self._pool = pool
-        self._recorded: list[tuple[torch.cuda.CUDAGraph, Any, Tensor]] = []
+        self._recorded: list[tuple[torch.cuda.CUDAGraph, Any, Tensor, str]] = []
 
     def __call__(self, batch: Any) -> Tensor:
-        for graph, inputs, loss in self._recorded:
-            if _same_form(batch, inputs):
+        for graph, inputs, loss, precision in self._recorded:
+            if precision == self.step.precision.forward and _same_form(batch, inputs):
                 torch._foreach_copy_(tensors_of(inputs), tensors_of(batch), non_blocking=True)
                 graph.replay()
                 return loss.clone()
@@ -133,12 +133,12 @@ class GraphedLoss:
             self._recorded.append(self._record(batch))
         return loss
 
-    def _record(self, batch: Any) -> tuple[torch.cuda.CUDAGraph, Any, Tensor]:
+    def _record(self, batch: Any) -> tuple[torch.cuda.CUDAGraph, Any, Tensor, str]:
         inputs = map_tensors(batch, lambda tensor: tensor.clone())
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode=_OWN_THREAD):
             loss = self.step.loss(inputs)
-        return graph, inputs, loss
+        return graph, inputs, loss, self.step.precision.forward
 
 
 def _same_form(batch: Any, other: Any) -> bool:

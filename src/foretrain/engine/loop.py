@@ -74,6 +74,7 @@ class Engine:
             accumulation=config.accumulation_steps,
             nan_check=config.guard.nan_check,
             compile_loss=_switch(config.engine.compile, auto=self.device.type == "cuda"),
+            update_in_backward=config.engine.update_in_backward,
         )
         self.rate_factor = 1.0
         """What recovery makes of the scheduled learning rate."""
@@ -148,10 +149,12 @@ class Engine:
     def _choose_step(self, batch: Any) -> Callable[[Any], StepOutput]:
         """The step as it is, or recorded as a CUDA graph where launches dominate."""
         wanted = self.config.engine.cuda_graph
-        possible = self.device.type == "cuda" and self.full_step.device_skip
+        draws_again = getattr(self.model, "draws_again", False)
+        possible = self.device.type == "cuda" and self.full_step.device_skip and not draws_again
         if wanted is True and not possible:
             raise ConfigError(
-                "engine.cuda_graph = true needs a CUDA GPU and a fused optimizer (adamw, adam, sgd or muon); use 'auto'"
+                "engine.cuda_graph = true needs a CUDA GPU, a fused optimizer (adamw, adam, sgd or muon) and no "
+                "dropout in blocks that engine.activation_checkpointing recomputes; use 'auto'"
             )
         parameters = sum(p.numel() for p in self.full_step.parameters)
         if possible and _switch(wanted, auto=launch_bound(parameters, batch)):
@@ -174,12 +177,14 @@ class Engine:
         self.probe_tokens += count(batch)
         pieces = self.full_step.accumulation
         parts = [batch] if pieces == 1 else [split(batch, pieces, index) for index in range(pieces)]
-        return float(self.forward_loss([part for part in parts if rows_of(part)]))
+        with self.precision.predicting():
+            return float(self.forward_loss([part for part in parts if rows_of(part)]))
 
     def probe_all(self, batches: list[Any]) -> float:
         """Mean loss over several batches, each as it is."""
         self.probe_tokens += sum(count(batch) for batch in batches)
-        return float(self.forward_loss(batches))
+        with self.precision.predicting():
+            return float(self.forward_loss(batches))
 
     @torch.no_grad()
     def forward_loss(self, batches: list[Any]) -> Tensor:

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.adamw import adamw
+
+from foretrain.engine import moments, narrow
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 NEWTON_SCHULZ_STEPS = 5
@@ -53,7 +54,9 @@ class Muon(Optimizer):
         scale: str = "original",
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
+        state_type: str = "fp32",
     ) -> None:
+        self.state_type = state_type
         defaults = {
             "lr": lr,
             "weight_decay": weight_decay,
@@ -87,11 +90,11 @@ class Muon(Optimizer):
         return loss
 
     def _muon(self, group: dict[str, Any], params: list[Tensor]) -> None:
-        by_shape: dict[torch.Size, list[Tensor]] = defaultdict(list)
+        by_shape: dict[tuple[torch.Size, bool], list[Tensor]] = defaultdict(list)
         for p in params:
             if "momentum_buffer" not in self.state[p]:
-                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-            by_shape[p.shape].append(p)
+                moments.make_moment(self.state[p], "momentum_buffer", p, self.state_type)
+            by_shape[p.shape, moments.is_narrow(p, self.state_type)].append(p)
         for same_shaped in by_shape.values():
             self._muon_batch(group, same_shaped)
 
@@ -105,10 +108,7 @@ class Muon(Optimizer):
             bad = self.found_inf > 0
             gradient = torch.where(bad, 0.0, gradient)
             rate, weight = torch.where(bad, 0.0, rate), torch.where(bad, 0.0, weight)
-        buffers = [self.state[p]["momentum_buffer"] for p in params]
-        torch._foreach_mul_(buffers, 1 - weight)
-        torch._foreach_add_(buffers, list((gradient * weight).unbind(0)))
-        momentum = torch.stack(buffers)
+        momentum = self._momentum(params, gradient, weight)
         update = gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
         rows, columns = params[0].shape
         if group["scale"] == "match_rms_adamw":
@@ -119,29 +119,21 @@ class Muon(Optimizer):
         torch._foreach_mul_(params, 1 - rate * group["weight_decay"])
         torch._foreach_sub_(params, list(step.unbind(0)))
 
+    def _momentum(self, params: list[Tensor], gradient: Tensor, weight: float | Tensor) -> Tensor:
+        """The momentum of all `params`, which are of one shape, after it has taken in the gradient."""
+        states = [self.state[p] for p in params]
+        buffers = [state["momentum_buffer"] for state in states]
+        if not moments.is_narrow(params[0], self.state_type):
+            torch._foreach_mul_(buffers, 1 - weight)
+            torch._foreach_add_(buffers, list((gradient * weight).unbind(0)))
+            return torch.stack(buffers)
+        momentum = moments.read_all(states, "momentum_buffer").mul_(1 - weight).add_(gradient * weight)
+        moments.write_all(states, "momentum_buffer", momentum)
+        return momentum
+
     def _adamw(self, group: dict[str, Any], params: list[Tensor]) -> None:
-        for p in params:
-            state = self.state[p]
-            if "exp_avg" not in state:
-                state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
-                state["exp_avg"] = torch.zeros_like(p)
-                state["exp_avg_sq"] = torch.zeros_like(p)
-        beta1, beta2 = group["betas"]
-        adamw(
-            params,
-            [p.grad for p in params if p.grad is not None],
-            [self.state[p]["exp_avg"] for p in params],
-            [self.state[p]["exp_avg_sq"] for p in params],
-            [],
-            [self.state[p]["step"] for p in params],
-            fused=True,
-            grad_scale=self.grad_scale,
-            found_inf=self.found_inf,
-            amsgrad=False,
-            beta1=beta1,
-            beta2=beta2,
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
+        states = [self.state[p] for p in params]
+        narrow.adamw_step(group, params, states, self.state_type, self.grad_scale, self.found_inf)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        moments.load_as_stored(self, state_dict, self.state_type)

@@ -10,6 +10,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from foretrain.config import OptimizerConfig
 from foretrain.engine.muon import Muon
+from foretrain.engine.narrow import NarrowAdamW
 
 
 def build(model: nn.Module, config: OptimizerConfig) -> Optimizer:
@@ -33,6 +34,8 @@ def build(model: nn.Module, config: OptimizerConfig) -> Optimizer:
             for p in trained.values():
                 sgd.state[p]["momentum_buffer"] = torch.zeros_like(p)
         return sgd
+    if config.type == "adamw" and config.state_type != "fp32":
+        return NarrowAdamW(groups, rate, betas=betas, eps=config.epsilon, state_type=config.state_type)
     if config.type in ("adam", "adamw"):
         capturable = isinstance(rate, Tensor)
         optimizer_class = Adam if config.type == "adam" else AdamW
@@ -68,11 +71,12 @@ def _build_muon(
         scale=config.muon_scale,
         betas=betas,
         eps=config.epsilon,
+        state_type=config.state_type,
     )
 
 
 def supports_device_skip(optimizer: Optimizer) -> bool:
-    """Whether the optimizer can be told on the device to skip a step (torch's fused ones and our Muon)."""
+    """Whether the optimizer can be told on the device to skip a step (torch's fused ones, and our own)."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 

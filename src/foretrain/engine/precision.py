@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -49,6 +50,9 @@ class Precision:
 
     def __init__(self, config: PrecisionConfig, device: torch.device) -> None:
         self.name = choose_precision(config.type, device)
+        self.forward = self.name
+        """Format of the forward pass at this moment."""
+        self.predict = self.name if config.predict == "same" else config.predict
         self.device = device
         self.scaled = self.name == "fp16"
         self.growth_interval = config.growth_interval
@@ -60,9 +64,18 @@ class Precision:
 
     def autocast(self, cache: bool = True) -> AbstractContextManager[Any]:
         """Context of the forward pass."""
-        if self.name == "fp32":
+        if self.forward == "fp32":
             return nullcontext()
-        return torch.autocast(self.device.type, dtype=DTYPES[self.name], cache_enabled=cache)
+        return torch.autocast(self.device.type, dtype=DTYPES[self.forward], cache_enabled=cache)
+
+    @contextmanager
+    def predicting(self) -> Iterator[None]:
+        """Forward passes inside the block probe a move: they run in `precision.predict`."""
+        self.forward = self.predict
+        try:
+            yield
+        finally:
+            self.forward = self.name
 
     def update(self, found_inf: Tensor) -> None:
         """After a step: halve the scale on overflow, double it after enough good steps."""

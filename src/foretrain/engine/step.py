@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
 
+from foretrain.engine.in_backward import UpdatesInBackward
 from foretrain.engine.optim import supports_device_skip
 from foretrain.engine.precision import Precision
 from foretrain.models.loss import IGNORED
@@ -44,6 +45,7 @@ class FullStep:
         accumulation: int = 1,
         nan_check: bool = True,
         compile_loss: bool = False,
+        update_in_backward: bool = False,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -55,7 +57,8 @@ class FullStep:
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.buffers = list(model.buffers()) if nan_check else []
         self.device_skip = supports_device_skip(optimizer)
-        self._loss = _bind(model, loss_function, compile_loss)
+        self.in_backward = UpdatesInBackward(optimizer, self.parameters, nan_check) if update_in_backward else None
+        self._loss = _bind(model, loss_function, compile_loss, by_block=update_in_backward)
         self._attention = _attention_order(self.device)
         self._always_good = torch.zeros((), device=self.device)
 
@@ -77,14 +80,28 @@ class FullStep:
     ) -> StepOutput:
         """between: called when the gradients are there and nothing is updated yet; gradient: another way to them."""
         kept = [buffer.clone() for buffer in self.buffers]
-        loss = (gradient or self.gradient)(batch)
-        if between is not None:
-            between()
-        output = self.update(loss)
+        if self.in_backward is not None:
+            output = self._update_on_the_way(batch, self.in_backward)
+        else:
+            loss = (gradient or self.gradient)(batch)
+            if between is not None:
+                between()
+            output = self.update(loss)
         with torch.no_grad():  # running statistics saw the bad batch too
             for buffer, before in zip(self.buffers, kept, strict=True):
                 buffer.copy_(torch.where(output.skipped > 0, before, buffer))
         return output
+
+    def _update_on_the_way(self, batch: Any, updates: UpdatesInBackward) -> StepOutput:
+        """A whole step whose updates happen in the backward pass; there is never a time for `between`."""
+        self.optimizer.zero_grad(set_to_none=True)
+        updates.limit = self.clip
+        loss = self.loss(batch)
+        with updates.during(loss):
+            self._backward(loss)
+        loss, norm = loss.detach().float(), updates.norm().float()
+        bad = torch.logical_not(torch.isfinite(norm) & torch.isfinite(loss)).float()
+        return StepOutput(loss, norm, bad if self.nan_check else self._always_good)
 
     def _accumulate(self, batch: Any) -> Tensor:
         """Gradients of the mean loss over the whole batch, part by part, each weighed by what it counts."""
@@ -144,10 +161,17 @@ class FullStep:
             optimizer.step()
 
 
-def _bind(model: nn.Module, loss_function: LossFunction, compile_loss: bool) -> Callable[[Any], Tensor]:
+def _bind(model: nn.Module, loss_function: LossFunction, compile_loss: bool, by_block: bool) -> Callable[[Any], Tensor]:
+    """by_block: the backward pass of a compiled whole brings all gradients at once, that of blocks in turn."""
+
     def loss(batch: Any) -> Tensor:
         return loss_function(model, batch)
 
+    blocks = getattr(model, "blocks", None)
+    if compile_loss and by_block and isinstance(blocks, nn.ModuleList):
+        for block in blocks:
+            block.compile(dynamic=False)
+        return loss
     return _Compiled(loss) if compile_loss else loss
 
 

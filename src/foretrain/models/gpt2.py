@@ -151,6 +151,17 @@ class Block(nn.Module):
         return y
 
 
+def recomputed_blocks(layers: int, share: float) -> frozenset[int]:
+    """Which blocks are computed again in the backward pass: a share of them, at least one, evenly spread."""
+    count = max(1, round(share * layers)) if share > 0 else 0
+    return frozenset(layer for layer in range(layers) if (layer + 1) * count // layers > layer * count // layers)
+
+
+def _draws(block: nn.Module) -> bool:
+    """Whether a block draws random numbers while training: its own dropout, or that of an adapter in it."""
+    return any(getattr(module, "dropout", getattr(module, "p", 0.0)) > 0 for module in block.modules())
+
+
 class GPT2(nn.Module):
     """`model(tokens)` gives logits; `model(tokens, targets)` gives the mean loss over targets that are not -100."""
 
@@ -159,13 +170,13 @@ class GPT2(nn.Module):
         shape: GPT2Shape,
         seed: int = 0,
         *,
-        activation_checkpointing: bool = False,
+        activation_checkpointing: bool | float = False,
         fused_loss: bool | str = "auto",
         narrow_residual: bool = True,
     ) -> None:
         super().__init__()
         self.shape = shape
-        self.activation_checkpointing = activation_checkpointing
+        self.recomputed = recomputed_blocks(shape.layers, float(activation_checkpointing))
         self.fused_loss = fused_loss
         self.narrow_residual = narrow_residual
         self.token_embedding = nn.Embedding(shape.padded_vocab_size, shape.width)
@@ -203,9 +214,9 @@ class GPT2(nn.Module):
         x = self.drop(self.token_embedding(tokens) + self.position_embedding.weight[:length])
         if self.narrow_residual and torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        for block in self.blocks:
-            if self.activation_checkpointing and self.training:
-                x = checkpoint(block, x, use_reentrant=False)
+        for layer, block in enumerate(self.blocks):
+            if layer in self.recomputed and self.training:
+                x = checkpoint(block, x, use_reentrant=False, preserve_rng_state=_draws(block))
             else:
                 x = block(x)
         normed: Tensor = self.final_norm(x)
@@ -223,6 +234,11 @@ class GPT2(nn.Module):
         if targets is None:
             return logits
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED)
+
+    @property
+    def draws_again(self) -> bool:
+        """A recomputed block repeats its dropout: its random state is read and set, which no recorded graph can do."""
+        return any(_draws(self.blocks[layer]) for layer in self.recomputed)
 
     def make_cache(self, batch: int, length: int, padding: Sequence[int] | None = None) -> KeyValueCache:
         """Room for `length` tokens in each of `batch` rows, for `decode` under the same autocast setting as here."""
