@@ -122,7 +122,8 @@ class FullStep:
 
     def _backward(self, loss: Tensor) -> None:
         scaled = loss * self.precision.scale if self.precision.scaled else loss
-        scaled.backward()  # type: ignore[no-untyped-call]
+        with self._attention():  # blocks that are recomputed must choose the same kernels again
+            scaled.backward()  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def update(self, loss: Tensor) -> StepOutput:
