@@ -53,7 +53,9 @@ class FullStep:
         self.nan_check = nan_check
         self.device = precision.device
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.buffers = list(model.buffers()) if nan_check else []
+        self.buffers = list(model.buffers())
+        self.changing = False
+        """Something is being changed that cannot be taken back; False again when the step is counted."""
         self.device_skip = supports_device_skip(optimizer)
         self._loss = _bind(model, loss_function, compile_loss)
         self._attention = _attention_order(self.device)
@@ -77,13 +79,21 @@ class FullStep:
     ) -> StepOutput:
         """between: called when the gradients are there and nothing is updated yet; gradient: another way to them."""
         kept = [buffer.clone() for buffer in self.buffers]
-        loss = (gradient or self.gradient)(batch)
-        if between is not None:
-            between()
-        output = self.update(loss)
-        with torch.no_grad():  # running statistics saw the bad batch too
-            for buffer, before in zip(self.buffers, kept, strict=True):
-                buffer.copy_(torch.where(output.skipped > 0, before, buffer))
+        try:
+            loss = (gradient or self.gradient)(batch)
+            if between is not None:
+                self.changing = True  # by whoever wants to see the gradients
+                between()
+            output = self.update(loss)
+        except BaseException:
+            with torch.no_grad():
+                for buffer, before in zip(self.buffers, kept, strict=True):
+                    buffer.copy_(before)
+            raise
+        if self.nan_check:
+            with torch.no_grad():  # running statistics saw the bad batch too
+                for buffer, before in zip(self.buffers, kept, strict=True):
+                    buffer.copy_(torch.where(output.skipped > 0, before, buffer))
         return output
 
     def _accumulate(self, batch: Any) -> Tensor:
@@ -123,6 +133,7 @@ class FullStep:
         if self.clip > 0:
             clipping = (norm / self.clip).clamp(min=1.0)
             divisor = clipping if divisor is None else clipping * divisor
+        self.changing = True
         self._apply(gradients, divisor, bad)
         self.precision.update(bad)
         return StepOutput(loss, norm, bad)
