@@ -51,6 +51,7 @@ class OutOfMemory(ForetrainError):
 _SIGNS = (
     "CUDA out of memory",
     "CUDA error: out of memory",
+    "MPS backend out of memory",
     "can't allocate memory",
     "not enough memory",
     "CUBLAS_STATUS_ALLOC_FAILED",

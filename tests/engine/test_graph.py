@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from foretrain import HybridTrainer
 from foretrain.config import from_mapping
-from foretrain.engine.graph import GraphedGradient, _same_form, launch_bound
+from foretrain.engine.graph import WARMUP_STEPS, GraphedGradient, GraphedStep, _same_form, launch_bound
+from foretrain.engine.shortage import RECORDING, Shortage
 
 
 def test_small_steps_are_bound_by_launches_and_large_ones_are_not() -> None:
@@ -70,3 +71,46 @@ def test_without_a_recorded_step_gradients_are_taken_as_they_come() -> None:
     trainer.step(torch.ones(4, 3))
     assert torch.equal(trainer.gradient(torch.ones(4, 3)), trainer.full_step.gradient(torch.ones(4, 3)))
     assert trainer._run_gradient is None
+
+
+def test_what_is_recorded_changes_nothing_and_what_is_replayed_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure while recording can be taken back; one after a replay cannot."""
+
+    class Stream:
+        def __init__(self, device: object = None) -> None: ...
+        def wait_stream(self, other: object) -> None: ...
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Recording)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, capture_error_mode: nullcontext())
+    fails = [False]
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        if fails[0]:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return model(batch).square().mean()
+
+    trainer = HybridTrainer(nn.Linear(3, 1), loss_fn=loss, config=from_mapping({"device": "cpu"}))
+    step, batch = trainer.full_step, torch.ones(4, 3)
+    graphed = GraphedStep(step)
+    for _ in range(WARMUP_STEPS):
+        graphed(batch)
+    fails[0] = True
+    with pytest.raises(torch.OutOfMemoryError):
+        graphed(batch)
+    assert not step.changing
+    assert not graphed.recorded
+    fails[0] = False
+    graphed(batch)
+    assert step.changing
+
+
+def test_a_step_that_cannot_be_recorded_is_run_as_it_is() -> None:
+    config = from_mapping({"device": "cpu", "memory.on_out_of_memory": "retry"})
+    trainer = HybridTrainer(nn.Linear(3, 1), loss_fn=lambda model, batch: model(batch).mean(), config=config)
+    recording = Shortage("1.00 GiB", f"the forward pass of {RECORDING}", "here")
+    assert trainer.rescue.shrink(recording, "out of memory")
+    assert trainer.cuda_graph is False
+    assert trainer.full_step.accumulation == 1

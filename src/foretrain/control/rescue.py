@@ -61,7 +61,10 @@ class _Mark:
 
 
 class Rescue:
-    """Guards every step of a trainer. In a run with memory enough it notes some numbers per step, nothing else."""
+    """Guards every step of a trainer. In a run with memory enough it notes some numbers per step, nothing else.
+
+    engine and trainer are the same object: what is trained, and what decides about phases.
+    """
 
     def __init__(self, engine: Engine, trainer: Trained) -> None:
         self.engine = engine
@@ -231,9 +234,9 @@ class Rescue:
 
     def _switch_off(self) -> None:
         """Full steps to the end, unwatched."""
-        pilot, mover = self.trainer.pilot, self.trainer.mover
-        mover.safety.on = False
+        pilot = self.trainer.pilot
         if pilot is not None:
+            self.trainer.mover.safety.on = False
             pilot.rest_steps = max(pilot.rest_steps, self.engine.config.max_steps)
 
     # --- what is said ------------------------------------------------------------------------------------------------

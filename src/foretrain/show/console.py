@@ -235,9 +235,13 @@ def _made_smaller(found: Mapping[str, Any]) -> str | None:
     if not found:
         return None
     changes = ", ".join(f"{name} = {str(value).lower()}" for name, value in found["settings"].items())
-    moves = f", {found['failed_moves']} times in a move" if found["failed_moves"] else ""
+    moves = f", {_times(found['failed_moves'])} in a move" if found["failed_moves"] else ""
     ended = f"; went on with {changes}" if changes else ""
-    return f"{found['times']} times{moves}{ended}; prediction {found['prediction']}"
+    return f"{_times(found['times'])}{moves}{ended}; prediction {found['prediction']}"
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
 
 
 def _prediction(summary: Mapping[str, Any]) -> dict[str, str | None]:
