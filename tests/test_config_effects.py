@@ -26,8 +26,8 @@ from foretrain.dynamics.predictor import Followed, Forecast, Predictor, Situatio
 from foretrain.engine import precision, schedule
 from foretrain.engine.muon import Muon
 from foretrain.engine.state import take_apart
-from foretrain.errors import ConfigError, DataError, DivergenceError
-from foretrain.events import CheckpointSaved, Evaluated, Event, Moved, PhaseChanged, Progress, Recovered
+from foretrain.errors import ConfigError, DataError, DivergenceError, OutOfMemory
+from foretrain.events import CheckpointSaved, Evaluated, Event, MemoryUsed, Moved, PhaseChanged, Progress, Recovered
 from foretrain.models import gpt2, huggingface
 from foretrain.trainer import HybridTrainer
 
@@ -809,6 +809,36 @@ def _(bench: Bench) -> None:
         with pytest.raises(DivergenceError, match=f"{limit} steps in a row"):
             trainer.fit([bench.make_batch()], progress=False)
         assert trainer.global_step == 3 + limit
+
+
+@effect("memory.on_out_of_memory")
+def _(bench: Bench) -> None:
+    class Large(nn.Linear):
+        """Two rows at a time are all that fits."""
+
+        def loss(self, batch: torch.Tensor) -> torch.Tensor:
+            if len(batch) > 2:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
+            return self(batch).square().mean()
+
+    batch = torch.ones(4, 3)
+    with pytest.raises(OutOfMemory, match=r"1\.00 GiB more could not be had.*accumulation_steps = 2"):
+        HybridTrainer(Large(3, 1), config=bench.config(memory__on_out_of_memory="stop")).step(batch)
+    trainer = HybridTrainer(Large(3, 1), config=bench.config(memory__on_out_of_memory="retry"))
+    assert trainer.step(batch).global_step == 1
+    assert trainer.full_step.accumulation == 2
+
+
+@effect("memory.timeline")
+def _(bench: Bench) -> None:
+    for wanted in (True, False):
+        summary, events, folder = bench.train(memory__timeline=wanted)
+        told = {event.phase for event in events if isinstance(event, MemoryUsed)}
+        assert ("warmup" in told) is wanted
+        assert ("MemoryUsed" in (folder / "metrics.jsonl").read_text()) is wanted
+        assert ("memory" in summary) is wanted
+        if wanted:
+            assert {"warmup", "evaluation", "checkpoint"} <= set(summary["memory"])
 
 
 @effect("log.interval")

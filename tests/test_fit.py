@@ -29,6 +29,7 @@ from foretrain.events import (
     CheckpointSaved,
     Evaluated,
     Event,
+    MemoryUsed,
     Notice,
     Progress,
     Recovered,
@@ -100,7 +101,7 @@ def poisoned(bad: set[int]) -> Callable[[nn.Module, Any], torch.Tensor]:
 def test_a_run_tells_its_story_in_order(make_trainer: Make, tmp_path: Path) -> None:
     trainer, events = make_trainer({"max_steps": 4, "evaluation.interval": 2, "checkpoint.interval": 3})
     summary = trainer.fit(batches(), batches(1), out=tmp_path / "run", progress=False, title="small")
-    assert [type(event).__name__ for event in events] == [
+    assert [type(event).__name__ for event in events if not isinstance(event, MemoryUsed)] == [
         "RunStarted",
         "Progress",
         "Progress",
@@ -205,7 +206,7 @@ def test_a_run_folder_of_any_module(make_trainer: Make, tmp_path: Path) -> None:
     summary = trainer.fit(batches(), batches(1), out=tmp_path / "run", progress=False)
     assert json.loads((tmp_path / "run" / "summary.json").read_text(encoding="utf-8")) == summary
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["event"] for line in lines][:2] == ["RunStarted", "Progress"]
+    assert [line["event"] for line in lines][:3] == ["RunStarted", "MemoryUsed", "Progress"]
     state = checkpoint.read(tmp_path / "run" / "checkpoints" / "step-00000004")
     assert torch.equal(state["model"]["weight"], trainer.model.weight)
     assert state["meta"]["config"]["max_steps"] == 4

@@ -13,7 +13,7 @@ from cyclopts import App, CycloptsError, Parameter
 
 from foretrain.cli_bench import bench_app
 from foretrain.cli_models import adapters_app, finetune, generate
-from foretrain.errors import ConfigError, ForetrainError, InputError
+from foretrain.errors import ConfigError, ForetrainError, InputError, OutOfMemory, is_out_of_memory
 from foretrain.terminal import Json, Settings, check_resume, flag, leave, put, say, silent, warn
 
 app = App(
@@ -60,7 +60,8 @@ def train(
     `foretrain train --set data.path=book.txt --set max_steps=2000` trains on your text.
 
     Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP stop it after the step it is in: everything is saved, and the exit code is 128
-    plus the signal's number (Ctrl-C 130, SIGTERM 143). A second signal ends it at once.
+    plus the signal's number (Ctrl-C 130, SIGTERM 143). A second signal ends it at once. Out of memory: exit code 3, and
+    `--resume` goes on with smaller settings.
     """
     from foretrain.config import load
 
@@ -255,7 +256,8 @@ def _fail(error: Exception, advice: str = "") -> None:
 
 
 def main(arguments: list[str] | None = None) -> Any:
-    """Entry point. Errors of ours are one line and exit code 2 (or 1 for a run that failed), never a traceback."""
+    """Entry point. Errors of ours are one line and an exit code, never a traceback: 2 for what was handed in, 3 for a
+    lack of memory, 1 for any other run that failed."""
     try:
         app(arguments, print_error=False, exit_on_error=False)
     except CycloptsError as error:
@@ -264,6 +266,11 @@ def main(arguments: list[str] | None = None) -> Any:
     except ForetrainError as error:
         _fail(error)
         sys.exit(error.exit_code)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        _fail(error, " Out of memory outside of the run's steps: use a smaller model or batch_size, or another device.")
+        sys.exit(OutOfMemory.exit_code)
     except KeyboardInterrupt:
         say("interrupted")
         sys.exit(130)

@@ -33,3 +33,34 @@ class SaveError(ForetrainError):
 
 class DivergenceError(ForetrainError):
     """The run produced non-finite losses and cannot go on by itself."""
+
+
+class OutOfMemory(ForetrainError):
+    """The device or the host had too little memory. The message says where, and what to change."""
+
+    exit_code = 3
+
+    def __init__(self, text: str, *, intact: bool = False, half_done: bool = False) -> None:
+        super().__init__(text)
+        self.intact = intact
+        """The run is, bit for bit, where it was before the step that failed."""
+        self.half_done = half_done
+        """Weights may have changed by half a step: only an earlier state can be gone on from."""
+
+
+_SIGNS = (
+    "CUDA out of memory",
+    "CUDA error: out of memory",
+    "MPS backend out of memory",
+    "can't allocate memory",
+    "not enough memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory ran out: torch's own, Python's, and those that are told by their text only."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)

@@ -134,6 +134,22 @@ class Resumed(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class MemoryUsed(Event):
+    """Memory of a phase, in bytes; told when its peak has risen."""
+
+    step: int
+    phase: str
+    """"setup", "warmup", "full", "predict", "correct", "evaluation" or "checkpoint"."""
+    allocated: int | None = None
+    reserved: int | None = None
+    peak: int | None = None
+    pinned: int | None = None
+    """On the host."""
+    resident_peak: int | None = None
+    """Without a GPU: highest resident memory of the whole process since it began."""
+
+
+@dataclass(frozen=True, slots=True)
 class Notice(Event):
     """Something the user should know: `level` is "info" or "warning"."""
 
@@ -150,6 +166,14 @@ class RunEnded(Event):
 
 
 Listener = Callable[[Event], None]
+
+
+def in_words(count: float) -> str:
+    """Bytes in words: 3.1 GB, 812 MB."""
+    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if count >= unit:
+            return f"{count / unit:.{0 if count >= 100 * unit else 1}f} {name}"
+    return f"{count:.0f} bytes"
 
 
 class Bus:

@@ -7,18 +7,21 @@ import shlex
 import time
 from collections.abc import Iterable
 from contextlib import closing
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from foretrain import environment
 from foretrain.config import to_mapping
-from foretrain.engine import checkpoint
+from foretrain.engine import checkpoint, shortage
 from foretrain.engine.batches import Batches
 from foretrain.engine.checkpoint import CheckpointStore
+from foretrain.engine.meters import Stopwatch
 from foretrain.engine.runfolder import RunFolder
 from foretrain.engine.signals import StopRequest
-from foretrain.errors import CheckpointError, DivergenceError, InputError, SaveError
+from foretrain.engine.step import rows_of, split
+from foretrain.errors import CheckpointError, DivergenceError, InputError, OutOfMemory, SaveError
 from foretrain.events import (
     CheckpointRejected,
     CheckpointSaved,
@@ -89,8 +92,17 @@ class Run:
                 summary["signal"] = self.stop.requested
             if self.folder is not None:
                 self.folder.write_summary(summary)
-        except (Exception, KeyboardInterrupt):
+        except (Exception, KeyboardInterrupt) as error:
+            found = shortage.look_at(error)
+            if found is None:
+                failure = error
+            else:  # outside of everything that can be done again
+                failure = OutOfMemory(f"{trainer.rescue.explain(found)}; {trainer.rescue.advice()}")
+            if isinstance(failure, OutOfMemory):
+                self._salvage(failure)
             self.emit(RunEnded(trainer.global_step, "failed", trainer.summary()))
+            if failure is not error:
+                raise failure from None
             raise
         finally:
             trainer.clock.stop()
@@ -101,6 +113,8 @@ class Run:
         trainer = self.trainer
         first = trainer.global_step == 0 and trainer.position == 0
         self._plan_ahead()
+        if trainer.rescue.retries and self.saved_step < 0:
+            self._save(must=False)  # half an update cannot be taken back: there must be something to go back to
         while True:
             with closing(source.after(trainer.position, self.loader_state)) as batches:
                 for batch in batches:
@@ -111,6 +125,10 @@ class Run:
                     except DivergenceError:  # given up, but not lost
                         self._save(must=False)
                         raise
+                    except OutOfMemory as error:
+                        if not self._go_back(error):
+                            raise
+                        break
                     if trainer.position <= position:  # a rollback went back in the data too
                         self.loader_state, self.rewound = trainer.mover.safety.loader_state_then(), True
                     if first:
@@ -121,6 +139,34 @@ class Run:
                         return reason
                     if self.rewound:
                         break
+
+    def _go_back(self, error: OutOfMemory) -> bool:
+        """To the last checkpoint, with smaller settings, when memory ran out in the middle of an update."""
+        trainer = self.trainer
+        if not error.half_done or self.store is None or self.saved_step < 0:
+            return False
+        text = f"{str(error).partition('; to make it fit')[0]}; back to the checkpoint of step {self.saved_step}"
+        if not trainer.rescue.shrink(None, text):
+            return False
+        spent, settings = trainer.clock.seconds, trainer.rescue.settings
+        self._resume()
+        trainer.rescue.settings = settings  # what was saved may have had larger ones
+        trainer.use(settings)
+        trainer.clock = Stopwatch(spent)
+        trainer.clock.start()
+        self.logged_tokens, self.logged_seconds = trainer.tokens, spent
+        self._plan_ahead()
+        return True
+
+    def _salvage(self, error: OutOfMemory) -> None:
+        """Before the run ends: save it if it is in order, and say what there is to go on from."""
+        if error.intact and self.saved_step != self.trainer.global_step:
+            self._save(must=False)
+        if self.saved_step < 0:
+            stands = "nothing was saved yet" if self.store is not None else "the run has no folder, so nothing is saved"
+        else:
+            stands = f"the state after step {self.saved_step} is saved{self._how_to_go_on()}"
+        error.args = (f"{error}. {stands[0].upper()}{stands[1:]}",)
 
     def _plan_ahead(self) -> None:
         """A leap can jump over a step that is a multiple of an interval: each is due at the first step from it on."""
@@ -199,7 +245,7 @@ class Run:
 
     def _log(self, result: StepResult) -> None:
         trainer = self.trainer
-        reading = trainer.meter.read()
+        reading = trainer.rescue.again(trainer.meter.read)
         if reading is None:
             return
         trainer.last_train_loss = reading.loss
@@ -242,9 +288,9 @@ class Run:
         if not self.held_out:
             return False
         trainer = self.trainer
-        with trainer.untimed():
+        with trainer.untimed(), trainer.memory.during("evaluation"):
             started = time.perf_counter()
-            loss = trainer.evaluate(self.held_out)
+            loss = self._held_out_loss()
             seconds = time.perf_counter() - started
         best = loss == loss and (trainer.best_val_loss is None or loss < trainer.best_val_loss)
         trainer.last_val_loss = loss
@@ -255,6 +301,26 @@ class Run:
         trainer.evaluated(loss)
         return self._patience_is_over()
 
+    def _held_out_loss(self) -> float:
+        """The mean over all held-out batches; where memory runs out and that is to be borne, over halves of them."""
+        trainer, freed = self.trainer, False
+        while True:
+            try:
+                return trainer.evaluate(self.held_out)
+            except (RuntimeError, MemoryError) as error:
+                found = shortage.look_at(error)
+                if found is None:
+                    raise
+                text = trainer.rescue.explain(found)
+            trainer.release()
+            halves = [split(batch, 2, index) for batch in self.held_out for index in range(2)]
+            halves = [half for half in halves if rows_of(half)]
+            whole = len(halves) == len(self.held_out)
+            if not trainer.rescue.retries or (whole and freed):
+                raise OutOfMemory(f"{text}; {trainer.rescue.advice()}", intact=True)
+            self.held_out, freed = halves, True
+            trainer.rescue.tell(f"{text}; {'once more' if whole else 'held-out batches are halved'}")
+
     def _patience_is_over(self) -> bool:
         patience = self.config.evaluation.early_stopping_patience
         return bool(patience) and self.trainer.evaluations_without_best >= patience
@@ -264,22 +330,35 @@ class Run:
         if self.store is None:
             return
         trainer = self.trainer
-        with trainer.untimed():
-            trainer.meter.fetch()
+        with trainer.untimed(), trainer.memory.during("checkpoint"):
             started = time.perf_counter()
-            place = self.loader_state if self.batches is None or self.rewound else self.batches.state()
-            state = trainer.state_dict() | {"loader": place, "meta": self._meta()}
+            text = ""
             try:
-                path = self.store.save(trainer.global_step, state)
+                path = self._write(self.store)
             except SaveError as error:
                 if must:
                     raise SaveError(f"{error}, then go on with --resume") from error
-                self.emit(Notice(f"{error}; the run goes on and tries again at the next save"))
+                text = str(error)
+            except (RuntimeError, MemoryError) as error:
+                found = shortage.look_at(error)
+                if found is None:
+                    raise
+                text = trainer.rescue.explain(found)
+                if must:
+                    raise OutOfMemory(f"{text}; {trainer.rescue.advice()}") from None
+            if text:
+                self.emit(Notice(f"{text}; the run goes on and tries again at the next save"))
                 return
             size = sum(file.stat().st_size for file in path.iterdir()) / 2**20
         self.saved_step = trainer.global_step
         seconds = round(time.perf_counter() - started, 3)
         self.emit(CheckpointSaved(trainer.global_step, str(path), round(size, 2), seconds))
+
+    def _write(self, store: CheckpointStore) -> Path:
+        trainer = self.trainer
+        trainer.meter.fetch()
+        place = self.loader_state if self.batches is None or self.rewound else self.batches.state()
+        return store.save(trainer.global_step, trainer.state_dict() | {"loader": place, "meta": self._meta()})
 
     def _meta(self) -> dict[str, Any]:
         return {

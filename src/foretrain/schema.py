@@ -373,6 +373,17 @@ class GuardConfig(Section):
     """Double the learning rate by itself on a plateau of 500 steps, rather than only advise it."""
 
 
+class MemoryConfig(Section):
+    """What is done about memory, and what is told about it."""
+
+    on_out_of_memory: Literal["stop", "retry"] = "stop"
+    """`stop`: the run ends with exit code 3, says what to change, and can be resumed. `retry`: the same batch is done
+    again in smaller parts (twice the `accumulation_steps`, then `engine.activation_checkpointing`), and a move that
+    does not fit is taken back."""
+    timeline: bool = True
+    """Memory of every phase in `metrics.jsonl` and in the summary. On a GPU this resets torch's peak counters."""
+
+
 class LogConfig(Section):
     """What is written while the run goes on."""
 
@@ -420,6 +431,7 @@ class Config(Section):
     correction: CorrectionConfig = CorrectionConfig()
     audit: AuditConfig = AuditConfig()
     guard: GuardConfig = GuardConfig()
+    memory: MemoryConfig = MemoryConfig()
     log: LogConfig = LogConfig()
 
     @model_validator(mode="after")

@@ -73,5 +73,5 @@ def warn(event: Event) -> None:
         say(f"warning: damaged checkpoint put aside as {event.path}: {event.reason}")
     elif isinstance(event, Notice) and event.level == "warning":
         say(f"warning: {event.message}")
-    elif isinstance(event, Recovered) and event.action in ("roll_back", "abort"):
+    elif isinstance(event, Recovered) and event.action in ("roll_back", "abort", "out_of_memory"):
         say(f"warning: step {event.step}: {event.text}")

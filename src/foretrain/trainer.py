@@ -20,12 +20,14 @@ from foretrain.control.mover import Mover
 from foretrain.control.pilot import Pilot
 from foretrain.control.race import RateRace, with_short_warmup
 from foretrain.control.recovery import Action, Kind
+from foretrain.control.rescue import Rescue
 from foretrain.dynamics import registry
 from foretrain.dynamics.lookahead import LookAhead
 from foretrain.dynamics.observer import Moment, Observer
 from foretrain.dynamics.predictor import Predictor
 from foretrain.dynamics.trajectory import Trajectory
 from foretrain.engine.loop import Engine
+from foretrain.engine.memory import MemoryMeter
 from foretrain.engine.runfolder import RunFolder
 from foretrain.engine.signals import StopRequest
 from foretrain.engine.step import LossFunction, StepOutput
@@ -100,6 +102,7 @@ class HybridTrainer(Engine):
         super().__init__(model, optimizer, loss_fn, with_short_warmup(config or Config()))
         config = self.config
         self.bus = bus or Bus()
+        self.memory = MemoryMeter(self.device, self.bus.emit, lambda: self.global_step, config.memory.timeline)
         parameters = self.full_step.parameters
         self.look_ahead: LookAhead | None = None
         if config.predictor.beta > 0:
@@ -107,6 +110,7 @@ class HybridTrainer(Engine):
             self.look_ahead = LookAhead(parameters, ahead.beta, ahead.gamma, ahead.stride)
         self._said: dict[str, int] = {}
         self.pilot: Pilot | None = None
+        self.rescue = Rescue(self, self)
         if config.optimizer.learning_rate == "auto" and (config.hybrid.mode == "off" or not probe):
             raise ConfigError(
                 "optimizer.learning_rate = 'auto' needs held-out examples that judge rates: use `foretrain finetune` "
@@ -140,7 +144,13 @@ class HybridTrainer(Engine):
     # --- one step, in one of four phases -----------------------------------------------------------------------------
 
     def step(self, batch: Any) -> StepResult:
-        """One step of the phase the run is in. Full steps never wait for the device, except at the end of a window."""
+        """One step of the phase the run is in. Full steps never wait for the device, except at the end of a window.
+
+        Where memory runs out, `memory.on_out_of_memory` decides what follows.
+        """
+        return self.rescue.step(batch, self._step)
+
+    def _step(self, batch: Any) -> StepResult:
         batch = self.to_device(batch)
         position = self.position
         match self.phase:
@@ -168,6 +178,7 @@ class HybridTrainer(Engine):
     def _train(self, batch: Any) -> StepResult:
         """WARMUP and FULL: full steps, watched. Only the end of a window can lead to another phase."""
         phase = self.phase
+        self.memory.enter(phase.value)
         if self.pilot is None:
             return self._result(phase, self._full_step(batch))
         if self.race.open:
@@ -180,7 +191,7 @@ class HybridTrainer(Engine):
         self.mover.remember(batch)
         result = self._result(phase, output)
         if self.observer.after_step(output):
-            self._end_window(self.pilot)
+            self.rescue.aside(self._end_window, self.pilot)
         return result
 
     def _find_rate(self, pilot: Pilot, batch: Any) -> StepResult:
@@ -202,7 +213,7 @@ class HybridTrainer(Engine):
         pilot.count(1, phase)
         pilot.rest_steps -= 1
         if pilot.rest_steps % _LOOK_EVERY == 0:
-            self._look(pilot)
+            self.rescue.aside(self._look, pilot)
         if pilot.rest_steps == 0:
             self.meter.stop_noting()
             pilot.wake()
@@ -223,6 +234,7 @@ class HybridTrainer(Engine):
     def _predict(self, batch: Any) -> StepResult:
         """PREDICT: the weights move as forecast, forward only. A refused move leaves everything as it was."""
         position = self.position
+        self.memory.enter(Phase.PREDICT.value)
         move = self.mover.begin(batch)
         loss = None
         if move.chained:
@@ -254,6 +266,7 @@ class HybridTrainer(Engine):
 
     def _correct(self, batch: Any) -> StepResult:
         """CORRECT: the residual correction, then full steps that validate the move; then it is kept or taken back."""
+        self.memory.enter(Phase.CORRECT.value)
         confidence = self.mover.open_move.confidence
         output = self.mover.validate(batch, self._full_step)
         result = self._result(Phase.CORRECT, output, confidence=confidence)
@@ -271,6 +284,7 @@ class HybridTrainer(Engine):
         if self.look_ahead is not None:
             self.look_ahead.after_step()
         self.global_step += 1
+        self.full_step.changing = False
         return output
 
     def _look_ahead_share(self) -> float:
@@ -364,6 +378,7 @@ class HybridTrainer(Engine):
         """Everything that decides how the run goes on, also in the middle of a move. Tensors are not copied."""
         state = super().state_dict()
         state["look_ahead"] = self.look_ahead.state_dict() if self.look_ahead is not None else None
+        state["rescue"] = self.rescue.state_dict()
         state["hybrid"] = None
         if self.pilot is not None:
             predictor = self.observer.predictor
@@ -381,8 +396,9 @@ class HybridTrainer(Engine):
         if self.look_ahead is not None and state.get("look_ahead") is not None:
             self.look_ahead.load_state_dict(state["look_ahead"])
         hybrid = state.get("hybrid")
-        if self.pilot is None or hybrid is None:
-            return  # switched on or off since: the hybrid part starts anew
+        if self.pilot is None or hybrid is None:  # switched on or off since: the hybrid part starts anew
+            self.rescue.load_state_dict(state.get("rescue", {}))
+            return
         predictor = self.observer.predictor
         self.pilot.load_state_dict(hybrid["pilot"])
         if predictor.name == hybrid["predictor"]["name"]:
@@ -390,6 +406,7 @@ class HybridTrainer(Engine):
         self.mover.load_state_dict(hybrid["mover"])
         self.race.load_state_dict(hybrid["race"])
         self._said = dict(hybrid["said"])
+        self.rescue.load_state_dict(state.get("rescue", {}))
         self._follow_recovery(self.pilot)
 
     # --- a whole run -------------------------------------------------------------------------------------------------
@@ -468,6 +485,9 @@ class HybridTrainer(Engine):
                 summary["learning_rate"] = self.race.summary()
             summary["predictor"] = self.observer.predictor.name
             summary["basis_mb"] = round(self.observer.trajectory.bytes / 2**20, 1)
+        if self.memory.on:
+            summary["memory"] = self.memory.summary()
         if self.device.type == "cuda":
-            summary["peak_memory_mb"] = round(torch.cuda.max_memory_allocated(self.device) / 2**20, 1)
-        return summary
+            peak = self.memory.peak if self.memory.on else torch.cuda.max_memory_allocated(self.device)
+            summary["peak_memory_mb"] = round((peak or 0) / 2**20, 1)
+        return summary | self.rescue.summary()

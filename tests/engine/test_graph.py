@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from foretrain import HybridTrainer
 from foretrain.config import from_mapping
 from foretrain.engine import loop
-from foretrain.engine.graph import GraphedGradient, GraphedLoss, _same_form, launch_bound
+from foretrain.engine.graph import WARMUP_STEPS, GraphedGradient, GraphedLoss, GraphedStep, _same_form, launch_bound
+from foretrain.engine.shortage import RECORDING, Shortage
 from foretrain.engine.step import FullStep
 from foretrain.errors import ConfigError
 
@@ -120,3 +121,46 @@ def test_dropout_that_is_drawn_again_is_not_recorded(
         assert "no dropout in blocks that engine.activation_checkpointing recomputes" in chosen[True]
     else:
         assert chosen == {"auto": "recorded", True: "recorded"}
+
+
+def test_what_is_recorded_changes_nothing_and_what_is_replayed_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure while recording can be taken back; one after a replay cannot."""
+
+    class Stream:
+        def __init__(self, device: object = None) -> None: ...
+        def wait_stream(self, other: object) -> None: ...
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Recording)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, capture_error_mode: nullcontext())
+    fails = [False]
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        if fails[0]:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return model(batch).square().mean()
+
+    trainer = HybridTrainer(nn.Linear(3, 1), loss_fn=loss, config=from_mapping({"device": "cpu"}))
+    step, batch = trainer.full_step, torch.ones(4, 3)
+    graphed = GraphedStep(step)
+    for _ in range(WARMUP_STEPS):
+        graphed(batch)
+    fails[0] = True
+    with pytest.raises(torch.OutOfMemoryError):
+        graphed(batch)
+    assert not step.changing
+    assert not graphed.recorded
+    fails[0] = False
+    graphed(batch)
+    assert step.changing
+
+
+def test_a_step_that_cannot_be_recorded_is_run_as_it_is() -> None:
+    config = from_mapping({"device": "cpu", "memory.on_out_of_memory": "retry"})
+    trainer = HybridTrainer(nn.Linear(3, 1), loss_fn=lambda model, batch: model(batch).mean(), config=config)
+    recording = Shortage("1.00 GiB", f"the forward pass of {RECORDING}", "here")
+    assert trainer.rescue.shrink(recording, "out of memory")
+    assert trainer.cuda_graph is False
+    assert trainer.full_step.accumulation == 1

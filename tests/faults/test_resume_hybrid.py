@@ -35,6 +35,7 @@ SHORT = {
     "optimizer.weight_decay": 0.0,
     "schedule.type": "constant",
     "device": "cpu",
+    "memory.timeline": False,  # no two runs take the same memory
 }
 """All phases several times within some hundred steps."""
 UNGUARDED = {"hybrid.search": False, "hybrid.divergence_threshold": 1e6, "guard.prediction_error": 1e6}

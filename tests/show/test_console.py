@@ -215,3 +215,34 @@ def test_the_table_leaves_out_what_is_not_known() -> None:
     assert "held-out" not in text.getvalue()
     assert "speed" not in text.getvalue()
     assert re.search(r"skipped steps\s+│\s+3", text.getvalue())
+
+
+def table(**more: object) -> str:
+    text = io.StringIO()
+    RichConsole(file=text, width=160).print(summary_table(SUMMARY | more, "finished"))
+    return text.getvalue()
+
+
+def test_the_memory_of_every_phase() -> None:
+    usage = {"allocated": 10**9, "reserved": 4 * 10**9, "pinned": 0}
+    phases = {"setup": usage | {"peak": 10**9}, "full": usage | {"peak": 3_140_000_000}}
+    assert "peak 3.1 GB in full, 2.0 GB in predict │" in _flat(
+        table(memory=phases | {"predict": usage | {"peak": 2 * 10**9}})
+    )
+    pinned = phases | {"predict": usage | {"peak": 2 * 10**9, "pinned": 512_000_000}}
+    assert "2.0 GB in predict; 512 MB pinned on the host" in table(memory=pinned)
+    assert "the process held 700 MB at the most" in table(memory={"full": {"resident_peak": 700_000_000}})
+    for nothing in ({}, {"memory": {}}, {"memory": {"setup": usage | {"peak": 5}}}):
+        assert "memory" not in table(**nothing)
+
+
+def test_how_often_memory_ran_out() -> None:
+    found = {"times": 3, "failed_moves": 1, "prediction": "on", "settings": {"engine.activation_checkpointing": True}}
+    text = table(out_of_memory=found)
+    assert "3 times, once in a move; went on with engine.activation_checkpointing = true; prediction on" in text
+    found = {"times": 1, "failed_moves": 0, "prediction": "on", "settings": {}}
+    assert "once; prediction on" in table(out_of_memory=found)
+
+
+def _flat(text: str) -> str:
+    return " ".join(text.split())

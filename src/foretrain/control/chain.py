@@ -238,6 +238,8 @@ class Chain:
         if self.possible and state["secant"] is not None:
             self.secant = self.secant or Secant(self.parameters, self.pairs, _REACH)
             self.secant.load_state_dict(state["secant"])
+        else:
+            self.secant = None
 
 
 def _same(loss: float, other: float) -> bool:

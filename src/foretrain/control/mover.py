@@ -130,6 +130,7 @@ class Mover:
     def leap_on(self, batch: Any) -> StepOutput | None:
         """One leap of a chain; None when no leap lowers the loss any more."""
         move, pilot = self.open_move, self.pilot
+        self.engine.full_step.changing = True
         output = self.chain.leap(batch)
         if output is None and self.chain.leaps == 0 and not self.chain.returned:
             self.chain.end(pilot.slope, refused=True)
@@ -185,6 +186,7 @@ class Mover:
         if config.correction_interval and (move.moved + 1) % config.correction_interval == 0:
             step = step + self._suggestion(step * config.correction_interval, config.correction_interval)
         displacement = self.trajectory.displacement(step)
+        self.engine.full_step.changing = True
         torch._foreach_add_(self.trajectory.parameters, displacement)
         if self.engine.average is not None:
             self.engine.average.shift(displacement, 1.0)
@@ -292,6 +294,25 @@ class Mover:
         self.move = None
         self._tell(move, "refused", transition.reason, math.nan, 0.0)
 
+    def abandon(self, reason: str) -> Any:
+        """Take a move back that something else than its forecast stopped, wherever it is; full steps follow.
+
+        Returns the batch it began with, if it had begun.
+        """
+        move, pilot = self.move, self.pilot
+        self._outputs.clear()
+        if move is not None:  # else not even its snapshot was taken
+            move.refused = True
+            self.safety.rewind()
+            pilot.abandoned(move.plan, move.cost + move.steps)
+        pilot.machine.force_full(reason)
+        pilot.last_reason = reason
+        self.move = None
+        if move is None:
+            return None
+        self._tell(move, "refused", reason, math.nan, 0.0)
+        return move.batch
+
     def _reset_predictor(self, why: str) -> None:
         action = Action(Kind.RESET_PREDICTOR, f"the predictor starts anew: {why}")
         self.pilot.apply(action, self.engine.global_step)
@@ -321,6 +342,7 @@ class Mover:
     def _apply_correction(self, move: Move) -> None:
         coefficients = self._suggestion(move.plan.coefficients * min(1.0, move.share), move.moved)
         if coefficients.any():
+            self.engine.full_step.changing = True
             self.trajectory.move(coefficients)
             if self.engine.average is not None:
                 self.engine.average.shift(self.trajectory.displacement(coefficients), 1.0)

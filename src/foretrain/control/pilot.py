@@ -451,6 +451,12 @@ class Pilot:
         self.gate.moved(False)
         self.counts.moves["refused"] += 1
 
+    def abandoned(self, plan: Plan, cost: float) -> None:
+        """A move was taken back for a reason that says nothing about forecasts: nobody learns from it."""
+        self.ledger.cost += cost
+        self.gate.spend(0.0 if plan.low_noise else cost)
+        self.counts.moves["refused"] += 1
+
     def check_validation(self, readings: list[Reading]) -> list[Action]:
         """The validating steps of a move, judged together by the worst of them."""
         verdicts = [self.guard.check(reading) for reading in readings]

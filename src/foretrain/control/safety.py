@@ -29,13 +29,16 @@ class Safety:
         """Backward passes."""
         self.loader_state: Callable[[], Any] = lambda: None
         """Where the data is; set by `fit`."""
+        self.on = True
+        """Off where memory has run out too often: then there is no way back, and nothing is tried either."""
 
     @property
     def due(self) -> bool:
-        return self.taken is None or self.engine.backward_passes - self.taken_at >= _EVERY
+        return self.on and (self.taken is None or self.engine.backward_passes - self.taken_at >= _EVERY)
 
     def take(self, for_move: bool = True) -> None:
-        self.taken = snapshot(self.state(for_move), into=self.taken)
+        before, self.taken = self.taken, None  # half overwritten, should memory run out
+        self.taken = snapshot(self.state(for_move), into=before)
         self.taken_at = self.engine.backward_passes
 
     def state(self, for_move: bool = True) -> dict[str, Any]:
@@ -53,6 +56,9 @@ class Safety:
         state["steps"] = dict(self.pilot.counts.steps)
         state["loader"] = self.loader_state()
         return state
+
+    def forget(self) -> None:
+        self.taken = None
 
     def rewind(self, to: Snapshot | None = None) -> None:
         """Back to the snapshot, or to another one."""

@@ -24,6 +24,8 @@ class LookAhead:
         """Since the last move ahead."""
         self.m = [torch.zeros_like(p) for p in self.parameters]
         self._before = [torch.zeros_like(p) for p in self.parameters]
+        self._ahead = False
+        """Moved ahead for a step that is not done yet."""
 
     @torch.no_grad()
     def before_step(self, share: float) -> None:
@@ -31,18 +33,27 @@ class LookAhead:
         if self.steps:
             return
         torch._foreach_copy_(self._before, self.parameters)
+        self._ahead = True
         if share > 0:
             torch._foreach_add_(self.parameters, self.m, alpha=self.beta * share)
 
     @torch.no_grad()
     def after_step(self) -> None:
         self.steps += 1
+        self._ahead = False
         if self.steps < self.stride:
             return
         self.steps = 0
         torch._foreach_sub_(self._before, self.parameters)
         torch._foreach_mul_(self.m, self.g)
         torch._foreach_sub_(self.m, self._before, alpha=1 - self.g)
+
+    @torch.no_grad()
+    def take_back(self) -> None:
+        """The step that was begun will not be done: the weights as they were before it."""
+        if self._ahead:
+            torch._foreach_copy_(self.parameters, self._before)
+        self._ahead = False
 
     def restart(self) -> None:
         """Something else moved the weights: these steps do not show their motion."""

@@ -80,6 +80,9 @@ class CheckpointStore:
         except (OSError, SafetensorError) as error:
             self._sweep()
             raise SaveError(self._explain(error, step)) from error
+        except (RuntimeError, MemoryError):  # out of memory
+            self._sweep()
+            raise
         self._prune()
         return final
 

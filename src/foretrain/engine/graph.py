@@ -58,6 +58,7 @@ class GraphedStep:
         if not _same_form(batch, inputs):
             return self.step(batch)
         torch._foreach_copy_(tensors_of(inputs), tensors_of(batch), non_blocking=True)
+        self.step.changing = True
         graph.replay()
         return StepOutput(output.loss.clone(), output.gradient_norm.clone(), output.skipped.clone())
 
@@ -73,8 +74,11 @@ class GraphedStep:
         inputs = map_tensors(batch, lambda tensor: tensor.clone())
         self.step.optimizer.zero_grad(set_to_none=True)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode=_OWN_THREAD):
-            output = self.step(inputs)
+        try:
+            with torch.cuda.graph(graph, capture_error_mode=_OWN_THREAD):
+                output = self.step(inputs)
+        finally:
+            self.step.changing = False  # nothing runs while it is recorded
         return graph, inputs, output
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -38,7 +39,7 @@ from foretrain.engine.step import (
     split,
     tensors_of,
 )
-from foretrain.errors import CheckpointError, ConfigError, InputError
+from foretrain.errors import CheckpointError, ConfigError, InputError, is_out_of_memory
 
 _COUNTS = ("global_step", "position", "tokens", "backward_passes", "evaluations_without_best")
 _LOSSES = ("best_val_loss", "last_val_loss", "last_train_loss")
@@ -81,6 +82,7 @@ class Engine:
         self.backward_passes = 0
         self.probe_tokens = 0
         """Tokens (or samples) of forward passes that probed a move."""
+        self.cuda_graph = config.engine.cuda_graph
         self._run_step: Callable[[Any], StepOutput] | None = None
         self._run_gradient: GraphedGradient | None = None
         self._run_loss: GraphedLoss | None = None
@@ -148,7 +150,7 @@ class Engine:
 
     def _choose_step(self, batch: Any) -> Callable[[Any], StepOutput]:
         """The step as it is, or recorded as a CUDA graph where launches dominate."""
-        wanted = self.config.engine.cuda_graph
+        wanted = self.cuda_graph
         draws_again = getattr(self.model, "draws_again", False)
         possible = self.device.type == "cuda" and self.full_step.device_skip and not draws_again
         if wanted is True and not possible:
@@ -160,6 +162,26 @@ class Engine:
         if possible and _switch(wanted, auto=launch_bound(parameters, batch)):
             return GraphedStep(self.full_step)
         return self.full_step
+
+    # --- memory ------------------------------------------------------------------------------------------------------
+
+    def release(self) -> None:
+        """Give back what the next step makes anew: gradients, recorded graphs, and memory that is only cached."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # a step that failed may have left work on another stream
+        self.optimizer.zero_grad(set_to_none=True)
+        self._run_step = self._run_gradient = self._run_loss = None
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def use(self, settings: Config) -> None:
+        """Go on with other settings of how a step is executed."""
+        self.full_step.accumulation = settings.accumulation_steps
+        self.cuda_graph = settings.engine.cuda_graph
+        if hasattr(self.model, "activation_checkpointing"):
+            setattr(self.model, "activation_checkpointing", settings.engine.activation_checkpointing)  # noqa: B010
+        self._run_step = self._run_gradient = self._run_loss = None  # recorded as they were before
 
     # --- forward only ------------------------------------------------------------------------------------------------
 
@@ -246,6 +268,8 @@ class Engine:
         try:
             self._put_back(state, origin)
         except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            if is_out_of_memory(error):
+                raise
             raise CheckpointError(
                 f"{origin}: it does not hold the state of such a trainer ({type(error).__name__}: {error}); "
                 "use the settings it was saved with, or start a new run"
@@ -253,7 +277,9 @@ class Engine:
 
     def rewind(self, state: dict[str, Any]) -> None:
         """Back to an earlier state of this run, bit for bit; what was spent in between stays spent."""
+        self.full_step.changing = True
         self._put_back_training(state, "the snapshot")
+        self.full_step.changing = False
         self.global_step, self.position = (int(state["progress"][name]) for name in ("global_step", "position"))
 
     def _put_back_training(self, state: dict[str, Any], origin: str) -> None:

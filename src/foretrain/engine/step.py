@@ -55,7 +55,9 @@ class FullStep:
         self.nan_check = nan_check
         self.device = precision.device
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.buffers = list(model.buffers()) if nan_check else []
+        self.buffers = list(model.buffers())
+        self.changing = False
+        """Something is being changed that cannot be taken back; False again when the step is counted."""
         self.device_skip = supports_device_skip(optimizer)
         self.in_backward = UpdatesInBackward(optimizer, self.parameters, nan_check) if update_in_backward else None
         self._loss = _bind(model, loss_function, compile_loss, by_block=update_in_backward)
@@ -80,16 +82,24 @@ class FullStep:
     ) -> StepOutput:
         """between: called when the gradients are there and nothing is updated yet; gradient: another way to them."""
         kept = [buffer.clone() for buffer in self.buffers]
-        if self.in_backward is not None:
-            output = self._update_on_the_way(batch, self.in_backward)
-        else:
-            loss = (gradient or self.gradient)(batch)
-            if between is not None:
-                between()
-            output = self.update(loss)
-        with torch.no_grad():  # running statistics saw the bad batch too
-            for buffer, before in zip(self.buffers, kept, strict=True):
-                buffer.copy_(torch.where(output.skipped > 0, before, buffer))
+        try:
+            if self.in_backward is not None:
+                output = self._update_on_the_way(batch, self.in_backward)
+            else:
+                loss = (gradient or self.gradient)(batch)
+                if between is not None:
+                    self.changing = True  # by whoever wants to see the gradients
+                    between()
+                output = self.update(loss)
+        except BaseException:
+            with torch.no_grad():
+                for buffer, before in zip(self.buffers, kept, strict=True):
+                    buffer.copy_(before)
+            raise
+        if self.nan_check:
+            with torch.no_grad():  # running statistics saw the bad batch too
+                for buffer, before in zip(self.buffers, kept, strict=True):
+                    buffer.copy_(torch.where(output.skipped > 0, before, buffer))
         return output
 
     def _update_on_the_way(self, batch: Any, updates: UpdatesInBackward) -> StepOutput:
@@ -97,6 +107,7 @@ class FullStep:
         self.optimizer.zero_grad(set_to_none=True)
         updates.limit = self.clip
         loss = self.loss(batch)
+        self.changing = True
         with updates.during(loss):
             self._backward(loss)
         loss, norm = loss.detach().float(), updates.norm().float()
@@ -141,6 +152,7 @@ class FullStep:
         if self.clip > 0:
             clipping = (norm / self.clip).clamp(min=1.0)
             divisor = clipping if divisor is None else clipping * divisor
+        self.changing = True
         self._apply(gradients, divisor, bad)
         self.precision.update(bad)
         return StepOutput(loss, norm, bad)

@@ -176,7 +176,7 @@ class GPT2(nn.Module):
     ) -> None:
         super().__init__()
         self.shape = shape
-        self.recomputed = recomputed_blocks(shape.layers, float(activation_checkpointing))
+        self.activation_checkpointing = activation_checkpointing
         self.fused_loss = fused_loss
         self.narrow_residual = narrow_residual
         self.token_embedding = nn.Embedding(shape.padded_vocab_size, shape.width)
@@ -185,6 +185,16 @@ class GPT2(nn.Module):
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.final_norm = _norm(shape)
         self.initialize(torch.Generator().manual_seed(seed))
+
+    @property
+    def activation_checkpointing(self) -> bool | float:
+        """The share of the blocks that is recomputed in the backward pass; may be changed between two steps."""
+        return self._activation_checkpointing
+
+    @activation_checkpointing.setter
+    def activation_checkpointing(self, share: bool | float) -> None:
+        self._activation_checkpointing = share
+        self.recomputed = recomputed_blocks(self.shape.layers, float(share))
 
     @torch.no_grad()
     def initialize(self, generator: torch.Generator) -> None:

@@ -26,6 +26,7 @@ from foretrain.events import (
     Resumed,
     RunEnded,
     RunStarted,
+    in_words,
 )
 
 _LINES_PER_RUN = 40
@@ -196,6 +197,8 @@ def summary_table(summary: Mapping[str, Any], reason: str, folder: str | None = 
         "speed": f"{short(summary['tokens_per_second'])} tok/s" if summary.get("tokens_per_second") else None,
         "skipped steps": str(summary["skipped_steps"]) if summary.get("skipped_steps") else None,
         "peak GPU memory": f"{summary['peak_memory_mb']:,.0f} MB" if summary.get("peak_memory_mb") else None,
+        "memory": _memory(summary.get("memory") or {}),
+        "out of memory": _made_smaller(summary.get("out_of_memory") or {}),
         **_prediction(summary),
         "run folder": folder,
     }
@@ -215,6 +218,35 @@ def _steps(summary: Mapping[str, Any]) -> str:
     parts = [f"{count:,} {words[phase]}" for phase, count in summary["steps"].items() if count]
     total = f"{summary['global_step']:,}"
     return f"{total} = {' + '.join(parts)}" if len(parts) > 1 else total
+
+
+def _memory(phases: Mapping[str, Mapping[str, int]]) -> str | None:
+    """3.1 GB peak in full, 2.0 GB in predict; or the resident memory of the process, where there is no GPU."""
+    peaks = {phase: usage["peak"] for phase, usage in phases.items() if "peak" in usage}
+    if peaks:
+        words = [f"{in_words(peak)} in {phase}" for phase, peak in peaks.items() if phase != "setup"]
+        pinned = max(usage.get("pinned", 0) for usage in phases.values())
+        return (
+            "peak " + ", ".join(words) + (f"; {in_words(pinned)} pinned on the host" if pinned else "")
+            if words
+            else None
+        )
+    resident = [usage["resident_peak"] for usage in phases.values() if "resident_peak" in usage]
+    return f"the process held {in_words(max(resident))} at the most" if resident else None
+
+
+def _made_smaller(found: Mapping[str, Any]) -> str | None:
+    """How often memory ran out, and what the run went on with."""
+    if not found:
+        return None
+    changes = ", ".join(f"{name} = {str(value).lower()}" for name, value in found["settings"].items())
+    moves = f", {_times(found['failed_moves'])} in a move" if found["failed_moves"] else ""
+    ended = f"; went on with {changes}" if changes else ""
+    return f"{_times(found['times'])}{moves}{ended}; prediction {found['prediction']}"
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
 
 
 def _prediction(summary: Mapping[str, Any]) -> dict[str, str | None]:

@@ -1,0 +1,149 @@
+"""Out of memory: what was asked for and where, what can be made smaller, and what to advise."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from torch import nn
+
+from foretrain.config import Config, changed
+from foretrain.errors import is_out_of_memory
+from foretrain.events import in_words
+
+_PARTS = {
+    "Engine.to_device": "the copy of a batch to the device",
+    "FullStep.loss": "the forward pass",
+    "FullStep._backward": "the backward pass",
+    "FullStep.update": "the update of the weights",
+    "GraphedStep._record": "the recording of a CUDA graph",
+    "GraphedGradient._record": "the recording of a CUDA graph",
+    "Engine.probe": "a probe",
+    "Engine.probe_all": "a probe",
+    "Engine.evaluate": "an evaluation",
+    "Safety.take": "a snapshot",
+    "Trajectory.displacement": "a predicted displacement",
+    "Observer.close": "the end of a window",
+    "Chain.leap": "a quasi-Newton leap",
+    "Secant.gradient_known": "the memory of quasi-Newton leaps",
+    "CheckpointStore.save": "a checkpoint",
+    "Engine.load_state_dict": "the loading of a state",
+}
+"""What a function does, in words. The outermost and the innermost of them say what was going on."""
+RECORDING = _PARTS["GraphedStep._record"]
+_ASKED = re.compile(r"ried to allocate ([0-9.]+ ?[A-Za-z]+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Shortage:
+    """Words only: nothing of it keeps a tensor alive."""
+
+    asked: str
+    """How much more was asked for; empty where the allocator did not say."""
+    doing: str
+    place: str
+    """The innermost line of Python."""
+
+    @property
+    def recording(self) -> bool:
+        return RECORDING in self.doing
+
+    def __str__(self) -> str:
+        asked = f"{self.asked} more could not be had" if self.asked else "no more could be had"
+        return f"during {self.doing} ({self.place}) {asked}"
+
+
+def look_at(error: BaseException) -> Shortage | None:
+    """What an error says about a lack of memory; None if it is another one."""
+    if not is_out_of_memory(error):
+        return None
+    found = _ASKED.search(str(error))
+    asked = found[1] if found is not None else ""
+    if asked.endswith("bytes"):
+        asked = in_words(int(asked.split()[0]))
+    return Shortage(asked, *_where(error.__traceback__))
+
+
+def _where(trace: TracebackType | None) -> tuple[str, str]:
+    parts: list[str] = []
+    place = "an unknown place"
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        part = _PARTS.get(code.co_qualname)
+        if (
+            part is not None
+            and part not in parts
+            and str(trace.tb_frame.f_globals.get("__name__")).startswith("foretrain.")
+        ):
+            parts.append(part)
+        place = f"{code.co_filename.rpartition('/')[2]}, line {trace.tb_lineno}"
+        trace = trace.tb_next
+    if not parts:
+        return "a step", place
+    return (parts[0] if len(parts) == 1 else f"{parts[-1]} of {parts[0]}"), place
+
+
+# --- what can be made smaller ----------------------------------------------------------------------------------------
+
+
+def next_smaller(config: Config) -> Config | None:
+    """The next configuration that computes the same in less memory; None when there is none.
+
+    First more and smaller parts of each batch, down to one row; then every block is computed twice.
+    """
+    parts = _more_parts(config)
+    if parts is not None:
+        return changed(config, {"accumulation_steps": parts})
+    if float(config.engine.activation_checkpointing) < 1:
+        return changed(config, {"engine.activation_checkpointing": True})
+    return None
+
+
+def _more_parts(config: Config) -> int | None:
+    """At least twice as many parts, all of one size."""
+    wanted = range(2 * config.accumulation_steps, config.batch_size + 1)
+    return next((parts for parts in wanted if config.batch_size % parts == 0), None)
+
+
+# --- what to advise --------------------------------------------------------------------------------------------------
+
+
+def _unlike(*enough: Any) -> Callable[[Any], bool]:
+    return lambda value: value not in enough
+
+
+_REMEDIES: tuple[tuple[str, Callable[[Any], bool], Any], ...] = (
+    ("engine.fused_loss", _unlike(True), True),
+    ("accumulation_steps", lambda value: True, None),
+    ("engine.activation_checkpointing", lambda share: float(share) < 1, True),
+    ("memory.snapshots", _unlike("pinned"), "pinned"),
+    ("memory.basis", _unlike("pinned"), "pinned"),
+    ("optimizer.state_type", _unlike("bf16", "8bit"), "bf16"),
+    ("optimizer.state_type", _unlike("8bit"), "8bit"),
+    ("engine.update_in_backward", _unlike(True), True),
+)
+"""Settings that save memory, the cheapest first: name, whether a value leaves something to save, and what to set."""
+
+
+def advice(config: Config, model: nn.Module) -> str:
+    """What to change, of what is not changed yet."""
+    found: list[str] = []
+    for name, worth_it, value in _REMEDIES:
+        section, _, key = name.rpartition(".")
+        place = getattr(config, section) if section else config
+        if not hasattr(place, key) or any(name in text for text in found):
+            continue
+        if name in ("engine.fused_loss", "engine.activation_checkpointing") and not hasattr(model, key):
+            continue  # a model of one's own: these switches are GPT-2's
+        if section == "memory" and config.hybrid.mode == "off":
+            continue  # there are neither snapshots nor directions
+        if name == "accumulation_steps":
+            value = _more_parts(config)
+        if value is not None and worth_it(getattr(place, key)):
+            found.append(f"{name} = {'true' if value is True else repr(value)}")
+    if not found:
+        return "every setting that saves memory is on: use a smaller model, a shorter model.context or less batch_size"
+    return f"to make it fit, what costs least first: {'; '.join(found)}"
