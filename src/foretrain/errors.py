@@ -60,7 +60,20 @@ _SIGNS = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ran out: torch's own, Python's, and those that are told by their text only."""
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        return True
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
+    """Whether an error says that memory ran out, or came of another one that does; never one of ours."""
+    return root_of_shortage(error) is not None
+
+
+def root_of_shortage(error: BaseException) -> BaseException | None:
+    """The error that said that memory ran out: torch's own, Python's, or one that is told by its text only.
+
+    It need not be the last one: a CUDA graph whose recording it broke off fails once more when it is ended.
+    """
+    found: BaseException | None = error
+    while isinstance(found, (RuntimeError, MemoryError)):
+        if isinstance(found, MemoryError) or type(found).__name__ == "OutOfMemoryError":
+            return found
+        if any(sign in str(found) for sign in _SIGNS):
+            return found
+        found = found.__cause__ or found.__context__
+    return None

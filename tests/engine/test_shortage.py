@@ -15,7 +15,7 @@ from foretrain import HybridTrainer
 from foretrain.config import from_mapping
 from foretrain.engine.graph import GraphedGradient
 from foretrain.engine.shortage import Shortage, advice, look_at, next_smaller
-from foretrain.errors import is_out_of_memory
+from foretrain.errors import OutOfMemory, is_out_of_memory
 
 
 def raised(function: Any) -> BaseException:
@@ -47,6 +47,7 @@ def test_what_cannot_be_had_from_the_host() -> None:
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
         (ValueError("CUDA out of memory"), False),
+        (OutOfMemory("CUDA out of memory, as we say it"), False),
         (KeyboardInterrupt(), False),
     ],
 )
@@ -74,14 +75,18 @@ def test_what_was_going_on_is_told_from_the_outside_in(monkeypatch: pytest.Monke
         assert str(found).endswith(") 2.00 GiB more could not be had")
 
     class Graph:
+        """Ending a recording that was broken off is an error of its own."""
+
         def __enter__(self) -> None: ...
-        def __exit__(self, *arguments: object) -> None: ...
+        def __exit__(self, *arguments: object) -> None:
+            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
     monkeypatch.setattr(torch.cuda, "graph", lambda graph, capture_error_mode: Graph())
     found = look_at(raised(lambda: GraphedGradient(trainer.full_step)(batch)))
     assert found is not None
     assert found.recording
+    assert found.asked == "2.00 GiB"
     assert found.doing == "the forward pass of the recording of a CUDA graph"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from foretrain.config import Config, changed
-from foretrain.errors import is_out_of_memory
+from foretrain.errors import root_of_shortage
 from foretrain.events import in_words
 
 _PARTS = {
@@ -58,29 +58,33 @@ class Shortage:
 
 def look_at(error: BaseException) -> Shortage | None:
     """What an error says about a lack of memory; None if it is another one."""
-    if not is_out_of_memory(error):
+    root = root_of_shortage(error)
+    if root is None:
         return None
-    found = _ASKED.search(str(error))
+    found = _ASKED.search(str(root))
     asked = found[1] if found is not None else ""
     if asked.endswith("bytes"):
         asked = in_words(int(asked.split()[0]))
-    return Shortage(asked, *_where(error.__traceback__))
+    return Shortage(asked, *_where([*_frames(error), *(_frames(root) if root is not error else ())]))
 
 
-def _where(trace: TracebackType | None) -> tuple[str, str]:
+def _frames(error: BaseException) -> Iterator[TracebackType]:
+    """From the outermost to the innermost."""
+    trace = error.__traceback__
+    while trace is not None:
+        yield trace
+        trace = trace.tb_next
+
+
+def _where(traces: list[TracebackType]) -> tuple[str, str]:
     parts: list[str] = []
     place = "an unknown place"
-    while trace is not None:
-        code = trace.tb_frame.f_code
-        part = _PARTS.get(code.co_qualname)
-        if (
-            part is not None
-            and part not in parts
-            and str(trace.tb_frame.f_globals.get("__name__")).startswith("foretrain.")
-        ):
+    for trace in traces:
+        code, module = trace.tb_frame.f_code, str(trace.tb_frame.f_globals.get("__name__"))
+        part = _PARTS.get(code.co_qualname) if module.startswith("foretrain.") else None
+        if part is not None and part not in parts:
             parts.append(part)
         place = f"{code.co_filename.rpartition('/')[2]}, line {trace.tb_lineno}"
-        trace = trace.tb_next
     if not parts:
         return "a step", place
     return (parts[0] if len(parts) == 1 else f"{parts[-1]} of {parts[0]}"), place
