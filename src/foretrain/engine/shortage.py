@@ -21,6 +21,7 @@ _PARTS = {
     "FullStep.update": "the update of the weights",
     "GraphedStep._record": "the recording of a CUDA graph",
     "GraphedGradient._record": "the recording of a CUDA graph",
+    "GraphedLoss._record": "the recording of a CUDA graph",
     "Engine.probe": "a probe",
     "Engine.probe_all": "a probe",
     "Engine.evaluate": "an evaluation",
