@@ -202,6 +202,24 @@ class EngineConfig(Section):
     """Refuse operations whose result can differ between two runs (slower on a GPU)."""
 
 
+class MemoryConfig(Section):
+    """What lives in host memory instead of the device's. None of these changes a bit of what is computed."""
+
+    snapshots: Literal["device", "pinned"] = "device"
+    """Where the snapshots are that a move is taken back to: `pinned` host memory, filled beside the probes, costs a
+    copy per move and saves a second set of weights and optimizer state on the device."""
+    basis: Literal["device", "pinned"] = "device"
+    """Where the stored directions are that moves are made of. `pinned`: in host memory; they pass through a small
+    buffer at the end of each window of full steps, and for each move."""
+    offload: bool = False
+    """The optimizer's state leaves the device for pinned host memory while steps are predicted, and the gradients are
+    dropped. Switches `engine.cuda_graph = "auto"` off, because a recorded step needs them where they were."""
+    lookahead: CountOrZero = 1
+    """With `offload`: predicted steps before its end at which the state begins to come back. 0: after the last of them,
+    beside the next full step's forward and backward pass, with the least memory. A leap is one step: 1 or more is
+    beside its last probe."""
+
+
 class EvaluationConfig(Section):
     """How the held-out loss is measured."""
 
@@ -390,6 +408,7 @@ class Config(Section):
     schedule: ScheduleConfig = ScheduleConfig()
     precision: PrecisionConfig = PrecisionConfig()
     engine: EngineConfig = EngineConfig()
+    memory: MemoryConfig = MemoryConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     hybrid: HybridConfig = HybridConfig()
@@ -404,6 +423,11 @@ class Config(Section):
         if self.batch_size % self.accumulation_steps:
             raise ValueError(
                 f"accumulation_steps = {self.accumulation_steps} does not divide batch_size = {self.batch_size}"
+            )
+        if self.engine.cuda_graph is True and self.memory.offload:
+            raise ValueError(
+                "engine.cuda_graph = true and memory.offload = true exclude each other: a recorded step needs the "
+                "optimizer's state where it was. Set engine.cuda_graph = 'auto', or memory.offload = false"
             )
         warmup = self.schedule.warmup_steps or 0
         if self.schedule.type in ("wsd", "cosine") and warmup >= self.max_steps > 1:

@@ -20,6 +20,7 @@ from foretrain.control.mover import Mover
 from foretrain.control.pilot import Pilot
 from foretrain.control.recovery import Action, Kind
 from foretrain.dynamics import registry
+from foretrain.dynamics.hosted import HostedTrajectory
 from foretrain.dynamics.lookahead import LookAhead
 from foretrain.dynamics.observer import Moment, Observer
 from foretrain.dynamics.predictor import Predictor
@@ -114,7 +115,8 @@ class HybridTrainer(Engine):
         if config.hybrid.mode == "off" or not parameters:
             return
         names = [name for name, p in self.model.named_parameters() if p.requires_grad]
-        trajectory = Trajectory(parameters, names, window=config.hybrid.window_steps, dtype=self._basis_type())
+        kind = HostedTrajectory if config.memory.basis == "pinned" else Trajectory
+        trajectory = kind(parameters, names, window=config.hybrid.window_steps, dtype=self._basis_type())
         predictor = predictor or registry.build(config.predictor, config.seed)
         self.observer = Observer(trajectory, predictor, parameters, self.optimizer)
         self.pilot = Pilot(config, self.observer, "adapters" if self._trains_adapters() else "full weights")

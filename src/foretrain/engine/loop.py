@@ -17,6 +17,7 @@ from foretrain.engine import optim, schedule
 from foretrain.engine.averaging import WeightAverage
 from foretrain.engine.graph import GraphedGradient, GraphedStep, launch_bound
 from foretrain.engine.meters import StepMeter, Stopwatch
+from foretrain.engine.offload import OptimizerParking
 from foretrain.engine.precision import Precision, choose_device
 from foretrain.engine.state import (
     changing_state,
@@ -75,6 +76,10 @@ class Engine:
             nan_check=config.guard.nan_check,
             compile_loss=_switch(config.engine.compile, auto=self.device.type == "cuda"),
         )
+        self.away: OptimizerParking | None = None
+        """The optimizer's state leaves the device while nothing needs it."""
+        if config.memory.offload and config.hybrid.mode != "off":
+            self.away = OptimizerParking(self.optimizer, self.full_step.parameters, self.device)
         self.rate_factor = 1.0
         """What recovery makes of the scheduled learning rate."""
         self.backward_passes = 0
@@ -148,9 +153,11 @@ class Engine:
         """The step as it is, or recorded as a CUDA graph where launches dominate."""
         wanted = self.config.engine.cuda_graph
         possible = self.device.type == "cuda" and self.full_step.device_skip
+        possible = possible and self.away is None  # a graph is bound to addresses: its tensors cannot leave
         if wanted is True and not possible:
             raise ConfigError(
-                "engine.cuda_graph = true needs a CUDA GPU and a fused optimizer (adamw, adam, sgd or muon); use 'auto'"
+                "engine.cuda_graph = true needs a CUDA GPU, a fused optimizer (adamw, adam, sgd or muon) and "
+                "memory.offload = false; use 'auto'"
             )
         parameters = sum(p.numel() for p in self.full_step.parameters)
         if possible and _switch(wanted, auto=launch_bound(parameters, batch)):
@@ -247,6 +254,8 @@ class Engine:
 
     def _put_back_training(self, state: dict[str, Any], origin: str) -> None:
         """Weights, optimizer, average, loss scale and random states."""
+        if self.away is not None:
+            self.away.back()
         restore_model(self.model, state["model"], origin)
         restore_optimizer(self.optimizer, state["optimizer"], origin, keep_settings=self._optimizer_is_configured)
         if (self.average is None) != (state["average"] is None):

@@ -195,7 +195,7 @@ def restore_model(model: nn.Module, saved: Mapping[str, Tensor], origin: str) ->
             )
     for name, value in own.items():
         if isinstance(value, Tensor):
-            value.copy_(saved[name])
+            value.copy_(saved[name], non_blocking=value.is_cuda)  # the order of the stream is enough
         else:  # what a module returned from get_extra_state
             model.load_state_dict({name: saved[name]}, strict=False)
 
@@ -259,7 +259,7 @@ def _fill(target: Any, source: Any) -> None:
     """Copy every tensor and number of `source` into the equal tree `target`."""
     for key, value in source.items():
         if isinstance(value, Tensor):
-            target[key].copy_(value)
+            target[key].copy_(value, non_blocking=target[key].is_cuda)
         elif isinstance(value, Mapping):
             _fill(target[key], value)
         else:
