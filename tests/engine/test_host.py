@@ -16,6 +16,12 @@ from foretrain.errors import ConfigError
 CPU = torch.device("cpu")
 
 
+def settled_host_bytes() -> int:
+    """Without what other tests left behind."""
+    gc.collect()
+    return host_bytes()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.int64])
 @pytest.mark.parametrize("shape", [(), (1,), (3, 5), (2, 3, 4)])
 def test_memory_has_the_form_that_is_asked_for_and_holds_every_bit(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
@@ -36,7 +42,7 @@ def test_memory_keeps_the_order_of_dimensions_but_not_gaps() -> None:
 
 
 def test_memory_is_counted_and_given_back_with_the_last_tensor_in_it() -> None:
-    before = host_bytes()
+    before = settled_host_bytes()
     memory = host_zeros((1000, 1000), torch.float32, CPU)
     assert 4_000_000 <= host_bytes() - before < 4_100_000
     part = memory[:3]
@@ -51,7 +57,7 @@ def test_memory_is_counted_and_given_back_with_the_last_tensor_in_it() -> None:
 
 
 def test_nothing_needs_no_memory() -> None:
-    before = host_bytes()
+    before = settled_host_bytes()
     assert host_zeros((0, 3), torch.float32, CPU).shape == (0, 3)
     assert host_bytes() == before
 
@@ -91,7 +97,7 @@ def test_for_a_gpu_whole_pages_are_locked_and_unlocked(monkeypatch: pytest.Monke
 def test_memory_that_cannot_be_locked_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host.torch.cuda, "cudart", lambda: Cudart(result=2))
     monkeypatch.setattr(host.torch.cuda, "check_error", _check)
-    before = host_bytes()
+    before = settled_host_bytes()
     with pytest.raises(ConfigError, match=r"cannot be pinned.*out of memory.*memory\.offload"):
         host_zeros((5,), torch.float32, torch.device("cuda"))
     gc.collect()

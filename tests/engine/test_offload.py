@@ -21,6 +21,12 @@ CPU = torch.device("cpu")
 FORMS = [((3, 5), torch.float32), ((64,), torch.bfloat16), ((2, 3, 4), torch.uint8), ((3, 5), torch.float32)]
 
 
+def settled_host_bytes() -> int:
+    """Without what other tests left behind."""
+    gc.collect()
+    return host_bytes()
+
+
 def some(seed: int = 0) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [(50 * torch.rand(shape, generator=generator)).to(dtype) for shape, dtype in FORMS]
@@ -74,7 +80,7 @@ def test_a_view_stays_with_what_it_is_a_view_of() -> None:
 
 
 def test_a_copy_that_exists_is_used_and_not_made_again() -> None:
-    before = host_bytes()
+    before = settled_host_bytes()
     tensor = torch.randn(5000)
     copy = tensor.clone()
     parking = Parking(CPU)
@@ -118,7 +124,7 @@ def test_a_thousand_ways_to_and_fro_use_the_memory_of_the_first() -> None:
     tensors, parking = some(), Parking(CPU)
     parking.park(tensors)
     parking.back()
-    used = host_bytes()
+    used = settled_host_bytes()
     for cycle in range(1000):
         parking.park(tensors[:: 1 if cycle % 2 else -1])
         parking.back()
@@ -138,10 +144,10 @@ def state_of(number: float) -> dict[str, Any]:
 
 def test_a_snapshot_in_host_memory_is_a_copy_and_uses_its_memory_again() -> None:
     host = HostSnapshots(CPU, ("random.",))
-    before = host_bytes()
+    before = settled_host_bytes()
     state = state_of(1.0)
     taken = host.take(state)
-    used = host_bytes()
+    used = settled_host_bytes()
     assert used > before
     state["model"]["w"].zero_()
     assert float(put_together(taken)["model"]["w"].sum()) == 40.0
@@ -179,12 +185,12 @@ def test_copies_aside_are_copies_and_can_be_summed(on_host: bool) -> None:
     assert same(sums, expected)
     others = [torch.ones(5), torch.ones(2, 3)]
     assert same(aside.keep("sum", others), others)
-    used = host_bytes()
+    used = settled_host_bytes()
     for _ in range(10):
         aside.keep("sum")
         aside.keep("weights")
     assert (host_bytes() > used) is on_host  # of the second name, once
-    used = host_bytes()
+    used = settled_host_bytes()
     aside.keep("weights")
     assert host_bytes() == used
 
@@ -254,7 +260,7 @@ def test_a_state_in_a_snapshot_is_not_copied_a_second_time() -> None:
     parameters, optimizer = trained("adamw")
     host, parking = HostSnapshots(CPU), OptimizerParking(optimizer, parameters, CPU)
     taken = host.take(optimizer.state_dict())
-    used = host_bytes()
+    used = settled_host_bytes()
     parking.leave(put_together(taken))
     assert parking.away
     assert host_bytes() == used
