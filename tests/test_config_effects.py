@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import math
@@ -21,9 +22,13 @@ from torch import nn
 from foretrain import run, tuning
 from foretrain import trainer as trainer_module
 from foretrain.config import from_mapping, settings
+from foretrain.control.mover import Mover
 from foretrain.data import tokens
+from foretrain.dynamics.hosted import HostedTrajectory
 from foretrain.dynamics.predictor import Followed, Forecast, Predictor, Situation
+from foretrain.dynamics.trajectory import Trajectory
 from foretrain.engine import precision, schedule
+from foretrain.engine.host import host_bytes
 from foretrain.engine.muon import Muon
 from foretrain.engine.state import take_apart
 from foretrain.errors import ConfigError, DataError, DivergenceError, OutOfMemory
@@ -714,6 +719,64 @@ def _(bench: Bench) -> None:
     assert not torch.are_deterministic_algorithms_enabled()
     bench.trainer(engine__deterministic=True)
     assert torch.are_deterministic_algorithms_enabled()
+
+
+# --- memory --------------------------------------------------------------------------------------------------------
+
+
+@effect("memory.snapshots")
+def _(bench: Bench) -> None:
+    used = {}
+    for place in ("device", "pinned"):
+        gc.collect()
+        before = host_bytes()
+        run = hybrid(memory__snapshots=place)
+        assert run.moves
+        used[place] = host_bytes() - before
+        del run
+    assert used["device"] == 0 < used["pinned"]
+
+
+@effect("memory.basis")
+def _(bench: Bench) -> None:
+    for place, kind in (("device", Trajectory), ("pinned", HostedTrajectory)):
+        assert type(hybrid(20, memory__basis=place).trainer.observer.trajectory) is kind
+
+
+@effect("memory.offload")
+def _(bench: Bench) -> None:
+    for wanted in (True, False):
+        parked = away_while_probing(bench.patch, memory__offload=wanted, memory__lookahead=0)
+        assert set(parked) == {wanted}
+    with pytest.raises(ConfigError, match=r"engine\.cuda_graph = true and memory\.offload = true exclude each other"):
+        bench.config(memory__offload=True, engine__cuda_graph=True)
+
+
+@effect("memory.lookahead")
+def _(bench: Bench) -> None:
+    for steps in (0, 1, 3):
+        parked = away_while_probing(bench.patch, memory__offload=True, memory__lookahead=steps)
+        assert parked[: len(parked) - steps] == [True] * (len(parked) - steps)
+        assert parked[len(parked) - steps :] == [False] * steps
+
+
+def away_while_probing(patch: pytest.MonkeyPatch, **changes: Any) -> list[bool]:
+    """For each predicted step of the first rollout, whether the optimizer's state was away from the device."""
+    seen: dict[int, list[bool]] = {}
+    probe = Mover._probe
+
+    def watched(mover: Mover, batch: Any = None) -> float:
+        if batch is not None:
+            away = mover.engine.away is not None and mover.engine.away.away
+            seen.setdefault(mover.engine.backward_passes, []).append(away)
+        return probe(mover, batch)
+
+    with patch.context() as inner:
+        inner.setattr(Mover, "_probe", watched)
+        hybrid(hybrid__mode="rollout", optimizer__momentum=0.5, **changes)
+    first = next(iter(seen.values()))
+    assert len(first) > 3
+    return first
 
 
 # --- evaluation, checkpoints, guard, log ---------------------------------------------------------------------------

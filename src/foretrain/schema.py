@@ -225,6 +225,31 @@ class EngineConfig(Section):
     """Refuse operations whose result can differ between two runs (slower on a GPU)."""
 
 
+class MemoryConfig(Section):
+    """What lives in host memory instead of the device's, and what happens when memory runs out. None of it changes what
+    is computed."""
+
+    snapshots: Literal["device", "pinned"] = "device"
+    """Where the snapshots are that a move is taken back to: `pinned` host memory, filled beside the probes, costs a
+    copy per move and saves a second set of weights and optimizer state on the device."""
+    basis: Literal["device", "pinned"] = "device"
+    """Where the stored directions are that moves are made of. `pinned`: in host memory; they pass through a small
+    buffer at the end of each window of full steps, and for each move."""
+    offload: bool = False
+    """The optimizer's state leaves the device for pinned host memory while steps are predicted, and the gradients are
+    dropped. Switches `engine.cuda_graph = "auto"` off, because a recorded step needs them where they were."""
+    lookahead: CountOrZero = 1
+    """With `offload`: predicted steps before its end at which the state begins to come back. 0: after the last of them,
+    beside the next full step's forward and backward pass, with the least memory. A leap is one step: 1 or more is
+    beside its last probe."""
+    on_out_of_memory: Literal["stop", "retry"] = "stop"
+    """`stop`: the run ends with exit code 3, says what to change, and can be resumed. `retry`: the same batch is done
+    again in smaller parts (twice the `accumulation_steps`, then `engine.activation_checkpointing`), and a move that
+    does not fit is taken back."""
+    timeline: bool = True
+    """Memory of every phase in `metrics.jsonl` and in the summary. On a GPU this resets torch's peak counters."""
+
+
 class EvaluationConfig(Section):
     """How the held-out loss is measured."""
 
@@ -373,17 +398,6 @@ class GuardConfig(Section):
     """Double the learning rate by itself on a plateau of 500 steps, rather than only advise it."""
 
 
-class MemoryConfig(Section):
-    """What is done about memory, and what is told about it."""
-
-    on_out_of_memory: Literal["stop", "retry"] = "stop"
-    """`stop`: the run ends with exit code 3, says what to change, and can be resumed. `retry`: the same batch is done
-    again in smaller parts (twice the `accumulation_steps`, then `engine.activation_checkpointing`), and a move that
-    does not fit is taken back."""
-    timeline: bool = True
-    """Memory of every phase in `metrics.jsonl` and in the summary. On a GPU this resets torch's peak counters."""
-
-
 class LogConfig(Section):
     """What is written while the run goes on."""
 
@@ -424,6 +438,7 @@ class Config(Section):
     schedule: ScheduleConfig = ScheduleConfig()
     precision: PrecisionConfig = PrecisionConfig()
     engine: EngineConfig = EngineConfig()
+    memory: MemoryConfig = MemoryConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     hybrid: HybridConfig = HybridConfig()
@@ -431,7 +446,6 @@ class Config(Section):
     correction: CorrectionConfig = CorrectionConfig()
     audit: AuditConfig = AuditConfig()
     guard: GuardConfig = GuardConfig()
-    memory: MemoryConfig = MemoryConfig()
     log: LogConfig = LogConfig()
 
     @model_validator(mode="after")
@@ -442,6 +456,11 @@ class Config(Section):
             )
         if self.engine.update_in_backward:
             self._check_update_in_backward()
+        if self.engine.cuda_graph is True and self.memory.offload:
+            raise ValueError(
+                "engine.cuda_graph = true and memory.offload = true exclude each other: a recorded step needs the "
+                "optimizer's state where it was. Set engine.cuda_graph = 'auto', or memory.offload = false"
+            )
         warmup = self.schedule.warmup_steps or 0
         if self.schedule.type in ("wsd", "cosine") and warmup >= self.max_steps > 1:
             raise ValueError(f"schedule.warmup_steps = {warmup} leaves nothing of max_steps = {self.max_steps}")

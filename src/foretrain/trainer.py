@@ -22,6 +22,7 @@ from foretrain.control.race import RateRace, with_short_warmup
 from foretrain.control.recovery import Action, Kind
 from foretrain.control.rescue import Rescue
 from foretrain.dynamics import registry
+from foretrain.dynamics.hosted import HostedTrajectory
 from foretrain.dynamics.lookahead import LookAhead
 from foretrain.dynamics.observer import Moment, Observer
 from foretrain.dynamics.predictor import Predictor
@@ -119,7 +120,8 @@ class HybridTrainer(Engine):
         if config.hybrid.mode == "off" or not parameters:
             return
         names = [name for name, p in self.model.named_parameters() if p.requires_grad]
-        trajectory = Trajectory(parameters, names, window=config.hybrid.window_steps, dtype=self._basis_type())
+        kind = HostedTrajectory if config.memory.basis == "pinned" else Trajectory
+        trajectory = kind(parameters, names, window=config.hybrid.window_steps, dtype=self._basis_type())
         predictor = predictor or registry.build(config.predictor, config.seed)
         self.observer = Observer(trajectory, predictor, parameters, self.optimizer)
         if self.full_step.in_backward is not None:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from foretrain.control.pilot import Plan
@@ -58,11 +57,10 @@ def pack_move(move: Move) -> dict[str, Any]:
     return {name: value for name, value in vars(move).items() if name != "plan"} | {"plan": plan}
 
 
-def unpack_move(state: dict[str, Any], own: Callable[[Any], Any], device: torch.device) -> Move:
+def unpack_move(state: dict[str, Any], own: Callable[[Any], Any]) -> Move:
     plan = dict(state["plan"])
     forecast = plan.pop("forecast")
     forecast = unpack(Forecast, {**forecast, "horizons": tuple(forecast["horizons"])})
     move = Move(**{**state, "plan": unpack(Plan, {**plan, "forecast": forecast})})
     move.batch, move.batches = own(move.batch), [own(batch) for batch in move.batches]
-    move.mean = [value.to(device).clone() for value in move.mean]
     return move

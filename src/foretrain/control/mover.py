@@ -23,8 +23,10 @@ from foretrain.control.products import Products
 from foretrain.control.recovery import Action, Kind
 from foretrain.control.safety import Safety
 from foretrain.dynamics.predictor import Array
+from foretrain.engine.host import add_each, copy_each
 from foretrain.engine.loop import Engine, count
-from foretrain.engine.state import random_state, restore_random_state, snapshot
+from foretrain.engine.offload import Aside
+from foretrain.engine.state import random_state, restore_random_state
 from foretrain.engine.step import StepOutput, map_tensors, tensors_of
 from foretrain.events import Event, Moved, Recovered
 
@@ -47,6 +49,7 @@ class Mover:
         self.emit = emit
         self.trajectory = pilot.observer.trajectory
         self.safety = Safety(engine, pilot)
+        self.aside = Aside(self.trajectory.parameters, pilot.config.memory.snapshots == "pinned")
         self.move: Move | None = None
         self.held_out: list[Any] = []
         """Batches that are never trained on; if there are any, they judge moves."""
@@ -107,7 +110,10 @@ class Mover:
         if self.move is not None:
             return self.move
         plan = self.pilot.plan()
+        chains = self.pilot.may_chain and plan.low_noise and self.pilot.searches and self.chain.ready
         self.safety.take()
+        if not chains:  # a chain takes gradients
+            self._offload()
         random = random_state()
         move = Move(plan, map_tensors(batch, lambda tensor: tensor.clone()), random, math.nan, self._price(batch))
         self.move = move
@@ -120,12 +126,28 @@ class Mover:
         drift = self.pilot.guard.anchor(self.engine.global_step, move.anchor)
         for action in self.pilot.recovery.decide(drift, self.pilot.context()) if drift.findings else []:
             self.pilot.apply(action, self.engine.global_step)
-        if self.pilot.may_chain and plan.low_noise and self.pilot.searches and self.chain.ready:
+        self.safety.wait()
+        if chains:
             move.chained = self.chain.begin(batch)
             move.cost += FORWARD
         if move.chained:  # without noise there is nothing to average away
             move.plan = replace(plan, correct_steps=self.pilot.config.hybrid.correct_steps)
+        elif chains:
+            self._offload()
         return move
+
+    def _offload(self) -> None:
+        """The optimizer's state leaves the device, unless it is away."""
+        if self.engine.away is not None and not self.engine.away.away:
+            self.engine.away.leave(self.safety.optimizer_state())
+
+    def _bring_back(self, steps_left: int) -> None:
+        """It begins to come back, beside what the device does meanwhile, if so few predicted steps follow on this one.
+
+        -1: no more are made.
+        """
+        if self.engine.away is not None and steps_left < self.pilot.config.memory.lookahead:
+            self.engine.away.fetch()
 
     def leap_on(self, batch: Any) -> StepOutput | None:
         """One leap of a chain; None when no leap lowers the loss any more."""
@@ -153,26 +175,35 @@ class Mover:
         """The whole horizon at once; None when it is refused."""
         move, start = self.open_move, self.safety.weights()
         displacement = self.trajectory.displacement(move.plan.coefficients)
+        moved, probes = False, 0
 
         def place(share: float) -> None:
-            self.trajectory.place(start, displacement, share)
+            nonlocal moved
+            self.trajectory.place(start if moved else None, displacement, share)
+            moved = True
             if self.products is not None and share:
                 self.products.place(start, displacement, share)
 
+        def probe() -> float:
+            nonlocal probes
+            probes += 1
+            if probes > self.pilot.searches:  # a search hardly ends with its first probe; any other may be the last
+                self._bring_back(0)
+            return self._probe()
+
         if self.pilot.searches and self.held_out:
-            result = leap.search(place, self._probe, move.anchor, _FIRST_HELD_OUT, shorter=())
+            result = leap.search(place, probe, move.anchor, _FIRST_HELD_OUT, shorter=())
         elif self.pilot.searches:
-            result = leap.search(place, self._probe, move.anchor)
+            result = leap.search(place, probe, move.anchor)
         else:
-            result = leap.careful(place, self._probe, self.pilot.disaster_limit(move.anchor))
+            result = leap.careful(place, probe, self.pilot.disaster_limit(move.anchor))
         move.cost += self._price(move.batch) * result.probes
         if result.share == 0:
             reason = "no length of the move lowers the loss" if self.pilot.searches else "the loss rose beyond noise"
             self._refuse(reason)
             return None
         if self.engine.average is not None:
-            moved = [p - s for p, s in zip(self.trajectory.parameters, start, strict=True)]
-            self.engine.average.shift(moved, 1.0)
+            self.engine.average.follow(start)
         move.share, move.loss = result.share, result.loss
         move.moved = max(1, min(round(result.share * move.plan.horizon), move.plan.most))
         self._leave_predict()
@@ -181,13 +212,16 @@ class Mover:
     def roll(self, batch: Any) -> float | None:
         """One predicted step; forward passes on incoming batches watch it. None when the move is undone."""
         move, config = self.open_move, self.pilot.config.hybrid
-        forecast = move.plan.forecast
+        forecast, steps_left = move.plan.forecast, move.plan.horizon - move.moved - 1
+        if steps_left >= self.pilot.config.memory.lookahead:
+            self._offload()  # it is here after a resumption
+        self._bring_back(steps_left)
         step = forecast.at(move.moved + 1) - forecast.at(move.moved)
         if config.correction_interval and (move.moved + 1) % config.correction_interval == 0:
             step = step + self._suggestion(step * config.correction_interval, config.correction_interval)
         displacement = self.trajectory.displacement(step)
         self.engine.full_step.changing = True
-        torch._foreach_add_(self.trajectory.parameters, displacement)
+        add_each(self.trajectory.parameters, displacement)
         if self.engine.average is not None:
             self.engine.average.shift(displacement, 1.0)
         move.moved += 1
@@ -236,6 +270,7 @@ class Mover:
 
     def _leave_predict(self, view: View | None = None) -> None:
         """What the move counts, as far as that is known now; then on to CORRECT. `view`: why, if not at the horizon."""
+        self._bring_back(-1)
         move, pilot = self.open_move, self.pilot
         if move.chained:
             move.credit = 0  # every leap was counted by itself
@@ -332,7 +367,7 @@ class Mover:
         if move.plan.audited:
             move.batches.append(map_tensors(batch, lambda tensor: tensor.clone()))
             if move.steps > move.plan.correct_steps // 2:
-                move.mean = _accumulate(move.mean, self.trajectory.parameters)
+                move.mean = self._accumulate(move.mean)
         return output
 
     @property
@@ -420,14 +455,14 @@ class Mover:
         batches = [*self._recent, move.batch]
         with_move = self._probe_fork(move.mean, move, batches)
         position = engine.position
-        end = snapshot(self.safety.state())
+        end = self.safety.take_other()
         self.safety.rewind()
         mean: list[Tensor] = []
         for index, batch in enumerate(move.batches):
             full_step(batch)
             self.pilot.counts.steps["full"] += 1
             if index + 1 > len(move.batches) // 2:
-                mean = _accumulate(mean, self.trajectory.parameters)
+                mean = self._accumulate(mean)
         without = self._probe_fork(mean, move, batches)
         move.cost += len(move.batches) + FORWARD * 2 * len(batches)
         differences = np.asarray(without) - np.asarray(with_move)
@@ -457,14 +492,20 @@ class Mover:
         """Probe losses at the mean of the weights, of chains at the weights as they are; the weights come back."""
         if move.chained:
             return [self._probe(batch) for batch in batches]
-        kept = [p.clone() for p in self.trajectory.parameters]
+        kept = self.aside.keep("weights")
         count = move.plan.correct_steps - move.plan.correct_steps // 2
-        with torch.no_grad():
-            torch._foreach_copy_(self.trajectory.parameters, torch._foreach_div(sums, float(count)))
+        copy_each(self.trajectory.parameters, sums)
+        torch._foreach_div_(self.trajectory.parameters, float(count))
         losses = [self._probe(batch) for batch in batches]
-        with torch.no_grad():
-            torch._foreach_copy_(self.trajectory.parameters, kept)
+        copy_each(self.trajectory.parameters, kept)
         return losses
+
+    def _accumulate(self, sums: list[Tensor]) -> list[Tensor]:
+        """The sum of the weights over steps. The two forks of an audit use one after the other."""
+        if not sums:
+            return self.aside.keep("mean")
+        self.aside.add_to(sums)
+        return sums
 
     # --- probes ------------------------------------------------------------------------------------------------------
 
@@ -520,7 +561,7 @@ class Mover:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        device = self.trajectory.basis.device
+        device = self.trajectory.device
         self.safety.load_state_dict(state, device)
         self.chain.load_state_dict(state["chain"])
         self._recent = [self.own(batch) for batch in state["recent"]]
@@ -528,14 +569,9 @@ class Mover:
         self._seen = (int(passes), float(loss))
         outputs = state["outputs"]
         self._outputs = [] if outputs is None else list(outputs.to(device).clone().unbind())
-        self.move = None if state["move"] is None else unpack_move(state["move"], self.own, device)
-
-
-def _accumulate(sums: list[Tensor], parameters: list[Tensor]) -> list[Tensor]:
-    if not sums:
-        return [p.clone() for p in parameters]
-    torch._foreach_add_(sums, parameters)
-    return sums
+        self.move = None if state["move"] is None else unpack_move(state["move"], self.own)
+        if self.move is not None and self.move.mean:
+            self.move.mean = self.aside.keep("mean", self.move.mean)
 
 
 def _equal(one: Any, other: Any) -> bool:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from foretrain.engine.host import on_device
+
 _RIDGE = 1e-6
 """Relative to the mean square of A: keeps the least squares solvable when rows of A meet."""
 
@@ -41,9 +43,10 @@ class Products:
     def place(self, start: Sequence[Tensor], displacement: Sequence[Tensor], share: float) -> None:
         """Choose every B by its A, which is in its place already."""
         for a, b in self.pairs:
-            self.parameters[b].copy_(
-                _fitting(self.parameters[a], start[a], start[b], displacement[a], displacement[b], share)
-            )
+            given = (start[a], start[b], displacement[a], displacement[b])
+            first, second, first_moved, second_moved = (on_device(x, self.parameters[a].device) for x in given)
+            fitting = _fitting(self.parameters[a], first, second, first_moved, second_moved, share)
+            self.parameters[b].copy_(fitting)
 
 
 def _fitting(placed: Tensor, a: Tensor, b: Tensor, a_moved: Tensor, b_moved: Tensor, share: float) -> Tensor:

@@ -8,7 +8,6 @@ from typing import Any
 
 from foretrain.config import Config, changed
 from foretrain.control.mover import Mover
-from foretrain.engine.state import snapshot
 from foretrain.engine.step import StepOutput, map_tensors
 from foretrain.events import RateTried
 from foretrain.schema import FIRST_RATE
@@ -77,7 +76,7 @@ class RateRace:
         rows, position, counts = engine.meter.state_dict(), engine.position, self.mover.pilot.counts
         counted = dict(counts.steps)
         self._judge(0)
-        end = snapshot(safety.state())
+        end = safety.take_other()
         for direction in (1, -1):
             exponent = direction
             while self.best == exponent - direction and abs(exponent) <= MOST:
@@ -87,7 +86,7 @@ class RateRace:
                     full_step(batch)
                 self.spent += len(self.batches)
                 if self._judge(exponent):
-                    end = snapshot(safety.state(), into=end)
+                    end = safety.take_other()
                 exponent += direction
             if self.best:
                 break

@@ -11,8 +11,11 @@ from torch import Tensor
 
 from foretrain.control.pilot import Pilot
 from foretrain.engine.loop import Engine
+from foretrain.engine.offload import HostSnapshots
 from foretrain.engine.state import Snapshot, put_together, snapshot
 
+_ON_HOST = ("random.", "loader.", "predictor.")
+"""Parts of a state that are never on the device."""
 _EVERY = 500
 """Full steps between snapshots that an emergency can return to."""
 
@@ -24,6 +27,10 @@ class Safety:
         self.engine = engine
         self.pilot = pilot
         self.names = [f"model.{name}" for name, p in engine.model.named_parameters() if p.requires_grad]
+        self.host: HostSnapshots | None = None
+        """Snapshots are in host memory."""
+        if pilot.config.memory.snapshots == "pinned":
+            self.host = HostSnapshots(engine.device, _ON_HOST)
         self.taken: Snapshot | None = None
         self.taken_at = 0
         """Backward passes."""
@@ -31,15 +38,38 @@ class Safety:
         """Where the data is; set by `fit`."""
         self.on = True
         """Off where memory has run out too often: then there is no way back, and nothing is tried either."""
+        self._other: Snapshot | None = None
+        """Host memory of the second snapshot, used over and over."""
 
     @property
     def due(self) -> bool:
         return self.on and (self.taken is None or self.engine.backward_passes - self.taken_at >= _EVERY)
 
     def take(self, for_move: bool = True) -> None:
+        """Of a move it may still be on its way to host memory, while nothing but probes is made: until `wait`."""
         before, self.taken = self.taken, None  # half overwritten, should memory run out
-        self.taken = snapshot(self.state(for_move), into=before)
+        state = self.state(for_move)
+        self.taken = snapshot(state, into=before) if self.host is None else self.host.take(state, into=before)
         self.taken_at = self.engine.backward_passes
+        if not for_move:
+            self.wait()
+
+    def take_other(self) -> Snapshot:
+        """A second one, beside that of the beginning of the move."""
+        if self.host is None:
+            return snapshot(self.state())
+        self._other = self.host.take(self.state(), into=self._other)
+        self.wait()
+        return self._other
+
+    def wait(self) -> None:
+        """From now on weights and optimizer may change. The host does not wait."""
+        if self.host is not None:
+            self.host.lane.join()
+
+    def optimizer_state(self) -> dict[str, Any] | None:
+        """The optimizer's state at the beginning of the move, if it is in host memory."""
+        return None if self.host is None else put_together(self._snapshot())["optimizer"]
 
     def state(self, for_move: bool = True) -> dict[str, Any]:
         """All that a rollback brings back; what was learned from the move is not among it.
@@ -62,6 +92,7 @@ class Safety:
 
     def rewind(self, to: Snapshot | None = None) -> None:
         """Back to the snapshot, or to another one."""
+        self.wait()
         state = put_together(to or self._snapshot())
         self.engine.rewind(state)
         look_ahead = getattr(self.engine, "look_ahead", None)
@@ -83,7 +114,7 @@ class Safety:
             self.pilot.observer.restart()
 
     def weights(self) -> list[Tensor]:
-        """The trained weights of the snapshot."""
+        """The trained weights of the snapshot, in host memory or not."""
         tensors = self._snapshot().tensors
         return [tensors[name] for name in self.names]
 
@@ -101,16 +132,23 @@ class Safety:
     # --- state -------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
+        if self.host is not None:
+            self.host.lane.finish()
         return {"safe": None if self.taken is None else put_together(self.taken), "safe_step": self.taken_at}
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
+        self.taken_at = int(state["safe_step"])
+        if self.host is not None:
+            self.host.lane.finish()  # the memory of the one before is given back
+            self.taken = None if state["safe"] is None else self.host.take(state["safe"])
+            self.wait()
+            return
         self.taken = None if state["safe"] is None else snapshot(state["safe"])
         if self.taken is not None:
             on_device = {name: _place(name, tensor, device) for name, tensor in self.taken.tensors.items()}
             self.taken = Snapshot(on_device, self.taken.tree)
-        self.taken_at = int(state["safe_step"])
 
 
 def _place(name: str, tensor: Tensor, device: torch.device) -> Tensor:
     """Random states stay on the host."""
-    return tensor if name.startswith(("random.", "loader.", "predictor.")) else tensor.to(device)
+    return tensor if name.startswith(_ON_HOST) else tensor.to(device)

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foretrain.engine.host import copy_each
+
 
 class LookAhead:
     """`m` is the average displacement per `stride` steps. Two buffers of the size of the weights, no host waits."""
@@ -62,11 +64,9 @@ class LookAhead:
     def state_dict(self) -> dict[str, Any]:
         return {"m": list(self.m), "before": list(self._before), "steps": self.steps}
 
-    @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        device = self.m[0].device
-        torch._foreach_copy_(self.m, [value.to(device) for value in state["m"]])
+        copy_each(self.m, state["m"])
         before = state.get("before")
         self.steps = int(state["steps"]) if before is not None else 0
         if before is not None:
-            torch._foreach_copy_(self._before, [value.to(device) for value in before])
+            copy_each(self._before, before)

@@ -213,7 +213,7 @@ class Observer:
         self.predicted_loss, self.windows = state["predicted_loss"], int(state["windows"])
         self.situation = None if state["situation"] is None else unpack(Situation, state["situation"])
         outputs = state["outputs"]
-        self._outputs = [] if outputs is None else list(outputs.to(self.trajectory.basis.device).clone().unbind())
+        self._outputs = [] if outputs is None else list(outputs.to(self.trajectory.device).clone().unbind())
         self._next, self._frozen = _unpack_pending(state["next"]), _unpack_pending(state["frozen"])
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from foretrain.dynamics.predictor import Array
 from foretrain.dynamics.records import DIRECTIONS, HORIZONS_IN_WINDOWS, WINDOWS_OF_MEANS
+from foretrain.engine.host import add_each, copy_each
 
 _MOST_CHUNKS = 8192
 _SMALLEST_CHUNK = 256
@@ -53,6 +54,9 @@ class Motion:
 class Trajectory:
     """Observes weights in windows, in place and without copies of its own state; only `place` changes weights."""
 
+    _ROWS = 2 * _R + 2
+    """The basis, the frozen one, the displacement since then, and that of the window, last."""
+
     def __init__(
         self,
         parameters: Sequence[Tensor],
@@ -66,14 +70,13 @@ class Trajectory:
         self.window = window
         self.reduce_dots = reduce_dots
         self.layout = Layout(self.parameters, names or [str(index) for index in range(len(self.parameters))])
-        device, size = self.parameters[0].device, self.layout.size
-        self._rows = torch.zeros(2 * _R + 2, size, dtype=dtype, device=device)
+        self.device = self.parameters[0].device
+        self._rows = self._zeros(self._ROWS, self.layout.size, dtype=dtype)
         self.basis = self._rows[:_R]
         self.frozen = self._rows[_R : 2 * _R]
-        self._displacement = self._rows[-2]
-        self._since_freeze = self._rows[-1]
-        self._previous = torch.zeros(size, device=device)
-        self._scratch = torch.zeros(size, device=device)
+        self._since_freeze = self._rows[2 * _R]
+        self._previous = self._zeros(self.layout.size)
+        self._scratch = self._zeros(self.layout.size)
         self._previous_views = self.layout.views(self._previous)
         self._scratch_views = self.layout.views(self._scratch)
         self.windows = 0
@@ -83,6 +86,9 @@ class Trajectory:
         self.frozen_windows = -1
         """Windows since the basis was frozen; -1 while none is."""
         self.restart()
+
+    def _zeros(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=self.device)
 
     @property
     def groups(self) -> tuple[str, ...]:
@@ -95,18 +101,16 @@ class Trajectory:
 
     # --- observing ---------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def restart(self) -> None:
         """Open a window at the weights as they are. A move lies between: what was frozen is not comparable any more."""
-        torch._foreach_copy_(self._previous_views, self.parameters)
+        copy_each(self._previous_views, self.parameters)
         self.steps = 0
         self.frozen_windows = -1
 
-    @torch.no_grad()
     def before_step(self) -> None:
         """Before each full step: the last one of a window is a direction of its own."""
         if self.steps == self.window - 1:
-            torch._foreach_copy_(self._scratch_views, self.parameters)
+            copy_each(self._scratch_views, self.parameters)
 
     def after_step(self) -> bool:
         """After each full step; True when the window is full and `close` is due."""
@@ -116,52 +120,56 @@ class Trajectory:
     @torch.no_grad()
     def close(self, extra: Sequence[Tensor] = ()) -> Motion:
         """End of a window: all dot products, then its displacement enters the basis. The device is waited for once."""
-        self._previous.neg_()
-        torch._foreach_add_(self._previous_views, self.parameters)  # weights now - weights at the window's start
-        self._displacement.copy_(self._previous)
         frozen = self.frozen_windows >= 0
-        if frozen:
-            self._since_freeze.add_(self._displacement)
-        followed = self._dots(self._rows, self._rows[-2:])
-        self._enter_basis()
-        gram = self._dots(self.basis, self.basis)
+        freeze = not frozen or self.frozen_windows + 1 >= HORIZONS_IN_WINDOWS[-1]
+        self.windows += 1
+        self.steps = 0
+        followed, gram = (self.layout.sum_groups(partial) for partial in self._enter(frozen, freeze))
         numbers = _to_host([self.reduce_dots(torch.cat([followed, gram], dim=1)), *extra])
         dots = numbers[0].reshape(len(self.groups), -1)
-        followed_dots = dots[:, : 2 * len(self._rows)].reshape(-1, len(self._rows), 2)
+        followed_size, gram_size = followed.shape[1], gram.shape[1]
+        followed_dots = dots[:, :followed_size].reshape(-1, followed_size // 2, 2)
         motion = Motion(
-            window=Since(1, followed_dots[:, :_R, 0], followed_dots[:, -2, 0]),
-            frozen=Since(self.frozen_windows + 1, followed_dots[:, _R : 2 * _R, 1], followed_dots[:, -1, 1])
+            window=Since(1, followed_dots[:, :_R, 1], followed_dots[:, -1, 1]),
+            frozen=Since(self.frozen_windows + 1, followed_dots[:, _R : 2 * _R, 0], followed_dots[:, -2, 0])
             if frozen
             else None,
-            gram=dots[:, 2 * len(self._rows) :].reshape(-1, _R, _R),
+            gram=dots[:, -gram_size:].reshape(-1, _R, _R),
             extra=[float(value) for values in numbers[1:] for value in values.ravel()],
         )
-        self.frozen_windows = self.frozen_windows + 1 if frozen else -1
-        if self.frozen_windows < 0 or self.frozen_windows >= HORIZONS_IN_WINDOWS[-1]:
-            self._freeze()
+        self.frozen_windows = 0 if freeze else self.frozen_windows + 1
         return motion
 
-    def _enter_basis(self) -> None:
-        torch._foreach_sub_(self._scratch_views, self.parameters)
-        self.basis[0].copy_(self._scratch).mul_(-float(self.window))  # the last step, as if repeated for a window
-        self.basis[1].copy_(self._displacement)
-        self.windows += 1
-        for row, windows in zip(self.basis[2:], WINDOWS_OF_MEANS[1:], strict=True):
-            row.lerp_(self._displacement, max(1 / windows, 1 / self.windows))  # a plain mean while it is young
-        torch._foreach_copy_(self._previous_views, self.parameters)
-        self.steps = 0
+    def _enter(self, frozen: bool, freeze: bool) -> tuple[Tensor, Tensor]:
+        """Dot products per chunk: of all rows with the displacements, then of the basis that this window has entered.
 
-    def _freeze(self) -> None:
-        self.frozen.copy_(self.basis)
-        self._since_freeze.zero_()
-        self.frozen_windows = 0
+        frozen: a basis is frozen; freeze: this one is to be, from now on.
+        """
+        self._previous.neg_()
+        torch._foreach_add_(self._previous_views, self.parameters)  # weights now - weights at the window's start
+        displacement = self._rows[-1].copy_(self._previous)
+        if frozen:
+            self._since_freeze.add_(displacement)
+        followed = self._dots(self._rows, self._rows[-2:])
+        torch._foreach_sub_(self._scratch_views, self.parameters)
+        self._enter_basis(self.basis, self._scratch, displacement)
+        torch._foreach_copy_(self._previous_views, self.parameters)
+        if freeze:
+            self.frozen.copy_(self.basis)
+            self._since_freeze.zero_()
+        return followed, self._dots(self.basis, self.basis)
+
+    def _enter_basis(self, basis: Tensor, last_step: Tensor, displacement: Tensor) -> None:
+        """last_step: backwards."""
+        basis[0].copy_(last_step).mul_(-float(self.window))  # as if repeated for a window
+        basis[1].copy_(displacement)
+        for row, windows in zip(basis[2:], WINDOWS_OF_MEANS[1:], strict=True):
+            row.lerp_(displacement, max(1 / windows, 1 / self.windows))  # a plain mean while it is young
 
     def _dots(self, left: Tensor, right: Tensor) -> Tensor:
-        """[G, left rows x right rows] all dot products, per group."""
-        layout = self.layout
-        chunks = (layout.chunks, layout.chunk)
-        left = left.view(len(left), *chunks).transpose(0, 1)
-        right = right.view(len(right), *chunks).permute(1, 2, 0)
+        """[chunks, left rows x right rows] all dot products, per chunk."""
+        left = left.view(len(left), -1, self.layout.chunk).transpose(0, 1)
+        right = right.view(len(right), -1, self.layout.chunk).permute(1, 2, 0)
         with _full_precision():
             if left.dtype == torch.float32:
                 partial = torch.bmm(left, right)
@@ -169,15 +177,14 @@ class Trajectory:
                 partial = torch.bmm(left, right, out_dtype=torch.float32)
             else:
                 partial = torch.bmm(left.float(), right.float())
-            return layout.sum_groups(partial.flatten(1))
+            return partial.flatten(1)
 
     # --- moving ------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def displacement(self, coefficients: Array, residual: Tensor | None = None) -> list[Tensor]:
         """basis x coefficients [G, R] (+ residual), as views shaped like the parameters; valid until the next call."""
-        factors = torch.from_numpy(np.ascontiguousarray(coefficients)).to(self._scratch.device, torch.float32)
-        per_chunk = factors[self.layout.group_of_chunk]
+        per_chunk = self._per_chunk(coefficients)
         out = self._scratch.view(self.layout.chunks, self.layout.chunk)
         out.zero_()
         for index, row in enumerate(self.basis):
@@ -186,17 +193,21 @@ class Trajectory:
             self._scratch.add_(residual)
         return self._scratch_views
 
-    @torch.no_grad()
+    def _per_chunk(self, coefficients: Array) -> Tensor:
+        """[chunks, R] on the device."""
+        factors = torch.from_numpy(np.ascontiguousarray(coefficients)).to(self.device, torch.float32)
+        return factors[self.layout.group_of_chunk]
+
     def move(self, coefficients: Array) -> None:
         """Change every weight by exactly basis x coefficients."""
-        torch._foreach_add_(self.parameters, self.displacement(coefficients))
+        add_each(self.parameters, self.displacement(coefficients))
 
-    @torch.no_grad()
-    def place(self, start: Sequence[Tensor], displacement: Sequence[Tensor], share: float = 1.0) -> None:
-        """Put the weights at start + share x displacement."""
-        torch._foreach_copy_(self.parameters, list(start))
+    def place(self, start: Sequence[Tensor] | None, displacement: Sequence[Tensor], share: float = 1.0) -> None:
+        """Put the weights at start + share x displacement. Both may be in host memory; None: they are at the start."""
+        if start is not None:
+            copy_each(self.parameters, start)
         if share:  # else NaN in a displacement would pass
-            torch._foreach_add_(self.parameters, list(displacement), alpha=share)
+            add_each(self.parameters, displacement, share)
 
     # --- state -------------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from foretrain.engine.host import add_each, copy_each, on_device
+
 
 class WeightAverage:
     """`average = decay * average + (1 - decay) * weights` after every step, corrected as in Adam while it is young."""
@@ -27,7 +29,14 @@ class WeightAverage:
     @torch.no_grad()
     def shift(self, displacement: Sequence[Tensor], share: float) -> None:
         """A move carries the average along, else it would lag behind by the whole move."""
-        torch._foreach_add_(self.average, list(displacement), alpha=share * (1 - self.decay**self.updates))
+        add_each(self.average, displacement, share * (1 - self.decay**self.updates))
+
+    @torch.no_grad()
+    def follow(self, before: Sequence[Tensor]) -> None:
+        """The same for a move from the weights `before`, in host memory or not, to those of now, one at a time."""
+        share = 1 - self.decay**self.updates
+        for average, weight, start in zip(self.average, self.weights, before, strict=True):
+            add_each([average], [weight - on_device(start, weight.device)], share)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -50,5 +59,4 @@ class WeightAverage:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.updates = int(state["updates"])
-        with torch.no_grad():
-            torch._foreach_copy_(self.average, [value.to(self.average[0].device) for value in state["average"]])
+        copy_each(self.average, state["average"])

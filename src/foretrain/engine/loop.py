@@ -18,6 +18,7 @@ from foretrain.engine import optim, schedule
 from foretrain.engine.averaging import WeightAverage
 from foretrain.engine.graph import GraphedGradient, GraphedLoss, GraphedStep, launch_bound
 from foretrain.engine.meters import StepMeter, Stopwatch
+from foretrain.engine.offload import OptimizerParking
 from foretrain.engine.precision import Precision, choose_device
 from foretrain.engine.state import (
     changing_state,
@@ -77,6 +78,10 @@ class Engine:
             compile_loss=_switch(config.engine.compile, auto=self.device.type == "cuda"),
             update_in_backward=config.engine.update_in_backward,
         )
+        self.away: OptimizerParking | None = None
+        """The optimizer's state leaves the device while nothing needs it."""
+        if config.memory.offload and config.hybrid.mode != "off":
+            self.away = OptimizerParking(self.optimizer, self.full_step.parameters, self.device)
         self.rate_factor = 1.0
         """What recovery makes of the scheduled learning rate."""
         self.backward_passes = 0
@@ -153,10 +158,12 @@ class Engine:
         wanted = self.cuda_graph
         draws_again = getattr(self.model, "draws_again", False)
         possible = self.device.type == "cuda" and self.full_step.device_skip and not draws_again
+        possible = possible and self.away is None  # a graph is bound to addresses: its tensors cannot leave
         if wanted is True and not possible:
             raise ConfigError(
-                "engine.cuda_graph = true needs a CUDA GPU, a fused optimizer (adamw, adam, sgd or muon) and no "
-                "dropout in blocks that engine.activation_checkpointing recomputes; use 'auto'"
+                "engine.cuda_graph = true needs a CUDA GPU, a fused optimizer (adamw, adam, sgd or muon), no "
+                "dropout in blocks that engine.activation_checkpointing recomputes, and memory.offload = false; use "
+                "'auto'"
             )
         parameters = sum(p.numel() for p in self.full_step.parameters)
         if possible and _switch(wanted, auto=launch_bound(parameters, batch)):
@@ -284,6 +291,8 @@ class Engine:
 
     def _put_back_training(self, state: dict[str, Any], origin: str) -> None:
         """Weights, optimizer, average, loss scale and random states."""
+        if self.away is not None:
+            self.away.back()
         restore_model(self.model, state["model"], origin)
         restore_optimizer(self.optimizer, state["optimizer"], origin, keep_settings=self._optimizer_is_configured)
         if (self.average is None) != (state["average"] is None):

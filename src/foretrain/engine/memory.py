@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from foretrain.engine.host import host_bytes
 from foretrain.events import Event, MemoryUsed, in_words
 
 _NEWS = 1.01
@@ -138,7 +139,8 @@ class MemoryMeter:
             torch.cuda.reset_peak_memory_stats(self.device)
 
 
-def _pinned() -> int | None:
-    """Page-locked memory, as far as this torch counts it."""
+def _pinned() -> int:
+    """Page-locked memory: torch's, as far as this version counts it, and what stands in for device memory."""
     count: Callable[[], dict[str, Any]] | None = getattr(torch.cuda, "host_memory_stats", None)
-    return int(count().get("allocated_bytes.current", 0)) if count is not None else None
+    torchs = int(count().get("allocated_bytes.current", 0)) if count is not None else 0
+    return torchs + host_bytes()

@@ -201,8 +201,10 @@ def restore_model(model: nn.Module, saved: Mapping[str, Tensor], origin: str) ->
 
 def _copy_all(pairs: list[tuple[Tensor, Tensor]]) -> None:
     """Every second tensor into its first, in a few launches."""
-    if pairs:
-        torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
+    targets = [target for target, _ in pairs]
+    if targets:
+        on_device = all(target.is_cuda for target in targets)  # there the order of the stream is enough
+        torch._foreach_copy_(targets, [source for _, source in pairs], non_blocking=on_device)
 
 
 def _form(value: Any) -> str:

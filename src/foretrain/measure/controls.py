@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from foretrain.dynamics.predictor import Array, Followed, Forecast, Predictor, Situation
@@ -52,9 +51,7 @@ class _Still:
         return getattr(self._trajectory, name)
 
     def displacement(self, coefficients: Array) -> list[Tensor]:
-        moves = self._trajectory.displacement(coefficients)
-        torch._foreach_zero_(moves)
-        return moves
+        return self._trajectory.displacement(np.zeros_like(coefficients))
 
     def move(self, coefficients: Array) -> None:
         self.displacement(coefficients)

@@ -1,0 +1,119 @@
+"""The trajectory with its directions in host memory: they pass through a small buffer on the device.
+
+The same arithmetic in the same order as `Trajectory`, a range of chunks at a time. All copies are on the current
+stream, so each finds what the one before it left, and the host waits for none of them but at the end of a window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foretrain.dynamics.predictor import Array
+from foretrain.dynamics.records import DIRECTIONS
+from foretrain.dynamics.trajectory import Trajectory
+from foretrain.engine.host import copy_each, host_zeros, on_device, settle
+
+BUFFER_BYTES = 128 * 2**20
+"""On the device, while a window is closed or a move is made."""
+_R = len(DIRECTIONS)
+_BUFFER_ROWS = 2 * _R + 2
+
+
+class HostedTrajectory(Trajectory):
+    """Nothing of the size of the weights is on the device, except the weights."""
+
+    _ROWS = 2 * _R + 1
+    """The displacement of a window exists in the buffer only."""
+
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        names: Sequence[str] | None = None,
+        *,
+        window: int = 10,
+        dtype: torch.dtype = torch.float32,
+        reduce_dots: Callable[[Tensor], Tensor] = lambda dots: dots,
+        buffer_bytes: int = BUFFER_BYTES,
+    ) -> None:
+        super().__init__(parameters, names, window=window, dtype=dtype, reduce_dots=reduce_dots)
+        per_chunk = self.layout.chunk * (_BUFFER_ROWS * dtype.itemsize + 3 * torch.float32.itemsize)
+        self.chunks_at_once = min(self.layout.chunks, max(1, buffer_bytes // per_chunk))
+
+    def _zeros(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return host_zeros(shape, dtype, self.device)
+
+    def _ranges(self) -> Iterator[tuple[int, int, slice]]:
+        """First chunk, the one after the last, and their elements."""
+        layout = self.layout
+        for first in range(0, layout.chunks, self.chunks_at_once):
+            last = min(first + self.chunks_at_once, layout.chunks)
+            yield first, last, slice(first * layout.chunk, last * layout.chunk)
+
+    def _buffer(self, rows: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(rows, self.chunks_at_once * self.layout.chunk, dtype=dtype, device=self.device)
+
+    def _enter(self, frozen: bool, freeze: bool) -> tuple[Tensor, Tensor]:
+        followed, grams = [], []
+        all_rows, all_work = self._buffer(_BUFFER_ROWS, self._rows.dtype), self._buffer(3, torch.float32)
+        for _, _, part in self._ranges():
+            length = part.stop - part.start
+            rows, (now, moved, last_step) = all_rows[:, :length], all_work[:, :length]
+            basis, since_freeze, displacement = rows[:_R], rows[-2], rows[-1]
+            stored = self._rows[:, part]
+            self._weights_in(part, now)
+            copy_each([moved], [self._previous[part]])
+            displacement.copy_(moved.neg_().add_(now))
+            copy_each(rows[:-1].unbind(), stored.unbind())
+            if frozen:
+                since_freeze.add_(displacement)
+            followed.append(self._dots(rows, rows[-2:]))
+            copy_each([last_step], [self._scratch[part]])
+            self._enter_basis(basis, last_step.sub_(now), displacement)
+            grams.append(self._dots(basis, basis))
+            if freeze:
+                rows[_R : 2 * _R].copy_(basis)
+                since_freeze.zero_()
+            copy_each(stored.unbind(), rows[:-1].unbind())
+            copy_each([self._previous[part]], [now])
+        return torch.cat(followed), torch.cat(grams)
+
+    def _weights_in(self, part: slice, out: Tensor) -> None:
+        """The weights as they lie in a row, with zeros where nothing lies."""
+        out.zero_()
+        places, pieces = [], []
+        for start, weights in zip(self.layout.starts, self.parameters, strict=True):
+            first, last = max(start, part.start), min(start + weights.numel(), part.stop)
+            if first < last:
+                places.append(out[first - part.start : last - part.start])
+                pieces.append(weights.reshape(-1)[first - start : last - start])
+        if places:
+            torch._foreach_copy_(places, pieces)
+
+    @torch.no_grad()
+    def displacement(self, coefficients: Array, residual: Tensor | None = None) -> list[Tensor]:
+        """As views of host memory."""
+        per_chunk = self._per_chunk(coefficients)
+        row, sums = self._buffer(1, self._rows.dtype)[0], self._buffer(1, torch.float32)[0]
+        for first, last, part in self._ranges():
+            length = part.stop - part.start
+            out, direction = (x[:length].view(-1, self.layout.chunk) for x in (sums, row))
+            out.zero_()
+            for index in range(_R):
+                copy_each([direction], [self.basis[index, part].view_as(direction)])
+                out.addcmul_(direction.float(), per_chunk[first:last, index : index + 1])
+            if residual is not None:
+                out.add_(on_device(residual[part], self.device).view_as(out))
+            copy_each([self._scratch[part]], [out.view(-1)])
+        return self._scratch_views
+
+    def state_dict(self) -> dict[str, Any]:
+        settle(self.device)
+        return super().state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        settle(self.device)
+        super().load_state_dict(state)

@@ -1,0 +1,217 @@
+"""What is not needed for a while lives in host memory: snapshots, and the optimizer's state during PREDICT."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from foretrain.engine.host import Lane, copy_each, host_like, on_device
+from foretrain.engine.state import Snapshot, take_apart
+
+
+class HostSnapshots:
+    """Snapshots in host memory, filled on a side stream. Those of one run use the same memory over and over."""
+
+    def __init__(self, device: torch.device, stays: tuple[str, ...] = ()) -> None:
+        """stays: names begin so of what is on the host anyway."""
+        self.lane = Lane(device)
+        self.stays = stays
+
+    @torch.no_grad()
+    def take(self, state: Any, into: Snapshot | None = None) -> Snapshot:
+        """`into`: an older one, whose memory is used again. What is copied must not change before `lane.join`."""
+        parts = take_apart(state)
+        old = into.tensors if into is not None else {}
+        if any(not _fits(memory, parts.tensors.get(name)) for name, memory in old.items()):
+            self.lane.finish()  # memory is about to be given back
+        copies = {name: self._memory(name, tensor, old.get(name)) for name, tensor in parts.tensors.items()}
+        with self.lane.behind():
+            for name, tensor in parts.tensors.items():
+                copies[name].copy_(tensor, non_blocking=tensor.is_cuda)
+                self.lane.used(tensor)
+        return Snapshot(copies, parts.tree)
+
+    def _memory(self, name: str, tensor: Tensor, old: Tensor | None) -> Tensor:
+        if old is not None and _fits(old, tensor):
+            return old
+        if name.startswith(self.stays):
+            return torch.empty_like(tensor, device="cpu")
+        return host_like(tensor, self.lane.device)
+
+
+def _fits(memory: Tensor, tensor: Tensor | None) -> bool:
+    return tensor is not None and memory.shape == tensor.shape and memory.dtype == tensor.dtype
+
+
+class Aside:
+    """Copies of some tensors: beside them, or in host memory that is used over and over."""
+
+    def __init__(self, tensors: Sequence[Tensor], on_host: bool) -> None:
+        self.tensors = list(tensors)
+        self.on_host = on_host
+        self._memory: dict[str, list[Tensor]] = {}
+
+    def keep(self, name: str, values: Sequence[Tensor] | None = None) -> list[Tensor]:
+        """A copy of the tensors as they are, or of `values` of their form; in host memory it replaces an older one of
+        that name."""
+        values = self.tensors if values is None else values
+        if self.on_host and name not in self._memory:
+            self._memory[name] = [host_like(tensor, tensor.device) for tensor in self.tensors]
+        memory = self._memory[name] if self.on_host else [torch.empty_like(tensor) for tensor in self.tensors]
+        copy_each(memory, values)
+        return memory
+
+    @torch.no_grad()
+    def add_to(self, sums: Sequence[Tensor]) -> None:
+        """Add the tensors to `sums`, which is such a copy."""
+        if not self.on_host:
+            torch._foreach_add_(list(sums), self.tensors)
+            return
+        for value, tensor in zip(sums, self.tensors, strict=True):
+            added = on_device(value, tensor.device)
+            torch._foreach_add_([added], [tensor])
+            copy_each([value], [added])
+
+
+class Parking:
+    """Tensors that leave the device for a while and come back. They stay the same objects: while they are away their
+    data is in host memory, where it can be read after `lane.finish`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.lane = Lane(device)
+        self._away: list[tuple[Tensor, Tensor]] = []
+        """Tensors that are away, and their host memory."""
+        self._free: dict[tuple[Any, ...], list[Tensor]] = {}
+        """Host memory by form, to be used again."""
+        self._lent: set[int] = set()
+        """Host memory that is another's."""
+
+    @property
+    def away(self) -> bool:
+        return bool(self._away)
+
+    @torch.no_grad()
+    def park(self, tensors: Iterable[Tensor], copies: Mapping[int, Tensor] | None = None) -> None:
+        """Copy to host memory what is not there yet, and free it on the device.
+
+        copies: by id of a tensor, what already is a copy of it in host memory, and stays one until it is back.
+        """
+        self.lane.join()  # of an earlier way back
+        known, there = copies or {}, {id(tensor) for tensor, _ in self._away}
+        leaving = [(tensor, known.get(id(tensor))) for tensor in _separate(tensors) if id(tensor) not in there]
+        with self.lane.behind():
+            for tensor, copy in leaving:
+                host = copy if copy is not None else self._take(tensor)
+                if copy is None:
+                    host.copy_(tensor, non_blocking=tensor.is_cuda)
+                    self.lane.used(tensor)
+                else:
+                    self._lent.add(id(host))
+                self._away.append((tensor, host))
+        for tensor, host in self._away:
+            tensor.data = host  # nobody else holds its memory on the device: it is free for others
+
+    @torch.no_grad()
+    def fetch(self) -> None:
+        """Begin to bring everything back; `lane.join` before it is used."""
+        if not self._away:
+            return
+        device = self.lane.device
+        places = [torch.empty_like(host, device=device) for _, host in self._away]  # from the current stream's memory
+        with self.lane.behind():
+            for (_, host), place in zip(self._away, places, strict=True):
+                place.copy_(host, non_blocking=place.is_cuda)
+                self.lane.used(place)
+        for (tensor, host), place in zip(self._away, places, strict=True):
+            tensor.data = place
+            if id(host) not in self._lent:
+                self._free.setdefault(_form(host), []).append(host)
+        self._away.clear()
+        self._lent.clear()
+
+    def back(self) -> None:
+        """Everything is where it was."""
+        self.fetch()
+        self.lane.join()
+
+    def _take(self, tensor: Tensor) -> Tensor:
+        memory = self._free.get(_form(torch.empty_like(tensor, device="meta")))
+        return memory.pop() if memory else host_like(tensor, self.lane.device)
+
+
+def _form(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _separate(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Those that fill a memory of their own: a view can leave neither alone nor with what it is a view of."""
+    unique = list({id(tensor): tensor for tensor in tensors}.values())
+    users = Counter(tensor.untyped_storage().data_ptr() for tensor in unique)
+
+    def own(tensor: Tensor) -> bool:
+        memory = tensor.untyped_storage()
+        return tensor.numel() * tensor.element_size() == memory.nbytes() > 0 and users[memory.data_ptr()] == 1
+
+    return [tensor for tensor in unique if own(tensor)]
+
+
+class OptimizerParking:
+    """The optimizer's state and the gradients leave the device, and are back before anything uses them.
+
+    The next full step makes gradients anew, so they are dropped; the state is parked. The optimizer itself may be
+    asked for its state or given another at any time.
+    """
+
+    def __init__(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter], device: torch.device) -> None:
+        self.optimizer = optimizer
+        self.parameters = list(parameters)
+        self.parking = Parking(device)
+        optimizer.register_step_pre_hook(lambda *_: self.parking.back())
+        optimizer.register_state_dict_pre_hook(lambda _: self._readable())
+        optimizer.register_load_state_dict_pre_hook(lambda *_: self.parking.back())
+
+    @property
+    def away(self) -> bool:
+        return self.parking.away
+
+    def leave(self, snapshot: Mapping[str, Any] | None = None) -> None:
+        """snapshot: a state of the optimizer in host memory, equal to the present one and not overwritten meanwhile."""
+        if self.away:
+            return
+        for parameter in self.parameters:
+            parameter.grad = None
+        state = self.optimizer.state_dict()["state"]
+        tensors = [t for t in _tensors_in(state) if t.ndim and t.device.type == self.parking.lane.device.type]
+        copies: dict[int, Tensor] = {}
+        if snapshot is not None:
+            pairs = zip(_tensors_in(state), _tensors_in(snapshot["state"]), strict=True)
+            copies = {id(t): copy for t, copy in pairs if _form(t) == _form(copy)}
+        self.parking.park(tensors, copies)
+
+    def fetch(self) -> None:
+        """Begin to come back, beside what the device does meanwhile."""
+        self.parking.fetch()
+
+    def back(self) -> None:
+        self.parking.back()
+
+    def _readable(self) -> None:
+        if self.away:
+            self.parking.lane.finish()
+        else:
+            self.parking.lane.join()
+
+
+def _tensors_in(tree: Any) -> list[Tensor]:
+    if isinstance(tree, Tensor):
+        return [tree]
+    if isinstance(tree, Mapping):
+        return [tensor for value in tree.values() for tensor in _tensors_in(value)]
+    if isinstance(tree, (list, tuple)):
+        return [tensor for value in tree for tensor in _tensors_in(value)]
+    return []

@@ -1,0 +1,192 @@
+"""Whole runs with snapshots, directions and the optimizer's state in host memory: the same bits as without."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from foretrain.control.machine import Phase
+from foretrain.engine import checkpoint
+from foretrain.engine.checkpoint import CheckpointStore
+from foretrain.engine.host import host_bytes
+from foretrain.engine.loop import Engine
+from foretrain.engine.state import take_apart
+
+from .worlds import Bowl, Net, Regression, World, still, world
+
+ALL = {"memory.snapshots": "pinned", "memory.basis": "pinned", "memory.offload": True}
+EACH: dict[str, dict[str, Any]] = {
+    "snapshots": {"memory.snapshots": "pinned"},
+    "basis": {"memory.basis": "pinned"},
+    "offload": {"memory.offload": True},
+    "offload at the end": {"memory.offload": True, "memory.lookahead": 0},
+    "everything": ALL,
+    "everything, early": ALL | {"memory.lookahead": 4},
+}
+AUDITED = {"audit.time_budget": 1.0, "audit.steps": 8, "optimizer.learning_rate": 1e-3}
+FULL_HOUSE = {"evaluation.ema_decay": 0.9, "predictor.beta": 0.5}
+SGD = {"optimizer.type": "sgd", "optimizer.momentum": 0.3, "optimizer.gradient_clip_norm": 0.0}
+BOWL = {**SGD, "optimizer.learning_rate": 0.05}
+CHAINS = {"optimizer.type": "adam", "optimizer.learning_rate": 3e-3, "hybrid.secant_pairs": 20}
+
+Made = tuple[Callable[[], nn.Module], Callable[[int], Any], dict[str, Any], str | None]
+RUNS: dict[str, Made] = {
+    "kept": (Bowl, still, BOWL, "repeat"),
+    "kept rollout": (Bowl, still, {**BOWL, "hybrid.mode": "rollout", "evaluation.ema_decay": 0.9}, "repeat"),
+    "searched": (Bowl, still, {**BOWL, "hybrid.search": True, "evaluation.ema_decay": 0.9}, "mean"),
+    "audited": (lambda: Net(dropout=0.2, norm=True), Regression(), {**AUDITED, **FULL_HOUSE}, "repeat"),
+    "audited muon": (Net, Regression(), {**AUDITED, "optimizer.type": "muon"}, "repeat"),
+    "audited rollout": (lambda: Net(dropout=0.2), Regression(), {**AUDITED, "hybrid.mode": "rollout"}, "repeat"),
+    "rolled back": (lambda: Net(dropout=0.2, norm=True), Regression(), AUDITED, "flipped"),
+    "refused": (lambda: Net(dropout=0.2), Regression(), {**AUDITED, **FULL_HOUSE}, "exploding"),
+    "refused rollout": (Net, Regression(), {**AUDITED, "hybrid.mode": "rollout"}, "exploding"),
+    "no number": (Net, Regression(), AUDITED, "nan"),
+    "chains": (lambda: Net(seed=1), lambda position: Regression(rows=64)(0), CHAINS, None),
+}
+
+
+def make(name: str, **changes: Any) -> World:
+    model, data, settings, predictor = RUNS[name]
+    return world(model(), data, {**settings, "max_steps": 160, **changes}, predictor)
+
+
+def bits(run: World) -> dict[str, Tensor]:
+    """Every tensor that decides how a run goes on; what was learned too."""
+    state = run.trainer.state_dict()
+    return {name: tensor.detach().clone() for name, tensor in take_apart(state).tensors.items()}
+
+
+def assert_same(one: World, other: World) -> None:
+    mine, theirs = bits(one), bits(other)
+    assert mine.keys() == theirs.keys()
+    assert [name for name in mine if not torch.equal(mine[name], theirs[name])] == []
+    assert one.moves == other.moves
+    assert one.used == other.used
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict[str, World]:
+    return {}
+
+
+@pytest.mark.parametrize("where", EACH)
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_has_the_same_bits_wherever_its_memory_is(name: str, where: str, plain: dict[str, World]) -> None:
+    if name not in plain:
+        plain[name] = make(name).run()
+    run = make(name, **EACH[where]).run()
+    assert run.moves
+    assert_same(run, plain[name])
+
+
+def test_these_runs_have_moves_of_every_kind(plain: dict[str, World]) -> None:
+    moves = [move for name in RUNS for move in (plain.get(name) or make(name).run()).moves]
+    assert {move.verdict for move in moves} == {"kept", "shrunk", "refused", "rolled back"}
+    assert any(move.chained for move in moves)
+    assert {move.audited for move in moves} == {True, False}
+
+
+def is_away(run: World) -> bool:
+    return run.trainer.away is not None and run.trainer.away.away
+
+
+@pytest.mark.parametrize("changes", [ALL, {"memory.offload": True}], ids=["everything", "offload alone"])
+@pytest.mark.parametrize("name", ["kept rollout", "audited rollout"])
+def test_a_run_killed_while_its_state_is_away_goes_on_with_the_same_bits(
+    name: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    """A checkpoint in the middle of every rollout; one run goes on, others begin where it was saved."""
+    whole, store = make(name, **changes), CheckpointStore(tmp_path, keep=50)
+    saved: list[tuple[int, list[int], int]] = []
+    while whole.trainer.global_step < 160 or whole.trainer.judging:
+        whole.step()
+        if is_away(whole) and len(saved) < 3:
+            store.save(1000 + len(saved), whole.trainer.state_dict())
+            saved.append((whole.position, list(whole.used), len(whole.moves)))
+    assert len(saved) == 3
+    for index, (position, used, moves) in enumerate(saved):
+        for settings in (changes, {}):  # also into a run that keeps everything on the device
+            run = make(name, **settings)
+            run.trainer.load_state_dict(checkpoint.read(tmp_path / f"step-{1000 + index:08d}"))
+            run.position, run.used = position, used.copy()
+            run.step()
+            assert is_away(run) == (bool(settings) and run.trainer.phase is Phase.PREDICT)
+            run.run()
+            mine, theirs = bits(run), bits(whole)
+            assert [n for n in mine if not torch.equal(mine[n], theirs[n])] == []
+            assert run.moves == whole.moves[moves:]
+
+
+@pytest.mark.parametrize("name", ["audited", "audited rollout", "kept"])
+def test_a_run_stopped_in_the_middle_of_a_validation_goes_on_with_the_same_bits(name: str, tmp_path: Path) -> None:
+    whole, store = make(name, **ALL), CheckpointStore(tmp_path)
+    seen = 0
+    while whole.trainer.global_step < 160 or whole.trainer.judging:
+        whole.step()
+        seen += whole.trainer.phase is Phase.CORRECT
+        if seen == 6 - 3 * (name == "kept"):
+            folder = store.save(1, whole.trainer.state_dict())
+            place = whole.position, list(whole.used), len(whole.moves)
+            seen += 1
+    run = make(name, **ALL)
+    run.trainer.load_state_dict(checkpoint.read(folder))
+    run.position, run.used = place[0], place[1]
+    run.run()
+    mine, theirs = bits(run), bits(whole)
+    assert [n for n in mine if not torch.equal(mine[n], theirs[n])] == []
+    assert run.moves == whole.moves[place[2] :]
+
+
+def test_a_trainer_whose_state_is_away_can_be_given_another() -> None:
+    run, other = make("kept rollout", **ALL), make("kept rollout").run()
+    run.run(lambda: is_away(run))
+    run.trainer.load_state_dict(other.trainer.state_dict())
+    assert not is_away(run)
+    mine, theirs = bits(run), bits(other)
+    assert [name for name in mine if not torch.equal(mine[name], theirs[name])] == []
+
+
+def test_a_state_saved_while_it_is_away_is_not_changed_by_its_return() -> None:
+    run = make("kept rollout", **ALL)
+    run.run(lambda: is_away(run))
+    before = {k: v.clone() for k, v in take_apart(Engine.state_dict(run.trainer)).tensors.items()}
+    moments = [name for name in before if name.endswith("momentum_buffer")]
+    assert moments
+    assert run.trainer.away is not None
+    run.trainer.away.back()
+    after = take_apart(Engine.state_dict(run.trainer)).tensors
+    assert all(torch.equal(before[name], after[name]) for name in moments)
+
+
+@pytest.mark.parametrize("changes", [ALL, {"memory.offload": True}], ids=["everything", "offload alone"])
+def test_memory_does_not_grow_with_the_number_of_moves(changes: dict[str, Any]) -> None:
+    run = make("audited rollout", **changes, max_steps=100_000)
+    used: list[int] = []
+    for _ in itertools.count():
+        run.step()
+        if run.moves and len(run.moves) > len(used):
+            gc.collect()  # other runs may still be there
+            used.append(host_bytes())
+        if len(used) == 8:
+            break
+    assert set(used[2:]) == {used[-1]}
+
+
+def test_an_emergency_brings_the_state_back() -> None:
+    """Rolled back while nothing is judged, from a snapshot in host memory."""
+    run = world(Net(), Regression(), {"audit.time_budget": 0.0, **ALL})
+    run.run(lambda: run.trainer.global_step >= 100)
+    weights = [p.detach().clone() for p in run.trainer.model.parameters()]
+    run.trainer.mover.safety.take()
+    run.trainer.mover.safety.wait()
+    for _ in range(20):
+        run.step()
+    run.trainer.mover.safety.flee()
+    assert all(torch.equal(a, b) for a, b in zip(run.trainer.model.parameters(), weights, strict=True))
