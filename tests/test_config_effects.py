@@ -20,7 +20,7 @@ from torch import nn
 
 from foretrain import run, tuning
 from foretrain import trainer as trainer_module
-from foretrain.config import from_mapping, settings
+from foretrain.config import from_mapping, load, settings
 from foretrain.data import tokens
 from foretrain.dynamics.predictor import Followed, Forecast, Predictor, Situation
 from foretrain.engine import precision, schedule
@@ -29,6 +29,7 @@ from foretrain.engine.state import take_apart
 from foretrain.errors import ConfigError, DataError, DivergenceError
 from foretrain.events import CheckpointSaved, Evaluated, Event, Moved, PhaseChanged, Progress, Recovered
 from foretrain.models import gpt2, huggingface
+from foretrain.planning.estimate import Target, estimate, target_of
 from foretrain.trainer import HybridTrainer
 
 
@@ -1441,3 +1442,58 @@ def _(bench: Bench) -> None:
         assert (0 if split.probe is None else len(split.probe)) == wanted
         assert trainer.pilot is not None
         assert trainer.pilot.held_out == bool(wanted)
+
+
+# --- memory --------------------------------------------------------------------------------------------------------
+
+
+@effect("memory.budget")
+def _(bench: Bench) -> None:
+    plain = {"hybrid__mode": "off", "optimizer__type": "adamw", "model__vocab_size": 257}
+    config = bench.config(**plain)
+    needed = estimate(config, target_of(config, gpt2.shape_from_config(config.model))).needed
+    _, _, folder = bench.train(max_steps=1, memory__budget=f"{0.9 * needed / 1000:.3f}KB", **plain)
+    written = load(folder / "config.toml").config
+    assert (written.accumulation_steps, written.engine, written.optimizer) != (1, config.engine, config.optimizer)
+
+
+def planned(bench: Bench, phase: str, **changes: Any) -> int:
+    """What the memory plan makes of a setting on a GPU."""
+    return estimate(bench.config(**changes), Target(gpt2.SIZES["gpt2-small"], True, "bf16", 1024)).peaks[phase]
+
+
+@effect("optimizer.state_type")
+def _(bench: Bench) -> None:
+    wide, half, quarter = (planned(bench, "full", optimizer__state_type=kind) for kind in ("fp32", "bf16", "8bit"))
+    assert wide > half > quarter
+
+
+@effect("precision.predict")
+def _(bench: Bench) -> None:
+    assert planned(bench, "predict", precision__predict="fp32") > planned(bench, "predict")
+
+
+@effect("engine.update_in_backward")
+def _(bench: Bench) -> None:
+    assert planned(bench, "predict", engine__update_in_backward=True) < planned(bench, "predict")
+
+
+@effect("memory.snapshots")
+def _(bench: Bench) -> None:
+    assert planned(bench, "predict", memory__snapshots="pinned") < planned(bench, "predict")
+
+
+@effect("memory.basis")
+def _(bench: Bench) -> None:
+    assert planned(bench, "predict", memory__basis="pinned") < planned(bench, "predict")
+
+
+@effect("memory.offload")
+def _(bench: Bench) -> None:
+    assert planned(bench, "predict", memory__offload=True) < planned(bench, "predict")
+
+
+@effect("memory.lookahead")
+def _(bench: Bench) -> None:
+    late, early = (planned(bench, "predict", memory__offload=True, memory__lookahead=steps) for steps in (0, 1))
+    assert late < early

@@ -7,7 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+from foretrain.sizes import parse_size
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -15,6 +17,16 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
 Switch = Literal["auto", True, False]
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+def _amount(text: str) -> str:
+    if text:
+        parse_size(text)  # says what is wrong with it
+    return text
+
+
+Amount = Annotated[str, AfterValidator(_amount)]
 
 
 LOWEST_RATE, HIGHEST_RATE = 2e-4, 1e-2
@@ -134,6 +146,8 @@ class OptimizerConfig(Section):
     or sqrt(max(1, rows/columns)), which wants about ten times higher ones."""
     gradient_clip_norm: NonNegative = 1.0
     """Largest allowed global gradient norm. 0: no clipping."""
+    state_type: Literal["fp32", "bf16", "8bit"] = "fp32"
+    """Number format of the optimizer's averages. `bf16` halves their memory, `8bit` quarters it."""
 
     @property
     def peak_rate(self) -> float:
@@ -184,6 +198,8 @@ class PrecisionConfig(Section):
     """First loss scale with fp16; it then adapts: halved on overflow, doubled after `growth_interval` good steps."""
     growth_interval: Count = 2000
     """Good steps before the fp16 loss scale doubles."""
+    predict: Literal["same", "fp32", "bf16", "fp16"] = "same"
+    """Format of the forward passes that probe moves. `same`: as in training."""
 
 
 class EngineConfig(Section):
@@ -196,8 +212,10 @@ class EngineConfig(Section):
     fused_loss: Switch = "auto"
     """Output layer and cross-entropy in slices, so that all logits never exist at once. `auto`: when they would take
     more than 256 MB on a CUDA GPU (where it is also faster) or 1 GB elsewhere."""
-    activation_checkpointing: bool = False
-    """Recompute each block in the backward pass instead of keeping its activations."""
+    activation_checkpointing: bool | Share = False
+    """Recompute blocks in the backward pass instead of keeping their activations: none, all, or this share of them."""
+    update_in_backward: bool = False
+    """Update each weight as soon as its gradient is there, so that gradients never all exist at once."""
     deterministic: bool = False
     """Refuse operations whose result can differ between two runs (slower on a GPU)."""
 
@@ -350,6 +368,23 @@ class GuardConfig(Section):
     """Double the learning rate by itself on a plateau of 500 steps, rather than only advise it."""
 
 
+class MemoryConfig(Section):
+    """How much memory a run may take, and what leaves the device."""
+
+    budget: Amount = ""
+    """Device memory that the run may take: `14GB`, `6GiB`, `800MB`. Settings that are left unset are chosen so that it
+    suffices, as `foretrain plan` shows them, and the allocator gets no more. Empty: no limit."""
+    snapshots: Literal["device", "pinned"] = "device"
+    """Where the snapshots live that moves are taken back to; `pinned`: in main memory."""
+    basis: Literal["device", "pinned"] = "device"
+    """Where the stored directions of the weights live; `pinned`: in main memory."""
+    offload: bool = False
+    """Optimizer state and gradients leave the device while moves are predicted."""
+    lookahead: CountOrZero = 1
+    """With `offload`: predicted steps before its end at which the state begins to come back. 0: after the last of them,
+    with the least memory. A leap is one step: 1 or more is beside its last probe."""
+
+
 class LogConfig(Section):
     """What is written while the run goes on."""
 
@@ -397,6 +432,7 @@ class Config(Section):
     correction: CorrectionConfig = CorrectionConfig()
     audit: AuditConfig = AuditConfig()
     guard: GuardConfig = GuardConfig()
+    memory: MemoryConfig = MemoryConfig()
     log: LogConfig = LogConfig()
 
     @model_validator(mode="after")
