@@ -21,7 +21,7 @@ from torch import nn
 
 from foretrain import run, tuning
 from foretrain import trainer as trainer_module
-from foretrain.config import from_mapping, settings
+from foretrain.config import from_mapping, load, settings
 from foretrain.control.mover import Mover
 from foretrain.data import tokens
 from foretrain.dynamics.hosted import HostedTrajectory
@@ -34,6 +34,7 @@ from foretrain.engine.state import take_apart
 from foretrain.errors import ConfigError, DataError, DivergenceError, OutOfMemory
 from foretrain.events import CheckpointSaved, Evaluated, Event, MemoryUsed, Moved, PhaseChanged, Progress, Recovered
 from foretrain.models import gpt2, huggingface
+from foretrain.planning.estimate import estimate, target_of
 from foretrain.trainer import HybridTrainer
 
 
@@ -1572,3 +1573,16 @@ def _(bench: Bench) -> None:
         assert (0 if split.probe is None else len(split.probe)) == wanted
         assert trainer.pilot is not None
         assert trainer.pilot.held_out == bool(wanted)
+
+
+# --- memory --------------------------------------------------------------------------------------------------------
+
+
+@effect("memory.budget")
+def _(bench: Bench) -> None:
+    plain = {"hybrid__mode": "off", "optimizer__type": "adamw", "model__vocab_size": 257}
+    config = bench.config(**plain)
+    needed = estimate(config, target_of(config, gpt2.shape_from_config(config.model))).needed
+    _, _, folder = bench.train(max_steps=1, memory__budget=f"{0.9 * needed / 1000:.3f}KB", **plain)
+    written = load(folder / "config.toml").config
+    assert (written.accumulation_steps, written.engine, written.optimizer) != (1, config.engine, config.optimizer)

@@ -24,6 +24,7 @@ from foretrain.schema import (
     GuardConfig,
     HybridConfig,
     LogConfig,
+    MemoryConfig,
     ModelConfig,
     OptimizerConfig,
     PrecisionConfig,
@@ -46,6 +47,7 @@ __all__ = [
     "HybridConfig",
     "Loaded",
     "LogConfig",
+    "MemoryConfig",
     "ModelConfig",
     "OptimizerConfig",
     "PrecisionConfig",
@@ -54,6 +56,7 @@ __all__ = [
     "Setting",
     "changed",
     "from_mapping",
+    "given",
     "load",
     "parse_override",
     "settings",
@@ -98,6 +101,15 @@ def from_mapping(mapping: Mapping[str, Any], origin: str = "mapping") -> Config:
 def changed(config: Config, values: Mapping[str, Any], origin: str = "the changed configuration") -> Config:
     """The same configuration with other values, by dotted names."""
     return from_mapping(_flatten(to_mapping(config)) | dict(values), origin)
+
+
+def given(config: Config) -> frozenset[str]:
+    """The settings that a file, `--set` or a preset named, whatever their values are."""
+    names: set[str] = set()
+    for key in config.model_fields_set:
+        value = getattr(config, key)
+        names |= {f"{key}.{name}" for name in value.model_fields_set} if hasattr(value, "model_fields_set") else {key}
+    return frozenset(names)
 
 
 def to_mapping(config: Config, changed_only: bool = False) -> dict[str, Any]:

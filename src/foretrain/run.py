@@ -25,6 +25,8 @@ from foretrain.events import Bus, Listener
 from foretrain.files import explain_failed_write, make_folder, remove, sync_file
 from foretrain.models import gpt2, huggingface
 from foretrain.models.gpt2 import GPT2
+from foretrain.planning.budget import within_budget
+from foretrain.planning.estimate import target_of
 from foretrain.trainer import HybridTrainer
 
 
@@ -103,7 +105,9 @@ def train(
     with RunFolder(path, resume, overwrite) as folder:
         device = choose_device(config.device)
         corpus = tokens.prepare(config.data, say)
+        named = configuration.given(config)
         config = with_vocabulary(config, corpus)
+        config = within_budget(config, target_of(config, gpt2.shape_from_config(config.model)), named, say)
         model = build_model(config)
         trainer = HybridTrainer(model, config=config, bus=bus)
         loader = build_loader(config, corpus, model, device)

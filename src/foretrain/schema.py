@@ -7,7 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+from foretrain.sizes import parse_size
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -18,8 +20,17 @@ Switch = Literal["auto", True, False]
 Share = bool | Annotated[float, Field(ge=0, le=1)]
 
 
+def _amount(text: str) -> str:
+    if text:
+        parse_size(text)  # says what is wrong with it
+    return text
+
+
+Amount = Annotated[str, AfterValidator(_amount)]
+
+
 FIRST_RATE = 1e-3
-"""Where `optimizer.learning_rate = "auto"` begins, and where it ends at the latest."""
+"""Where `optimizer.learning_rate = "auto"` begins."""
 
 
 class Section(BaseModel):
@@ -226,9 +237,12 @@ class EngineConfig(Section):
 
 
 class MemoryConfig(Section):
-    """What lives in host memory instead of the device's, and what happens when memory runs out. None of it changes what
-    is computed."""
+    """How much memory a run may take, what lives in host memory, and what happens when memory runs out. None of it
+    changes what is computed."""
 
+    budget: Amount = ""
+    """Device memory that the run may take: `14GB`, `6GiB`, `800MB`. Settings that are left unset are chosen so that it
+    suffices, as `foretrain plan` shows them, and the allocator gets no more. Empty: no limit."""
     snapshots: Literal["device", "pinned"] = "device"
     """Where the snapshots are that a move is taken back to: `pinned` host memory, filled beside the probes, costs a
     copy per move and saves a second set of weights and optimizer state on the device."""

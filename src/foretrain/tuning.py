@@ -24,6 +24,8 @@ from foretrain.models import lora
 from foretrain.models.adapter_files import save_adapter
 from foretrain.models.gpt2 import GPT2
 from foretrain.models.lora import LoraSettings
+from foretrain.planning.budget import within_budget
+from foretrain.planning.estimate import target_of
 from foretrain.run import read_checkpoint
 from foretrain.serve.generate import TextGenerator
 from foretrain.serve.sampling import Sampling
@@ -60,6 +62,7 @@ def finetune(
 ) -> dict[str, Any]:
     """Train an adapter for `model.weights` on the examples of `data.path`; returns the summary."""
     check(config)
+    named = configuration.given(config)
     config = configuration.changed(config, {"model.weights": str(Path(config.model.weights).expanduser().resolve())})
     path = Path(out) if out is not None else default_folder(config)
     if Path(config.model.weights).is_relative_to(path.resolve()):
@@ -74,6 +77,7 @@ def finetune(
         base = base_of(config)
         config = with_templates(config, say)
         data = prepare(config, base, say)
+        config, base = _within_budget(config, base, data, named, say)
         trainer = build_trainer(config, base.model, data, bus)
         config = trainer.config
         pinned = choose_device(config.device).type == "cuda"
@@ -104,6 +108,17 @@ def finetune(
                     say(f"warning: held-out examples could not be answered: {error}")
             folder.write_summary(summary)
     return summary
+
+
+def _within_budget(
+    config: Config, base: Base, data: Split, named: frozenset[str], say: Callable[[str], None]
+) -> tuple[Config, Base]:
+    """With the settings that fit `memory.budget`; the base is read anew where they concern the model."""
+    target = target_of(
+        config, base.model.shape, length=data.train.length, adapters=True, evaluated_rows=config.batch_size
+    )
+    planned = within_budget(config, target, named, say)
+    return planned, base_of(planned) if planned.engine != config.engine else base
 
 
 def check(config: Config) -> None:

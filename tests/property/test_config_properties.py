@@ -71,6 +71,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "checkpoint.keep": st.integers(2, 10**6),
     "guard.nan_check": st.booleans(),
     "log.interval": count,
+    "memory.budget": st.sampled_from(["", "14GB", "6GiB", "0.5 TB"]),
 }
 changed = st.dictionaries(st.sampled_from(sorted(VALUES)), st.none(), max_size=12).flatmap(
     lambda names: st.fixed_dictionaries({name: VALUES[name] for name in names})

@@ -93,11 +93,14 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
     hidden, weight, _, _, slice_rows, _ = inputs
     _, hidden_gradient, weight_gradient = output
     ctx.save_for_backward(hidden_gradient, weight_gradient)
+    ctx.set_materialize_grads(False)  # else the two outputs nobody differentiates would get zeros of their size
     ctx.boost = _boost(hidden.dtype, slice_rows)
     ctx.weight_dtype = weight.dtype
 
 
-def _scale(ctx: Any, upstream: Tensor, *unused: Tensor) -> tuple[Tensor | None, ...]:
+def _scale(ctx: Any, upstream: Tensor | None, *unused: Tensor | None) -> tuple[Tensor | None, ...]:
+    if upstream is None:  # nothing depends on the loss
+        return (None,) * 6
     hidden_gradient, weight_gradient = ctx.saved_tensors
     factor = upstream / ctx.boost
     return (

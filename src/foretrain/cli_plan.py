@@ -1,0 +1,165 @@
+"""The command that says how much memory a run will need, before there is one."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+
+from foretrain.errors import InputError
+from foretrain.terminal import Json, Settings, put, say
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from foretrain.config import Config
+    from foretrain.planning.estimate import Target
+    from foretrain.planning.plan import Plan
+
+
+def plan(
+    config: Annotated[Path | None, Parameter(help="TOML file. None: the defaults.")] = None,
+    /,
+    *,
+    set_: Settings = None,
+    budget: Annotated[
+        str,
+        Parameter(help="Memory that must suffice: `14GB`, `6GiB`, `800MB`. Unset: what is free on the GPU, if any."),
+    ] = "",
+    device: Annotated[
+        str, Parameter(help="Plan for a `cuda` GPU or for the `cpu`, whatever is here. Unset: what a run would use.")
+    ] = "",
+    json_: Json = False,
+) -> None:
+    """Say how much device memory a run will need, phase by phase, and which settings fit a budget.
+
+    `foretrain plan my.toml --budget 14GB` proposes the fastest settings that fit, explains each of them, and prints the
+    lines for your file. `memory.budget = "14GB"` in the file does the same by itself. Settings that your file names
+    stay as they are. Nothing is read or allocated but the file: a large model is planned on a laptop.
+
+    Exits with 2 when nothing fits, and says what the smallest possible is.
+    """
+    from foretrain.config import given, load
+    from foretrain.planning.estimate import estimate
+    from foretrain.planning.plan import NothingFitsError
+    from foretrain.planning.plan import plan as make_plan
+
+    loaded = load(config, set_ or ())
+    for text in loaded.notices:
+        say(f"note: {text}")
+    target = _target(loaded.config, device)
+    found = estimate(loaded.config, target)
+    limit = _budget(loaded.config, budget, target)
+    if limit is None:
+        if json_:
+            put(json.dumps({"fits": None, "budget_bytes": None, "estimate": found.as_dict()}, indent=2))
+        else:
+            _print_estimate(found)
+        return
+    try:
+        made = make_plan(loaded.config, target, limit, given(loaded.config))
+    except NothingFitsError as error:
+        if json_:
+            put(json.dumps({"fits": False, "error": str(error)} | _smallest(error.smallest), indent=2))
+        raise
+    if json_:
+        put(json.dumps({"fits": True} | made.as_dict(), indent=2))
+        return
+    _print_estimate(found)
+    _print_plan(made)
+
+
+def _smallest(plan: Plan) -> dict[str, Any]:
+    return {"smallest_bytes": plan.estimate.needed} | plan.as_dict()
+
+
+def _target(config: Config, device: str) -> Target:
+    """The shape of what would be trained; a fine-tuning run takes it from the model's folder."""
+    from foretrain.base import shape_of
+    from foretrain.models.gpt2 import shape_from_config
+    from foretrain.planning.estimate import Target, target_of
+
+    adapters = config.preset == "finetune"
+    shape, length, rows = replace(shape_from_config(config.model), vocab_size=_vocabulary(config)), None, 0
+    if adapters:
+        folder = Path(config.model.weights).expanduser()
+        if not config.model.weights or not folder.is_dir():
+            raise InputError(
+                f"model.weights = {config.model.weights!r}: there is no such folder; name the model to fine-tune, as "
+                "in --set model.weights=FOLDER"
+            )
+        shape = shape_of(folder if (folder / "config.json").is_file() else folder / "model")
+        length, rows = min(shape.context, config.data.max_length or shape.context), config.batch_size
+    if not device:
+        return target_of(config, shape, length=length, adapters=adapters, evaluated_rows=rows)
+    if device not in ("cuda", "cpu"):
+        raise InputError(f"--device {device!r}: plan for cuda or cpu")
+    wanted = config.precision.type
+    precision = ("bf16" if device == "cuda" else "fp32") if wanted == "auto" else wanted
+    return Target(shape, device == "cuda", precision, length or shape.context, adapters, rows)
+
+
+def _vocabulary(config: Config) -> int:
+    """As many tokens as the tokenizer will know; where only the data tells, GPT-2's many."""
+    from foretrain.data.tokenizers import ByteTokenizer
+    from foretrain.models.gpt2 import SIZES
+
+    known = {"byte": ByteTokenizer().vocab_size, "bpe": config.data.bpe_size}
+    largest = SIZES[config.model.type].vocab_size
+    if config.model.vocab_size is None and config.data.tokenizer not in (*known, "gpt2"):
+        say(f"note: the vocabulary is taken to be {largest}, as GPT-2's; set model.vocab_size if it is another")
+    return config.model.vocab_size or known.get(config.data.tokenizer, largest)
+
+
+def _budget(config: Config, budget: str, target: Target) -> int | None:
+    """As given, as configured, or what is free on the GPU that a run would use."""
+    from foretrain.sizes import format_size, parse_size
+
+    if budget or config.memory.budget:
+        try:
+            return parse_size(budget or config.memory.budget)
+        except ValueError as error:
+            raise InputError(f"--budget: {error}") from None
+    import torch
+
+    if not (target.cuda and torch.cuda.is_available()):
+        return None
+    free, _ = torch.cuda.mem_get_info()
+    say(f"budget: {format_size(free)}, what is free on {torch.cuda.get_device_name()}")
+    return free
+
+
+def _print_estimate(estimate: Any) -> None:
+    from foretrain.planning.tables import component_table, needed_line
+
+    _print(component_table(estimate))
+    put(needed_line(estimate))
+
+
+def _print_plan(plan: Plan) -> None:
+    from foretrain.planning.plan import toml_lines
+    from foretrain.planning.tables import component_table, lever_table, needed_line
+    from foretrain.sizes import format_size
+
+    budget = format_size(plan.budget or 0)
+    put("")
+    if not plan.choice.settings:
+        put(f"it fits into {budget} as it is")
+        return
+    put(f"to fit into {budget}, at {1 + plan.choice.cost:.0%} of the time per step:")
+    _print(lever_table(plan))
+    put("")
+    _print(component_table(plan.estimate))
+    put(needed_line(plan.estimate))
+    put("")
+    put(toml_lines(plan.choice.settings))
+
+
+def _print(table: Table) -> None:
+    from rich.console import Console
+
+    Console(width=None if sys.stdout.isatty() else 200).print(table)

@@ -1,0 +1,42 @@
+"""`memory.budget` in a run: the plan's settings are applied, and the allocator gets no more than that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from foretrain import config as configuration
+from foretrain.config import Config
+from foretrain.engine.precision import choose_device
+from foretrain.planning.estimate import Target
+from foretrain.planning.plan import changed_values, plan
+from foretrain.sizes import format_size, parse_size
+
+
+def within_budget(
+    config: Config, target: Target, given: frozenset[str], say: Callable[[str], None] = lambda _: None
+) -> Config:
+    """The configuration with the plan's settings, and a capped allocator; as it was where there is no budget.
+
+    given: the settings that were named by the user. They stay as they are.
+    """
+    if not config.memory.budget:
+        return config
+    budget = parse_size(config.memory.budget)
+    found = plan(config, target, budget, given)
+    for name, (before, after) in changed_values(config, found.choice.settings).items():
+        say(f"memory.budget = {config.memory.budget}: {name} is {after} instead of {before}")
+    say(f"memory.budget = {config.memory.budget}: {format_size(found.estimate.needed)} will be needed at the peak")
+    cap_allocator(config, budget, say)
+    return configuration.changed(config, found.choice.settings, "the memory plan")
+
+
+def cap_allocator(config: Config, budget: int, say: Callable[[str], None]) -> None:
+    """A GPU's allocator fails from here on, rather than taking more than the budget."""
+    device = choose_device(config.device)
+    if device.type != "cuda":
+        say(f"note: on {device.type} the settings of the memory plan are used, but nothing can hold the run to them")
+        return
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, budget / total), device)

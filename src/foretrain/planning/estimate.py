@@ -1,0 +1,227 @@
+"""The memory a configuration needs, component by component, at the peak of each phase."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from foretrain.config import Config
+from foretrain.dynamics.records import DIRECTIONS
+from foretrain.dynamics.trajectory import Layout
+from foretrain.engine.graph import LAUNCH_BOUND_FLOPS
+from foretrain.engine.precision import choose_device, choose_precision
+from foretrain.models.gpt2 import GPT2Shape
+from foretrain.planning.activations import Pass
+from foretrain.planning.parameters import FP32, Parameters, adapted_parameters, parameters_of
+from foretrain.planning.timeline import full_step
+from foretrain.trainer import _LARGEST_FP32_BASIS as LARGEST_FP32_BASIS
+
+WORKSPACE = 32 * 2**20
+"""What cuBLAS takes on Hopper; 8 MiB on older cards. It is counted by the allocator, the CUDA context is not."""
+RESERVE = 0.05
+"""Share beyond the peak that a budget must leave: the allocator holds whole segments, a little more than it hands out.
+Measured peaks are compared without it."""
+HOSTED_BUFFER = 128 * 2**20
+"""Through which directions in main memory pass when a window ends and when a move is made."""
+TOKEN_BYTES = 16
+"""A token and its target, 8 bytes each."""
+BATCHES_AT_HAND = 5
+"""The batch itself, the last three of a window, and the one that a move is probed on."""
+_FEWEST_PAIRS = 5
+_PHASES = ("full", "predict", "correct", "audit", "evaluate")
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is planned for: a model's shape, a device, and what the configuration does not say."""
+
+    shape: GPT2Shape
+    cuda: bool
+    precision: str
+    length: int
+    """Tokens per sequence."""
+    adapters: bool = False
+    """Only adapters are trained, as `foretrain finetune` does."""
+    evaluated_rows: int = 0
+    """Sequences per held-out batch; 0: as many as in a micro-batch."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes per phase and component."""
+
+    phases: Mapping[str, Mapping[str, int]]
+    pool: int = 0
+    """What a recorded CUDA graph keeps to itself while other phases run; reserved, but not allocated."""
+    moment: str = ""
+    """Of a full step, when it needs the most."""
+
+    @property
+    def peaks(self) -> dict[str, int]:
+        """What the allocator's own counter will show, phase by phase."""
+        return {phase: sum(parts.values()) for phase, parts in self.phases.items()}
+
+    @property
+    def peak(self) -> int:
+        return max(self.peaks.values())
+
+    @property
+    def needed(self) -> int:
+        """What a budget must allow for."""
+        most = max(peak + (self.pool if phase not in ("full", "correct") else 0) for phase, peak in self.peaks.items())
+        return int(most * (1 + RESERVE))
+
+    def as_dict(self) -> dict[str, object]:
+        return {
+            "peak_bytes": self.peak,
+            "needed_bytes": self.needed,
+            "peak_by_phase": self.peaks,
+            "components": {phase: dict(parts) for phase, parts in self.phases.items()},
+            "moment": self.moment,
+        }
+
+
+def target_of(
+    config: Config, shape: GPT2Shape, *, length: int | None = None, adapters: bool = False, evaluated_rows: int = 0
+) -> Target:
+    """For the device that the configuration chooses here."""
+    device = choose_device(config.device)
+    precision = choose_precision(config.precision.type, device)
+    return Target(shape, device.type == "cuda", precision, length or shape.context, adapters, evaluated_rows)
+
+
+def all_parameters(config: Config, target: Target) -> Parameters:
+    return adapted_parameters(target.shape, config.lora) if target.adapters else parameters_of(target.shape)
+
+
+def compiles(config: Config, target: Target) -> bool:
+    wanted = config.engine.compile
+    return target.cuda if wanted == "auto" else bool(wanted)
+
+
+def pass_of(config: Config, target: Target, precision: str = "same", rows: int = 0) -> Pass:
+    """A micro-batch through the model."""
+    return Pass(
+        target.shape,
+        rows or -(-config.batch_size // config.accumulation_steps),
+        target.length,
+        target.precision if precision == "same" else precision,
+        cuda=target.cuda,
+        compiled=compiles(config, target),
+        by_block=compiles(config, target) and config.engine.update_in_backward,
+        narrow=config.precision.narrow_residual,
+        fused=config.engine.fused_loss,
+        recomputed=float(config.engine.activation_checkpointing),
+        rank=config.lora.rank if target.adapters else 0,
+    )
+
+
+def estimate(config: Config, target: Target) -> Estimate:
+    """All phases. Nothing of the size of the model is made."""
+    parameters = all_parameters(config, target)
+    in_backward, hybrid = config.engine.update_in_backward, config.hybrid.mode != "off"
+    state, learned = parameters.optimizer_state(config.optimizer), parameters.learned
+    gradients = 0 if in_backward else learned
+    snapshot = _snapshot(config, learned, state)
+    pinned = target.cuda and config.memory.snapshots == "pinned"
+
+    always = {"weights": parameters.weights, "optimizer state": state}
+    always["batches"] = BATCHES_AT_HAND * config.batch_size * target.length * TOKEN_BYTES
+    always["workspaces"] = WORKSPACE if target.cuda else 0
+    if config.evaluation.ema_decay:
+        always["average"] = learned
+    if config.predictor.beta > 0:
+        always["look-ahead"] = 2 * learned
+    if hybrid:
+        always["basis"] = _basis(config, target, parameters)
+        always["snapshot"] = 0 if pinned else snapshot
+        always["quasi-Newton pairs"] = _pairs(config, target, learned)
+    work = pass_of(config, target)
+    moment = full_step(work, parameters, config.optimizer, config.accumulation_steps, in_backward)
+    step = {
+        "gradients": moment.gradients,
+        "activations": moment.activations,
+        "casts of weights": moment.casts,
+        "logits and loss": moment.logits,
+        "optimizer buffers": moment.buffers,
+    }
+    phases = {"full": always | step}
+    alone = pass_of(config, target, config.precision.predict).forward_alone
+    if hybrid:
+        rest = dict(always)
+        leaves = target.cuda and config.memory.offload
+        if leaves and not config.memory.lookahead:  # else it comes back beside the last probe
+            rest["optimizer state"] = 0
+        left = 0 if leaves else gradients
+        phases["predict"] = rest | {"gradients": left, "activations": alone, "move": _move(config, target, parameters)}
+        phases["correct"] = always | step
+        if config.audit.time_budget > 0:
+            fork = 0 if pinned else snapshot + 2 * learned
+            phases["audit"] = always | step | {"forks of an audit": fork}
+    rows = target.evaluated_rows or work.rows
+    shown = pass_of(config, target, rows=rows).forward_alone
+    swapped = 2 * learned if config.evaluation.ema_decay else 0
+    phases["evaluate"] = always | {"gradients": gradients, "activations": shown, "weights put aside": swapped}
+    return Estimate(
+        {phase: phases[phase] for phase in _PHASES if phase in phases}, _pool(config, target, step), moment.name
+    )
+
+
+def _snapshot(config: Config, learned: int, state: int) -> int:
+    """Trained weights, optimizer state, average and look-ahead, once."""
+    size = learned + state
+    size += learned if config.evaluation.ema_decay else 0
+    return size + (2 * learned if config.predictor.beta > 0 else 0)
+
+
+@lru_cache(maxsize=64)
+def row_size(parameters: Parameters) -> tuple[int, int]:
+    """Elements of a row of the stored directions, and bytes of the matrix that sums its groups."""
+    stand_ins = [torch.empty(()).expand(p.shape) for p in parameters.trained]  # one number each in memory
+    layout = Layout(stand_ins, [p.name for p in parameters.trained])
+    return layout.size, layout._membership.numel() * layout._membership.element_size()
+
+
+def basis_number(config: Config, elements: int) -> int:
+    """Bytes of a number in the stored directions."""
+    wanted = config.hybrid.basis_type
+    return 2 if wanted == "bf16" or (wanted == "auto" and elements > LARGEST_FP32_BASIS) else FP32
+
+
+def _basis(config: Config, target: Target, parameters: Parameters) -> int:
+    """Two bases, two displacements, the weights at the window's start and a scratch row."""
+    if not parameters.trained:
+        return 0
+    size, membership = row_size(parameters)
+    if target.cuda and config.memory.basis == "pinned":
+        return membership
+    number = basis_number(config, parameters.elements)
+    return size * ((2 * len(DIRECTIONS) + 2) * number + 2 * FP32) + membership
+
+
+def _move(config: Config, target: Target, parameters: Parameters) -> int:
+    """What making a move needs: a direction in fp32, and with an average the way that was gone."""
+    number = basis_number(config, parameters.elements)
+    way = parameters.learned if config.evaluation.ema_decay else 0
+    if target.cuda and config.memory.basis == "pinned":
+        return HOSTED_BUFFER + way
+    return way + (FP32 * row_size(parameters)[0] if parameters.trained and number != FP32 else 0)
+
+
+def _pairs(config: Config, target: Target, learned: int) -> int:
+    """Only where the loss may be exact: without weight decay and loss scale."""
+    possible = config.hybrid.mode == "leap" and not config.optimizer.weight_decay and target.precision != "fp16"
+    pairs = min(config.hybrid.secant_pairs, int(config.hybrid.secant_memory_mb * 2**20 / (2 * learned or 1)))
+    return learned * (2 * pairs + 6) if possible and pairs >= _FEWEST_PAIRS else 0
+
+
+def _pool(config: Config, target: Target, step: Mapping[str, int]) -> int:
+    """A recorded step keeps its activations and buffers for the next replay."""
+    wanted, elements = config.engine.cuda_graph, all_parameters(config, target).elements
+    wanted = False if wanted == "auto" and config.memory.offload else wanted  # the state must stay where it was
+    small = 6.0 * elements * config.batch_size * target.length < LAUNCH_BOUND_FLOPS
+    recorded = target.cuda and (small if wanted == "auto" else bool(wanted))
+    return sum(step.values()) - step["gradients"] if recorded else 0

@@ -1,0 +1,118 @@
+"""What can be changed to need less memory, and what each change costs in speed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from foretrain.config import Config
+from foretrain.planning.estimate import Target
+
+RECOMPUTING = 1 / 3
+"""Of a step, when all blocks are recomputed: one more forward pass, and a backward pass is worth two of them."""
+HALF_SPEED_TOKENS = 512
+"""Tokens of a micro-batch at which kernels run at half their best speed. An assumption for large GPUs."""
+COSTS: dict[str, dict[Any, float]] = {
+    "engine.fused_loss": {True: 0.01},  # faster where logits are large, a little slower where they are small
+    "optimizer.state_type": {"bf16": 0.005, "8bit": 0.01},  # reading and writing less, but converting
+    "engine.update_in_backward": {True: 0.05},  # one update per weight instead of one for all; compiled block by block
+    "memory.snapshots": {"pinned": 0.005},  # a copy over the bus per move
+    "memory.basis": {"pinned": 0.02},  # all directions cross the bus twice per window
+    "memory.offload": {True: 0.01},  # a copy out and back per move, mostly hidden
+    "memory.lookahead": {0: 0.005},  # the way back is hidden by the next step only
+}
+"""Assumed share of a step's time. Where two plans fit, the one with the lower sum is proposed."""
+SHARES = (False, 0.25, 0.5, 0.75, True)
+"""Of blocks that are recomputed."""
+EXPLANATIONS = {
+    "accumulation_steps": "smaller parts of each batch go through the model at once; the result is the same",
+    "engine.activation_checkpointing": "blocks are computed again in the backward pass instead of being kept",
+    "engine.fused_loss": "logits are computed in slices and never all exist",
+    "optimizer.state_type": "the optimizer's averages are stored in fewer bits",
+    "engine.update_in_backward": "each gradient is used and freed at once",
+    "optimizer.gradient_clip_norm": "what is updated in the backward pass cannot wait for the norm of all gradients",
+    "memory.snapshots": "what a move is taken back to waits in main memory",
+    "memory.basis": "the stored directions live in main memory",
+    "memory.offload": "optimizer state and gradients leave the device while moves are predicted",
+    "memory.lookahead": "the optimizer state comes back only after the last predicted step",
+}
+LEVERS = tuple(EXPLANATIONS)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Settings that differ from the configuration's, and what they cost."""
+
+    settings: dict[str, Any]
+    cost: float
+    """Share of a step's time."""
+    costs: dict[str, float]
+    """The same, setting by setting."""
+
+
+def choices(config: Config, given: frozenset[str], target: Target) -> list[Choice]:
+    """All allowed combinations, the fastest first. Settings that were given stay as they are."""
+    values, length = _options(config, given, target), target.length
+    combinations = product(*values.values())
+    found = [_choice(config, dict(zip(values, combination, strict=True)), length) for combination in combinations]
+    return sorted((choice for choice in found if choice is not None), key=lambda one: (one.cost, len(one.settings)))
+
+
+def value_of(config: Config, name: str) -> Any:
+    part: Any = config
+    for key in name.split("."):
+        part = getattr(part, key)
+    return part
+
+
+def _options(config: Config, given: frozenset[str], target: Target) -> dict[str, list[Any]]:
+    """What each lever may be, its present value first."""
+    divisors = [n for n in range(config.accumulation_steps, config.batch_size + 1) if config.batch_size % n == 0]
+    leaves = target.cuda and config.hybrid.mode != "off"  # without a GPU there is only main memory
+    narrow = config.optimizer.type in ("adamw", "muon")
+    # Updates in the backward pass cannot clip, and cannot take back what overflowed.
+    clips = config.optimizer.gradient_clip_norm > 0 and "optimizer.gradient_clip_norm" in given
+    in_backward = target.precision != "fp16" and not clips
+    wanted: dict[str, list[Any]] = {
+        "accumulation_steps": divisors,
+        "engine.activation_checkpointing": list(SHARES),
+        "engine.fused_loss": [True],
+        "optimizer.state_type": ["bf16", "8bit"] if narrow else [],
+        "engine.update_in_backward": [True] if in_backward else [],
+        "memory.snapshots": ["pinned"] if leaves else [],
+        "memory.basis": ["pinned"] if leaves else [],
+        "memory.offload": [True] if leaves and config.engine.cuda_graph is not True else [],
+        "memory.lookahead": [0] if leaves else [],
+    }
+    found = {}
+    for name, options in wanted.items():
+        now = value_of(config, name)
+        found[name] = [now] if name in given else [now, *(option for option in options if option != now)]
+    return found
+
+
+def _choice(config: Config, values: dict[str, Any], length: int) -> Choice | None:
+    parts, in_backward = values["accumulation_steps"], values["engine.update_in_backward"]
+    if in_backward and parts > 1:
+        return None  # nothing keeps the gradients that parts of a batch would add up to
+    if values["memory.lookahead"] != config.memory.lookahead and not values["memory.offload"]:
+        return None  # nothing has left that could come back
+    settings = {name: value for name, value in values.items() if value != value_of(config, name)}
+    if in_backward and config.optimizer.gradient_clip_norm > 0:
+        settings["optimizer.gradient_clip_norm"] = 0.0
+    costs = {name: _cost(config, name, value, length) for name, value in settings.items()}
+    return Choice(settings, sum(costs.values()), costs)
+
+
+def _cost(config: Config, name: str, value: Any, length: int) -> float:
+    if name == "accumulation_steps":
+        return _slowness(config, value, length) / _slowness(config, config.accumulation_steps, length) - 1
+    if name == "engine.activation_checkpointing":
+        return RECOMPUTING * (float(value) - float(config.engine.activation_checkpointing))
+    return COSTS.get(name, {}).get(value, 0.0)
+
+
+def _slowness(config: Config, parts: int, length: int) -> float:
+    """Time per token at this many parts, 1 for endless ones."""
+    return 1 + HALF_SPEED_TOKENS * parts / (config.batch_size * length)

@@ -1,0 +1,180 @@
+"""The parameters of a GPT-2 and of its optimizer as sizes, without making any."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cached_property, lru_cache
+
+from foretrain.config import OptimizerConfig
+from foretrain.models.gpt2 import GPT2Shape
+from foretrain.schema import LoraConfig
+
+FP32 = 4
+STEP_BYTES = 4
+"""AdamW counts its steps in one fp32 number per parameter."""
+NARROW_FROM = 4096
+"""Smaller tensors keep fp32 averages, whatever `optimizer.state_type` is."""
+QUANTIZED_BLOCK = 256
+"""Numbers that share one fp32 scale in 8 bit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One parameter."""
+
+    name: str
+    shape: tuple[int, ...]
+    trained: bool = True
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def embedding(self) -> bool:
+        return "embedding" in self.name
+
+    @property
+    def block(self) -> int | None:
+        """The block it belongs to."""
+        return int(self.name.split(".")[1]) if self.name.startswith("blocks.") else None
+
+
+@dataclass(frozen=True, eq=False)
+class Parameters:
+    """All parameters of a model, in its order, and sums over them."""
+
+    all: tuple[Parameter, ...]
+
+    @cached_property
+    def trained(self) -> tuple[Parameter, ...]:
+        return tuple(p for p in self.all if p.trained)
+
+    @cached_property
+    def elements(self) -> int:
+        """That are trained."""
+        return sum(p.numel for p in self.trained)
+
+    @cached_property
+    def weights(self) -> int:
+        """Bytes."""
+        return FP32 * sum(p.numel for p in self.all)
+
+    @property
+    def learned(self) -> int:
+        """Bytes that are trained: also those of all gradients."""
+        return FP32 * self.elements
+
+    @cached_property
+    def head_gradient(self) -> int:
+        """Of the token embedding, which is also the output layer."""
+        return FP32 * sum(p.numel for p in self.trained if p.name == "token_embedding.weight")
+
+    @cached_property
+    def block_gradients(self) -> int:
+        """Of one block."""
+        return FP32 * sum(p.numel for p in self.trained if p.block == 0)
+
+    @cached_property
+    def largest_gradient(self) -> int:
+        """Of one parameter of a block."""
+        return FP32 * max((p.numel for p in self.trained if p.block == 0), default=0)
+
+    @cached_property
+    def largest(self) -> int:
+        """Elements of the largest trained parameter."""
+        return max((p.numel for p in self.trained), default=0)
+
+    @cached_property
+    def by_shape(self) -> dict[tuple[int, ...], int]:
+        """Elements of all hidden matrices of one shape, which Muon updates together."""
+        found: dict[tuple[int, ...], int] = {}
+        for p in self.trained:
+            if by_muon(p):
+                found[p.shape] = found.get(p.shape, 0) + p.numel
+        return found
+
+    def optimizer_state(self, config: OptimizerConfig) -> int:
+        """Bytes of the averages of all trained parameters, and of the step counts."""
+        return _state_of_all(self, config.type, config.state_type, config.momentum == 0)
+
+
+@lru_cache(maxsize=64)
+def parameters_of(shape: GPT2Shape) -> Parameters:
+    """Of the whole model."""
+    return Parameters(_all(shape))
+
+
+def adapted_parameters(shape: GPT2Shape, lora: LoraConfig) -> Parameters:
+    """Frozen, with trained adapters beside the chosen linear layers."""
+    return _adapted(shape, lora.rank, tuple(lora.targets), lora.bias)
+
+
+def _all(shape: GPT2Shape) -> tuple[Parameter, ...]:
+    width = shape.width
+    found = [
+        Parameter("token_embedding.weight", (shape.padded_vocab_size, width)),
+        Parameter("position_embedding.weight", (shape.context, width)),
+    ]
+    for index in range(shape.layers):
+        block = f"blocks.{index}"
+        found += _norm(shape, f"{block}.attention_norm")
+        found += _linear(shape, f"{block}.attention.qkv", 3 * width, width)
+        found += _linear(shape, f"{block}.attention.out", width, width)
+        found += _norm(shape, f"{block}.feed_forward_norm")
+        found += _linear(shape, f"{block}.feed_forward.up", 4 * width, width)
+        found += _linear(shape, f"{block}.feed_forward.down", width, 4 * width)
+    return tuple(found + _norm(shape, "final_norm"))
+
+
+def _norm(shape: GPT2Shape, name: str) -> list[Parameter]:
+    weight = Parameter(f"{name}.weight", (shape.width,))
+    has_bias = shape.bias and shape.normalization == "layernorm"
+    return [weight, Parameter(f"{name}.bias", (shape.width,))] if has_bias else [weight]
+
+
+def _linear(shape: GPT2Shape, name: str, rows: int, columns: int) -> list[Parameter]:
+    weight = Parameter(f"{name}.weight", (rows, columns))
+    return [weight, Parameter(f"{name}.bias", (rows,))] if shape.bias else [weight]
+
+
+@lru_cache(maxsize=64)
+def _adapted(shape: GPT2Shape, rank: int, targets: tuple[str, ...], bias: str) -> Parameters:
+    found: list[Parameter] = []
+    for p in _all(shape):
+        path, _, kind = p.name.rpartition(".")
+        linear = kind == "weight" and len(p.shape) == 2 and not p.embedding
+        chosen = any(fnmatchcase(path, text) or fnmatchcase(path, f"*.{text}") for text in targets)
+        biased = bias == "all" or (bias == "lora_only" and chosen and ("attention." in path or "forward." in path))
+        found.append(Parameter(p.name, p.shape, trained=kind == "bias" and biased))
+        if linear and chosen:
+            rows, columns = p.shape
+            found.append(Parameter(f"{path}.lora_a", (rank, columns)))
+            found.append(Parameter(f"{path}.lora_b", (rows, rank)))
+    return Parameters(tuple(found))
+
+
+def by_muon(p: Parameter) -> bool:
+    """Hidden matrices; Muon leaves all else to AdamW."""
+    return len(p.shape) == 2 and not p.embedding
+
+
+@lru_cache(maxsize=256)
+def _state_of_all(parameters: Parameters, kind: str, state_type: str, still: bool) -> int:
+    """still: without momentum."""
+    total = 0
+    for p in parameters.trained:
+        one = _average(p.numel, state_type)
+        if kind == "sgd":
+            total += 0 if still else one
+        else:
+            total += one if kind == "muon" and by_muon(p) else 2 * one + STEP_BYTES
+    return total
+
+
+def _average(numel: int, state_type: str) -> int:
+    if state_type == "fp32" or numel < NARROW_FROM:
+        return FP32 * numel
+    return 2 * numel if state_type == "bf16" else numel + FP32 * -(-numel // QUANTIZED_BLOCK)

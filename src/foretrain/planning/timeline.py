@@ -1,0 +1,101 @@
+"""A full step from moment to moment: which activations, gradients and buffers exist together."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import NamedTuple
+
+from foretrain.config import OptimizerConfig
+from foretrain.models.gpt2 import recomputed_blocks
+from foretrain.planning.activations import Pass
+from foretrain.planning.parameters import FP32, Parameters
+
+MUON_BYTES = 20
+"""Per element of all matrices of one shape: gradient, momentum and update in fp32 (12), and the orthogonalised step in
+fp32 twice (8), as `engine/muon.py` has them at once."""
+
+NARROW_AT_ONCE = 2**22
+"""Elements of narrow averages that are widened at once: weight, gradient, both averages and the step."""
+
+
+class Moment(NamedTuple):
+    """What exists at one moment of a step, beside all that always exists. Bytes."""
+
+    name: str
+    gradients: int
+    activations: int
+    casts: int
+    logits: int
+    buffers: int
+
+    @property
+    def total(self) -> int:
+        return self.gradients + self.activations + self.casts + self.logits + self.buffers
+
+
+@lru_cache(maxsize=8192)
+def full_step(
+    work: Pass, parameters: Parameters, optimizer: OptimizerConfig, accumulation: int, in_backward: bool
+) -> Moment:
+    """The moment of a step that needs the most. in_backward: weights are updated as soon as a gradient is there."""
+    return max(moments(work, parameters, optimizer, accumulation, in_backward), key=lambda moment: moment.total)
+
+
+def moments(
+    work: Pass, parameters: Parameters, optimizer: OptimizerConfig, accumulation: int, in_backward: bool
+) -> list[Moment]:
+    """Forward block by block, the loss, backward block by block, the embedding, the update."""
+    everything, head = parameters.learned, parameters.head_gradient
+    rest = everything - head - work.shape.layers * parameters.block_gradients
+    layers = work.shape.layers
+    again = recomputed_blocks(layers, work.recomputed)
+    kept = [work.input_of_block if layer in again else work.kept_per_block for layer in range(layers)]
+    # An eager pass adds each gradient to the sum as it comes; a compiled one gives all of them at its end.
+    before = everything if accumulation > 1 and not in_backward else 0
+    adds_up = accumulation > 1 and not work.compiled and not in_backward
+    vanish = adds_up or in_backward
+
+    found: list[Moment] = []
+    activations, casts = work.kept_of_embedding, 0
+    for layer in range(layers):
+        activations += kept[layer]
+        # autocast's cache keeps every copy to the end of the forward pass; a compiled pass makes them where needed
+        casts += 0 if layer in again and work.compiled else work.casts_per_block
+        transient = work.in_forward_alone if layer in again else work.in_forward
+        found.append(Moment("forward", before, activations + transient, casts, 0, 0))
+    hidden = activations + work.kept_of_hidden
+    found.append(Moment("loss", before, hidden + work.hidden_in_forward, casts, work.loss_forward(), 0))
+    casts = (layers - len(again)) * work.casts_per_block
+    own = FP32 * work.head  # computed also for a frozen output layer
+    found.append(Moment("loss backward", before + own, hidden, casts, work.loss_backward, 0))
+
+    gradients = before + head + (0 if vanish else rest)
+    for layer in reversed(range(layers)):
+        recomputed = layer in again
+        working = work.in_backward + (work.kept_per_block if recomputed else 0)
+        copies = work.casts_per_block if recomputed else 0
+        at_once = parameters.block_gradients if work.by_block else parameters.largest_gradient
+        # The narrow form of a gradient exists before the second of the two wide ones of the stream does.
+        buffers = at_once + (max(0, at_once // 2 - 4 * work.stream * work.number) if work.half else 0)
+        if in_backward:
+            buffers += update_buffers(optimizer, parameters, alone=True)
+        found.append(Moment("backward", gradients, activations + working, casts + copies, 0, buffers))
+        activations -= kept[layer]
+        casts -= 0 if recomputed else work.casts_per_block
+        gradients += 0 if vanish else parameters.block_gradients
+    stream = work.stream * FP32 if head else 0
+    found.append(Moment("embedding", gradients, stream, 0, 0, head))
+    if not in_backward:
+        found.append(Moment("update", everything, 0, 0, 0, update_buffers(optimizer, parameters)))
+    return found
+
+
+def update_buffers(optimizer: OptimizerConfig, parameters: Parameters, alone: bool = False) -> int:
+    """What an update needs for a while. alone: one parameter at a time, else all matrices of a shape at once."""
+    narrow = 0 if optimizer.state_type == "fp32" else 5 * FP32 * min(NARROW_AT_ONCE, parameters.largest)
+    if optimizer.type != "muon":
+        return narrow  # fused updates work in place; narrow averages are widened, a piece at a time
+    batches = parameters.by_shape
+    sizes = [math.prod(shape) for shape in batches] if alone else list(batches.values())
+    return max(narrow, MUON_BYTES * max(sizes, default=0))

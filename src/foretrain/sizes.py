@@ -1,0 +1,29 @@
+"""Amounts of memory in words: `14GB`, `6GiB`, `800MB`."""
+
+from __future__ import annotations
+
+import re
+
+UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+"""As in trade, GB is 10^9 bytes and GiB 2^30."""
+_FORM = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([KMGT]i?B)")
+
+
+def parse_size(text: str) -> int:
+    """Bytes. Raises ValueError, in words for the user, for anything that is not a positive number and a unit."""
+    match = _FORM.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"{text!r} is not an amount of memory; write a number and a unit, such as 14GB, 6GiB or 800MB")
+    size = int(float(match[1]) * UNITS[match[2]])
+    if size <= 0:
+        raise ValueError(f"{text!r} is no memory at all; write a positive amount, such as 14GB")
+    return size
+
+
+def format_size(size: float) -> str:
+    """For people: `13.2 GB`, `800 MB`, `12 KB`."""
+    for unit in ("GB", "MB"):
+        if size >= UNITS[unit]:
+            value = size / UNITS[unit]
+            return f"{value:.2f} {unit}" if value < 100 else f"{value:.0f} {unit}"
+    return f"{size / UNITS['KB']:.1f} KB"

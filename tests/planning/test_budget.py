@@ -1,0 +1,84 @@
+"""`memory.budget` in a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tests.finetuning import config_for, write_base, write_colors
+
+from foretrain import run, tuning
+from foretrain.config import Config, given, load
+from foretrain.errors import ConfigError
+from foretrain.models import gpt2
+from foretrain.planning import budget as budget_module
+from foretrain.planning.estimate import estimate, target_of
+from foretrain.planning.levers import LEVERS, value_of
+from foretrain.planning.plan import NothingFitsError
+
+
+def budget_of(config: Config, share: float, vocab_size: int = 257) -> str:
+    """A share of what the configuration needs by itself."""
+    model = config.model.model_copy(update={"vocab_size": vocab_size})
+    needed = estimate(config, target_of(config, gpt2.shape_from_config(model))).needed
+    return f"{share * needed / 1000:.3f}KB"
+
+
+def test_a_run_takes_the_settings_of_the_plan_and_writes_them_down(
+    tmp_path: Path, text_file: Path, make_config: Callable[..., Any]
+) -> None:
+    settings = {"data.path": str(text_file), "batch_size": 8, "hybrid.mode": "off", "optimizer.type": "adamw"}
+    plain = make_config(settings)
+    config = make_config({**settings, "memory.budget": budget_of(plain, 0.8)})
+    said: list[str] = []
+    run.train(config, tmp_path / "run", progress=False, say=said.append)
+    written = load(tmp_path / "run" / "config.toml").config
+    levers = [name for name in LEVERS if value_of(written, name) != value_of(config, name)]
+    assert levers
+    assert all(any(f": {name} is" in line for line in said) for name in levers)
+    assert sum("nothing can hold the run to them" in line for line in said) == 1
+    assert written.memory.budget == config.memory.budget
+    # going on takes the same settings, though all of them are named by now
+    more = load(tmp_path / "run" / "config.toml", ["max_steps=8"]).config
+    assert run.train(more, tmp_path / "run", resume=True, progress=False)["global_step"] == 8
+
+
+def test_without_a_budget_nothing_is_changed(make_config: Callable[..., Any]) -> None:
+    config = make_config()
+    target = target_of(config, gpt2.shape_from_config(config.model))
+    assert budget_module.within_budget(config, target, given(config)) is config
+
+
+def test_a_budget_that_nothing_fits_stops_the_run(tmp_path: Path, text_file: Path, make_config: Any) -> None:
+    config = make_config({"data.path": str(text_file), "memory.budget": "10KB"})
+    with pytest.raises(NothingFitsError, match="the smallest possible is"):
+        run.train(config, tmp_path / "run", progress=False)
+    assert issubclass(NothingFitsError, ConfigError)
+
+
+def test_the_allocator_gets_no_more_than_the_budget(
+    monkeypatch: pytest.MonkeyPatch, make_config: Callable[..., Any]
+) -> None:
+    asked: list[tuple[float, Any]] = []
+    monkeypatch.setattr(budget_module, "choose_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=8 * 10**9))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *values: asked.append(values))
+    for budget in (2 * 10**9, 80 * 10**9):
+        budget_module.cap_allocator(make_config(), budget, lambda text: None)
+    assert [share for share, _ in asked] == [0.25, 1.0]
+
+
+def test_fine_tuning_keeps_to_a_budget_too(tmp_path: Path) -> None:
+    base, examples = write_base(tmp_path / "base"), write_colors(tmp_path / "colors.jsonl")
+    config = config_for(base, examples, max_steps=2)
+    shape = tuning.base_of(config).model.shape
+    needed = estimate(config, target_of(config, shape, adapters=True, evaluated_rows=config.batch_size)).needed
+    config = config_for(base, examples, max_steps=2, memory__budget=f"{0.75 * needed / 1000:.3f}KB")
+    said: list[str] = []
+    tuning.finetune(config, tmp_path / "run", progress=False, say=said.append)
+    assert any("instead of" in line for line in said)
+    assert load(tmp_path / "run" / "config.toml").config != config

@@ -1,0 +1,169 @@
+"""Planned sizes against those of real weights, gradients, optimizer states, directions and snapshots."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from foretrain.config import OptimizerConfig, from_mapping
+from foretrain.engine import optim
+from foretrain.models import lora
+from foretrain.models.gpt2 import GPT2, GPT2Shape
+from foretrain.planning.estimate import Estimate, Target, estimate, pass_of, row_size, target_of
+from foretrain.planning.parameters import adapted_parameters, parameters_of
+from foretrain.schema import LoraConfig
+from foretrain.trainer import HybridTrainer
+
+SHAPES = [
+    GPT2Shape(2, 2, 32, 16, 64),
+    GPT2Shape(3, 4, 64, 32, 2000, bias=False),
+    GPT2Shape(1, 2, 48, 8, 100, normalization="rmsnorm"),
+]
+
+
+def size_of(tensors: Any) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_parameters_are_those_of_the_model(shape: GPT2Shape) -> None:
+    model = GPT2(shape)
+    planned = [(p.name, p.shape) for p in parameters_of(shape).all]
+    assert planned == [(name, tuple(p.shape)) for name, p in model.named_parameters()]
+    assert parameters_of(shape).weights == size_of(model.parameters())
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adam", "sgd", "muon"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_optimizer_state_and_gradients_are_exact(shape: GPT2Shape, kind: str) -> None:
+    config = OptimizerConfig(type=kind)
+    model = GPT2(shape)
+    optimizer = optim.build(model, config)
+    tokens = torch.zeros(1, shape.context, dtype=torch.long)
+    model(tokens, tokens).backward()
+    assert parameters_of(shape).learned == size_of(p.grad for p in model.parameters())
+    optimizer.step()
+    states = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+    assert parameters_of(shape).optimizer_state(config) == size_of(states)
+
+
+def test_sgd_without_momentum_has_no_state() -> None:
+    assert parameters_of(SHAPES[0]).optimizer_state(OptimizerConfig(type="sgd", momentum=0.0)) == 0
+
+
+def test_narrow_optimizer_states_are_a_half_and_a_quarter_of_large_tensors() -> None:
+    parameters = parameters_of(GPT2Shape(12, 12, 768))
+    wide, half, quarter = (
+        parameters.optimizer_state(OptimizerConfig(type="adamw", state_type=kind)) for kind in ("fp32", "bf16", "8bit")
+    )
+    assert half == pytest.approx(wide / 2, rel=0.01)
+    assert quarter == pytest.approx(wide / 4, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    "chosen", [{}, {"rank": 4, "targets": ["qkv"]}, {"bias": "all"}, {"bias": "lora_only", "targets": ["*.up", "out"]}]
+)
+def test_adapters_are_exact(chosen: dict[str, Any]) -> None:
+    shape, settings = SHAPES[0], LoraConfig(**chosen)
+    model = GPT2(shape)
+    lora.attach(model, lora.LoraSettings(settings.rank, targets=tuple(settings.targets), bias=settings.bias), 0)
+    planned = adapted_parameters(shape, settings)
+    assert planned.weights == size_of(model.parameters())
+    assert planned.learned == size_of(p for p in model.parameters() if p.requires_grad)
+
+
+def planned_for(trainer: HybridTrainer) -> Estimate:
+    assert isinstance(trainer.model, GPT2)
+    return estimate(trainer.config, target_of(trainer.config, trainer.model.shape))
+
+
+@pytest.mark.parametrize("changes", [{}, {"hybrid.basis_type": "bf16"}, {"optimizer.type": "adamw"}])
+def test_directions_and_snapshots_are_exact(
+    changes: dict[str, Any], make_model: Callable[..., GPT2], make_config: Callable[..., Any], make_batch: Any
+) -> None:
+    trainer = HybridTrainer(make_model(), config=make_config({"evaluation.ema_decay": 0.9, **changes}))
+    trainer.step(make_batch())
+    planned = planned_for(trainer).phases["full"]
+    trajectory = trainer.observer.trajectory
+    assert planned["basis"] == trajectory.bytes + size_of([trajectory.layout._membership])
+    trainer.mover.safety.take(for_move=False)
+    assert trainer.mover.safety.taken is not None
+    taken = trainer.mover.safety.taken.tensors.items()
+    kept = [tensor for name, tensor in taken if name.startswith(("model.", "optimizer.state", "average."))]
+    assert planned["snapshot"] == size_of(kept)
+    assert trainer.average is not None
+    assert planned["average"] == size_of(trainer.average.average)
+
+
+def test_the_row_of_directions_is_the_layout_s_own(make_model: Callable[..., GPT2]) -> None:
+    model = make_model()
+    from foretrain.dynamics.trajectory import Layout
+
+    assert row_size(parameters_of(model.shape))[0] == Layout(list(model.parameters()), ["x"] * 99).size
+
+
+BIG = GPT2Shape(12, 12, 768)
+
+
+def full(changes: dict[str, Any], shape: GPT2Shape = BIG) -> Estimate:
+    return estimate(from_mapping({"batch_size": 16, **changes}), Target(shape, True, "bf16", shape.context))
+
+
+@pytest.mark.parametrize(
+    ("changes", "phase"),
+    [
+        ({"accumulation_steps": 8}, "full"),
+        ({"engine.activation_checkpointing": 0.5}, "full"),
+        ({"engine.activation_checkpointing": True}, "full"),
+        ({"optimizer.state_type": "8bit"}, "full"),
+        ({"optimizer.type": "sgd"}, "predict"),
+        ({"engine.update_in_backward": True}, "predict"),
+        ({"memory.snapshots": "pinned"}, "predict"),
+        ({"memory.basis": "pinned"}, "predict"),
+        ({"memory.offload": True}, "predict"),
+        ({"model.context": 256}, "full"),
+        ({"hybrid.mode": "off"}, "full"),
+    ],
+)
+def test_each_lever_lowers_the_peak_it_is_meant_for(changes: dict[str, Any], phase: str) -> None:
+    shape = GPT2Shape(12, 12, 768, changes.pop("model.context", 1024))
+    assert full(changes, shape).peaks[phase] < full({}).peaks[phase]
+
+
+def test_compiling_and_precision_decide_over_activations() -> None:
+    plain = {"engine.compile": False, "hybrid.mode": "off", "optimizer.type": "adamw"}
+    eager, compiled = full(plain).phases["full"], full(plain | {"engine.compile": True}).phases["full"]
+    assert compiled["activations"] < eager["activations"]
+    target = Target(BIG, True, "fp32", 1024)
+    wide = estimate(from_mapping({"batch_size": 16, **plain}), target).phases["full"]
+    assert wide["activations"] > 1.6 * eager["activations"]
+    assert wide["casts of weights"] == 0 < eager["casts of weights"]
+
+
+def test_probes_have_a_precision_of_their_own() -> None:
+    assert full({"precision.predict": "fp32"}).peaks["predict"] > full({}).peaks["predict"]
+    assert full({"precision.predict": "fp32"}).peaks["full"] == full({}).peaks["full"]
+
+
+def test_a_recorded_step_keeps_its_memory_for_itself() -> None:
+    small = {"batch_size": 1, "engine.cuda_graph": True}
+    assert full(small).needed > full(small | {"engine.cuda_graph": False}).needed or full(small).pool > 0
+    assert full({"engine.cuda_graph": False}).pool == 0
+
+
+def test_a_large_model_is_planned_without_making_it() -> None:
+    xl = GPT2Shape(48, 25, 1600)
+    found = full({"optimizer.type": "adamw"}, xl)
+    assert found.phases["full"]["weights"] == 4 * 1_557_611_200 + 4 * (50304 - 50257) * 1600
+    assert found.peak > 20 * 10**9
+
+
+def test_a_pass_of_a_fine_tuning_run_has_adapters() -> None:
+    config = from_mapping({"preset": "finetune"})
+    target = Target(BIG, True, "bf16", 256, adapters=True, evaluated_rows=16)
+    assert pass_of(config, target).rank == config.lora.rank
+    found = estimate(config, target)
+    assert found.phases["predict"]["gradients"] < 0.02 * found.phases["full"]["weights"]

@@ -1,0 +1,139 @@
+"""`foretrain plan`: what it prints, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.finetuning import write_base
+
+from foretrain import cli
+
+Command = Callable[..., int]
+SMALL = ["--set", "model.type=gpt2-small", "--set", "data.tokenizer=gpt2", "--device", "cuda"]
+
+
+@pytest.fixture
+def command() -> Command:
+    def call(*arguments: Any) -> int:
+        with pytest.raises(SystemExit) as ended:
+            cli.main([str(argument) for argument in arguments])
+        return int(ended.value.code or 0)
+
+    return call
+
+
+def test_the_table_names_every_component_and_phase(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command("plan", *SMALL) == 0
+    shown = capsys.readouterr().out
+    for word in ("weights", "gradients", "optimizer state", "activations", "basis", "snapshot", "PREDICT", "CORRECT"):
+        assert word in shown
+    assert "WARMUP, FULL" in shown
+    assert "peak" in shown
+
+
+def test_a_budget_gives_settings_their_reasons_and_lines_for_the_file(
+    command: Command, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert command("plan", *SMALL, "--budget", "3GB") == 0
+    shown = capsys.readouterr().out
+    assert "to fit into 3.00 GB" in shown
+    assert "in main memory" in shown
+    lines = shown[shown.index("accumulation_steps =") :]
+    assert tomllib.loads(lines)
+    file = tmp_path / "planned.toml"
+    file.write_text(lines, encoding="utf-8")
+    assert command("plan", file, *SMALL, "--budget", "3GB") == 0
+    assert "it fits into 3.00 GB as it is" in capsys.readouterr().out
+
+
+def test_json_says_the_same(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command("plan", *SMALL, "--json") == 0
+    plain = json.loads(capsys.readouterr().out)
+    assert plain["fits"] is None
+    assert command("plan", *SMALL, "--budget", "3GB", "--json") == 0
+    made = json.loads(capsys.readouterr().out)
+    assert set(made) == {
+        "fits", "budget_bytes", "settings", "levers", "relative_step_time", "estimate", "estimate_before",
+    }  # fmt: skip
+    assert made["fits"] is True
+    assert made["budget_bytes"] == 3 * 10**9
+    assert set(made["estimate"]) == {"peak_bytes", "needed_bytes", "peak_by_phase", "components", "moment"}
+    assert made["estimate"]["needed_bytes"] <= made["budget_bytes"]
+    assert made["estimate_before"] == plain["estimate"]
+    assert set(made["estimate"]["peak_by_phase"]) == {"full", "predict", "correct", "audit", "evaluate"}
+    assert {row["setting"] for row in made["levers"]} == set(made["settings"])
+    for phase, parts in made["estimate"]["components"].items():
+        assert sum(parts.values()) == made["estimate"]["peak_by_phase"][phase]
+
+
+def test_nothing_fits_is_exit_code_2_with_the_smallest_figure(
+    command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command("plan", *SMALL, "--budget", "500MB", "--json") == 2
+    said = capsys.readouterr()
+    answer = json.loads(said.out)
+    assert answer["fits"] is False
+    assert answer["smallest_bytes"] > answer["budget_bytes"] == 500 * 10**6
+    assert "the smallest possible is" in said.err
+    assert command("plan", *SMALL, "--budget", f"{answer['smallest_bytes'] / 1000 + 1:.3f}KB") == 0
+
+
+@pytest.mark.parametrize("budget", ["14", "lots", "14 gb"])
+def test_a_wrong_budget_is_explained(budget: str, command: Command, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command("plan", "--budget", budget) == 2
+    assert "14GB, 6GiB or 800MB" in capsys.readouterr().err
+
+
+def test_the_budget_of_the_file_counts_too(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command("plan", *SMALL, "--set", "memory.budget=4GiB", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["budget_bytes"] == 4 * 2**30
+
+
+def test_a_gpu_s_free_memory_is_the_budget_where_none_is_given(
+    command: Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (4 * 10**9, 8 * 10**9))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a card")
+    assert command("plan", *SMALL, "--json") == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)["budget_bytes"] == 4 * 10**9
+    assert "what is free on a card" in said.err
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "size"), [("byte", 257), ("bpe", 4096), ("gpt2", 50304), ("char", 50304), ("some.json", 50304)]
+)
+def test_the_vocabulary_is_that_of_the_tokenizer(
+    tokenizer: str, size: int, command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny = ["--set", "model.layers=1", "--set", "model.width=64", "--set", "model.context=8"]
+    assert command("plan", *tiny, "--set", f"data.tokenizer={tokenizer}", "--json") == 0
+    said = capsys.readouterr()
+    weights = json.loads(said.out)["estimate"]["components"]["full"]["weights"]
+    rest = 12 * 64 * 64 + 13 * 64 + 2 * 64 + 8 * 64
+    assert weights == 4 * (64 * size + rest)
+    assert ("set model.vocab_size" in said.err) == (tokenizer in ("char", "some.json"))
+
+
+def test_a_fine_tuning_run_is_planned_from_its_model(
+    command: Command, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    base = write_base(tmp_path / "base")
+    arguments = ["plan", "--set", "preset=finetune", "--device", "cpu", "--json"]
+    assert command(*arguments, "--set", f"model.weights={base}") == 0
+    parts = json.loads(capsys.readouterr().out)["estimate"]["components"]["full"]
+    assert parts["optimizer state"] < parts["weights"]
+    assert command(*arguments, "--set", f"model.weights={tmp_path / 'none'}") == 2
+    assert "name the model to fine-tune" in capsys.readouterr().err
+
+
+def test_another_device_is_refused(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command("plan", "--device", "tpu") == 2
+    assert "plan for cuda or cpu" in capsys.readouterr().err
