@@ -39,4 +39,4 @@ def cap_allocator(config: Config, budget: int, say: Callable[[str], None]) -> No
         say(f"note: on {device.type} the settings of the memory plan are used, but nothing can hold the run to them")
         return
     total = torch.cuda.get_device_properties(device).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1.0, budget / total), device)
+    torch.cuda.set_per_process_memory_fraction(min(1.0, budget / total), device.index or 0)
