@@ -148,7 +148,12 @@ def main() -> None:
     if not arguments.predict_only and not torch.cuda.is_available():
         sys.exit("no CUDA GPU: only --predict-only is possible")
     cases = CASES + (LEVERS if arguments.levers else [])
-    rows = []
+    rows: list[dict[str, Any]] = []
+    result = {
+        "when": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "environment": environment.describe("cpu" if arguments.predict_only else "cuda"),
+        "rows": rows,
+    }
     for number, case in enumerate(cases):
         if arguments.only and number not in arguments.only:
             continue
@@ -165,13 +170,8 @@ def main() -> None:
             shown = f"measured {real[phase] / 1e9:7.3f} GB, ratio {ratios[phase]:.3f}" if phase in real else ""
             print(f"     {phase:<9} predicted {size / 1e9:7.3f} GB  {shown}")
         print(f"     {time.perf_counter() - started:.1f} s", flush=True)
-    if arguments.out is not None:
-        result = {
-            "when": datetime.now().astimezone().isoformat(timespec="seconds"),
-            "environment": environment.describe("cpu" if arguments.predict_only else "cuda"),
-            "rows": rows,
-        }
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        if arguments.out is not None:
+            arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     full = [row["ratio"]["full"] for row in rows if "full" in row["ratio"]]
     if full:
         print(f"{len(full)} cases, ratio of full steps from {min(full):.3f} to {max(full):.3f}")

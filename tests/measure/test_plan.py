@@ -182,6 +182,15 @@ def test_the_schedule_is_scaled_with_the_budget(base: Config) -> None:
     assert config.max_steps == 2 * base.max_steps
 
 
+def test_an_arm_that_finds_its_rate_is_not_swept(base: Config) -> None:
+    auto = Arm("auto", "", {"optimizer.learning_rate": "auto"})
+    store = Store(base, valley(1.0))
+    plan = Plan(base, Options(arms=(auto,)), store.find)
+    runs = [spec for spec in store.finish(plan) if spec.arm == "auto"]
+    assert sorted(spec.seed for spec in runs) == list(plan.seeds)
+    assert plan.best_rate(auto) == 1.0
+
+
 def test_both_learning_rates_of_muon_are_swept_together(base: Config) -> None:
     muon = changed(base, {"optimizer.type": "muon", "optimizer.rest_learning_rate": 0.001})
     config = Spec("plain", 1, 2.0, base.max_steps).config(muon)

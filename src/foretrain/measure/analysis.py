@@ -165,7 +165,7 @@ def _moves(plan: Plan, arm: Arm) -> bool:
 def _doubts(plan: Plan, arm: Arm, compared: list[int]) -> list[str]:
     """What speaks against the figures of an arm: how it was tuned, and how steady the machine was."""
     doubts, rates = [], plan.rates()
-    if not arm.rates_of:
+    if arm.swept:
         if len(rates) < _FEWEST_RATES:
             doubts.append(f"fewer than {_FEWEST_RATES} learning rates were tried; add to --rates")
         elif plan.best_rate(arm) in (rates[0], rates[-1]):

@@ -32,6 +32,15 @@ class Arm:
     once: bool = False
     """One seed is enough: it changes only how fast the same is computed."""
 
+    @property
+    def finds_rate(self) -> bool:
+        """It has no learning rate that could be swept."""
+        return self.settings.get("optimizer.learning_rate") == "auto"
+
+    @property
+    def swept(self) -> bool:
+        return not (self.rates_of or self.finds_rate)
+
 
 PLAIN = Arm("plain", "the reference, learning rate swept", PLAIN_SETTINGS)
 HYBRID = Arm("hybrid", "the claim, learning rate swept as hard")
@@ -113,7 +122,7 @@ class Plan:
         return factors
 
     def _swept(self) -> list[Arm]:
-        return [PLAIN, *(arm for arm in self.claims if not arm.rates_of)]
+        return [PLAIN, *(arm for arm in self.claims if arm.swept)]
 
     def sweep(self) -> list[Spec]:
         """One seed, every learning rate; arms take turns."""
@@ -121,6 +130,8 @@ class Plan:
 
     def best_rate(self, arm: Arm) -> float | None:
         """By the held-out loss of the sweep; None while it is not finished."""
+        if arm.finds_rate:
+            return 1.0
         owner = next((other for other in self._swept() if other.name == arm.rates_of), arm)
         return self._best_of(owner, self.rates())
 
