@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from foretrain.models import loss as loss_module
 from foretrain.models.loss import IGNORED, linear_cross_entropy, logits_bytes
 
 ROWS, WIDTH, VOCABULARY = 23, 16, 61
@@ -156,3 +159,21 @@ def test_gradients_go_on_into_the_layers_below() -> None:
 
 def test_the_memory_of_the_plain_logits_is_counted_in_fp32() -> None:
     assert logits_bytes(torch.zeros(3, 5, 8), 100) == 3 * 5 * 100 * 4
+
+
+@pytest.mark.parametrize("learning", [True, False])
+def test_the_logits_of_one_slice_exist_at_a_time(learning: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    alive: list[int] = []
+    made: list[weakref.ref[Tensor]] = []
+    linear = F.linear
+
+    def watched(hidden: Tensor, weight: Tensor) -> Tensor:
+        alive.append(sum(reference() is not None for reference in made))
+        logits = linear(hidden, weight)
+        made.append(weakref.ref(logits))
+        return logits
+
+    monkeypatch.setattr(loss_module.F, "linear", watched)
+    hidden, weight = torch.randn(12, 4, requires_grad=learning), torch.randn(7, 4, requires_grad=learning)
+    linear_cross_entropy(hidden, weight, torch.zeros(12, dtype=torch.long), slice_rows=4)
+    assert alive == [0, 0, 0]

@@ -67,6 +67,8 @@ def _linear_cross_entropy(
             torch.mm(logits, weight, out=hidden_gradient[rows])
             product = _wide_product(logits.t(), hidden[rows], high)
             weight_gradient = product if start == 0 else weight_gradient.add_(product)
+            del product
+        del logits  # before the next slice is made
     return total, hidden_gradient, weight_gradient
 
 
