@@ -78,7 +78,8 @@ class Run:
         self.logged_tokens, self.logged_seconds = trainer.tokens, trainer.clock.seconds
         reason = "finished"
         try:
-            if self._patience_is_over():
+            due = trainer.evaluation_due and trainer.global_step < self.config.max_steps
+            if (due and self._evaluate()) or self._patience_is_over():
                 reason = "stopped early"
             elif trainer.global_step < self.config.max_steps:
                 batches = self.batches = Batches(loader, self.emit)
@@ -203,9 +204,10 @@ class Run:
             text = f"{self.stop.requested}: stopped after step {self.trainer.global_step}"
             self.emit(Notice(text + self._how_to_go_on(), level="info"))
             return
-        if reason == "finished" and self.held_out and self.saved_step != self.trainer.global_step:
+        complete = self.saved_step == self.trainer.global_step and not self.trainer.evaluation_due
+        if reason == "finished" and self.held_out and not complete:
             self._evaluate()
-        if self.saved_step != self.trainer.global_step:
+        if not complete:
             self._save(must=True)
 
     def _how_to_go_on(self) -> str:
@@ -288,6 +290,7 @@ class Run:
         if not self.held_out:
             return False
         trainer = self.trainer
+        trainer.evaluation_due = True
         with trainer.untimed(), trainer.memory.during("evaluation"):
             started = time.perf_counter()
             loss = self._held_out_loss()
@@ -299,6 +302,7 @@ class Run:
         averaged = trainer.average is not None
         self.emit(Evaluated(trainer.global_step, loss, round(seconds, 3), averaged, best))
         trainer.evaluated(loss)
+        trainer.evaluation_due = False
         return self._patience_is_over()
 
     def _held_out_loss(self) -> float:

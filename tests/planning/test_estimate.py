@@ -120,7 +120,7 @@ def full(changes: dict[str, Any], shape: GPT2Shape = BIG) -> Estimate:
         ({"engine.activation_checkpointing": True}, "full"),
         ({"optimizer.state_type": "8bit"}, "full"),
         ({"optimizer.type": "sgd"}, "predict"),
-        ({"engine.update_in_backward": True}, "predict"),
+        ({"engine.update_in_backward": True, "optimizer.gradient_clip_norm": 0.0}, "predict"),
         ({"memory.snapshots": "pinned"}, "predict"),
         ({"memory.basis": "pinned"}, "predict"),
         ({"memory.offload": True}, "predict"),

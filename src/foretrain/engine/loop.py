@@ -99,6 +99,8 @@ class Engine:
         self.position = 0
         self.best_val_loss: float | None = None
         self.evaluations_without_best = 0
+        self.evaluation_due = False
+        """An evaluation was begun and is not finished: a run that is resumed makes it first."""
         self.last_val_loss: float | None = None
         self.last_train_loss: float | None = None
 
@@ -265,6 +267,7 @@ class Engine:
             "progress": {
                 **{name: getattr(self, name) for name in _COUNTS + _LOSSES},
                 "probe_tokens": self.probe_tokens,
+                "evaluation_due": self.evaluation_due,
                 "seconds": self.clock.seconds,
                 **self.meter.state_dict(),
             },
@@ -320,6 +323,7 @@ class Engine:
         self.clock = Stopwatch(float(progress["seconds"]))
         self.meter.load_state_dict(progress)
         self.probe_tokens = int(progress.get("probe_tokens", 0))
+        self.evaluation_due = bool(progress.get("evaluation_due", False))
         for name in _COUNTS:
             setattr(self, name, int(progress[name]))
         for name in _LOSSES:

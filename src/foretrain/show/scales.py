@@ -92,10 +92,9 @@ def log_ticks(low: float, high: float, count: int) -> list[float]:
         return [tick for tick in linear_ticks(low, high, count) if tick > 0]
     if len(inside) <= count:
         return inside
-    stride = max(1, math.ceil((last - first) / max(count, 1)))
-    powers = [float(f"1e{exponent}") for exponent in range(first, last + 1, stride)]
-    powers = [power for power in powers if low <= power <= high]
-    return powers if len(powers) >= 2 else inside
+    powers = [tick for tick in inside if float(f"{tick:e}".partition("e")[0]) == 1]
+    stride = max(1, math.ceil(len(powers) / max(count, 2)))
+    return powers[::stride] if len(powers[::stride]) >= 2 else inside
 
 
 def tick_labels(ticks: Sequence[float]) -> list[str]:
