@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from torch import Tensor
 from foretrain.control import leap
 from foretrain.control.audit import Audit
 from foretrain.control.chain import Chain
+from foretrain.control.forks import Forks
 from foretrain.control.gate import FORWARD
 from foretrain.control.guard import Reading
 from foretrain.control.machine import Phase, View
@@ -23,9 +25,8 @@ from foretrain.control.products import Products
 from foretrain.control.recovery import Action, Kind
 from foretrain.control.safety import Safety
 from foretrain.dynamics.predictor import Array
-from foretrain.engine.host import add_each, copy_each
+from foretrain.engine.host import add_each
 from foretrain.engine.loop import Engine, count
-from foretrain.engine.offload import Aside
 from foretrain.engine.state import random_state, restore_random_state
 from foretrain.engine.step import StepOutput, map_tensors, tensors_of
 from foretrain.events import Event, Moved, Recovered
@@ -49,7 +50,7 @@ class Mover:
         self.emit = emit
         self.trajectory = pilot.observer.trajectory
         self.safety = Safety(engine, pilot)
-        self.aside = Aside(self.trajectory.parameters, pilot.config.memory.snapshots == "pinned")
+        self.forks = Forks(engine, pilot, self.safety, lambda batch: self._probe(batch))  # noqa: PLW0108 - looked up anew, as benchmarks replace it
         self.move: Move | None = None
         self.held_out: list[Any] = []
         """Batches that are never trained on; if there are any, they judge moves."""
@@ -312,6 +313,9 @@ class Mover:
         uphill = after < before and not steps > 0  # where the optimizer's own steps lead: they never get there
         return most if uphill else min(steps, most)
 
+    def _audited_worth(self, move: Move, before: float, after: float) -> float:
+        return min(self._worth(move, before, after), _MOST_WORTH * max(1, move.moved))
+
     def _count_credit(self, credit: int) -> None:
         self.engine.global_step += credit
         self.pilot.count(credit, Phase.PREDICT)
@@ -367,7 +371,7 @@ class Mover:
         if move.plan.audited:
             move.batches.append(map_tensors(batch, lambda tensor: tensor.clone()))
             if move.steps > move.plan.correct_steps // 2:
-                move.mean = self._accumulate(move.mean)
+                move.mean = self.forks.add(move.mean)
         return output
 
     @property
@@ -404,7 +408,9 @@ class Mover:
         actions = pilot.check_validation([Reading(step, Phase.CORRECT, loss, norm) for step, (loss, norm) in numbers])
         if move.chained and move.loss < move.anchor and not self._probe() < move.loss:
             self.chain.return_to_end()  # the optimizer's own steps are too long here
-        audit = self._audit(move, full_step) if move.plan.audited else None
+        audit = None
+        if move.plan.audited:
+            audit = self.forks.compare(move, [*self._recent, move.batch], full_step, partial(self._audited_worth, move))
         if audit is not None:
             kept, worth = audit.gain_steps > 0, audit.gain_steps
             after = audit.loss_with
@@ -446,66 +452,6 @@ class Mover:
             self.safety.rewind()
         else:
             self.pilot.observer.restart()
-
-    # --- audit -------------------------------------------------------------------------------------------------------
-
-    def _audit(self, move: Move, full_step: Callable[[Any], StepOutput]) -> Audit:
-        """The same batches from the same snapshot, without the move; afterwards the run stands at the better fork."""
-        engine = self.engine
-        batches = [*self._recent, move.batch]
-        with_move = self._probe_fork(move.mean, move, batches)
-        position = engine.position
-        end = self.safety.take_other()
-        self.safety.rewind()
-        mean: list[Tensor] = []
-        for index, batch in enumerate(move.batches):
-            full_step(batch)
-            self.pilot.counts.steps["full"] += 1
-            if index + 1 > len(move.batches) // 2:
-                mean = self._accumulate(mean)
-        without = self._probe_fork(mean, move, batches)
-        move.cost += len(move.batches) + FORWARD * 2 * len(batches)
-        differences = np.asarray(without) - np.asarray(with_move)
-        gain = float(differences.mean())
-        error = float(differences.std(ddof=1) / math.sqrt(len(differences))) if len(differences) > 1 else 0.0
-        if not math.isfinite(gain):
-            steps = -float(move.moved)
-        elif move.plan.low_noise:
-            steps = self._worth(move, float(np.mean(without)), float(np.mean(with_move)))
-            steps = min(steps, _MOST_WORTH * max(1, move.moved))
-        else:
-            steps = self.pilot.worth(gain)
-        audit = Audit(
-            engine.global_step,
-            move.moved,
-            float(np.mean(with_move)),
-            float(np.mean(without)),
-            steps,
-            abs(self.pilot.worth(error)) if math.isfinite(error) and not move.plan.low_noise else 0.0,
-        )
-        if steps > 0:
-            self.safety.rewind(end)
-        engine.position = position
-        return audit
-
-    def _probe_fork(self, sums: list[Tensor], move: Move, batches: list[Any]) -> list[float]:
-        """Probe losses at the mean of the weights, of chains at the weights as they are; the weights come back."""
-        if move.chained:
-            return [self._probe(batch) for batch in batches]
-        kept = self.aside.keep("weights")
-        count = move.plan.correct_steps - move.plan.correct_steps // 2
-        copy_each(self.trajectory.parameters, sums)
-        torch._foreach_div_(self.trajectory.parameters, float(count))
-        losses = [self._probe(batch) for batch in batches]
-        copy_each(self.trajectory.parameters, kept)
-        return losses
-
-    def _accumulate(self, sums: list[Tensor]) -> list[Tensor]:
-        """The sum of the weights over steps. The two forks of an audit use one after the other."""
-        if not sums:
-            return self.aside.keep("mean")
-        self.aside.add_to(sums)
-        return sums
 
     # --- probes ------------------------------------------------------------------------------------------------------
 
@@ -570,8 +516,8 @@ class Mover:
         outputs = state["outputs"]
         self._outputs = [] if outputs is None else list(outputs.to(device).clone().unbind())
         self.move = None if state["move"] is None else unpack_move(state["move"], self.own)
-        if self.move is not None and self.move.mean:
-            self.move.mean = self.aside.keep("mean", self.move.mean)
+        if self.move is not None:
+            self.move.mean = self.forks.remembered(self.move.mean)
 
 
 def _equal(one: Any, other: Any) -> bool:
