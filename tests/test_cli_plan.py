@@ -52,6 +52,26 @@ def test_a_budget_gives_settings_their_reasons_and_lines_for_the_file(
     assert "it fits into 3.00 GB as it is" in capsys.readouterr().out
 
 
+def test_main_memory_that_would_be_locked_is_said(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command("plan", *SMALL) == 0
+    assert "main memory" not in capsys.readouterr().out
+    assert command("plan", *SMALL, "--set", "memory.basis=pinned") == 0
+    assert " GB of main memory, locked" in capsys.readouterr().out
+
+
+def test_a_file_without_a_preset_can_be_planned_as_fine_tuning(
+    command: Command, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    write_base(tmp_path / "base")
+    file = tmp_path / "tune.toml"
+    file.write_text(f'[model]\nweights = "{tmp_path / "base"}"\n', encoding="utf-8")
+    states = []
+    for flags in ([], ["--finetune"]):
+        assert command("plan", file, *flags, "--json") == 0
+        states.append(json.loads(capsys.readouterr().out)["estimate"]["components"]["full"]["optimizer state"])
+    assert states[1] < states[0]
+
+
 def test_json_says_the_same(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
     assert command("plan", *SMALL, "--json") == 0
     plain = json.loads(capsys.readouterr().out)
@@ -63,7 +83,14 @@ def test_json_says_the_same(command: Command, capsys: pytest.CaptureFixture[str]
     }  # fmt: skip
     assert made["fits"] is True
     assert made["budget_bytes"] == 3 * 10**9
-    assert set(made["estimate"]) == {"peak_bytes", "needed_bytes", "peak_by_phase", "components", "moment"}
+    assert set(made["estimate"]) == {
+        "peak_bytes",
+        "needed_bytes",
+        "peak_by_phase",
+        "components",
+        "moment",
+        "host_bytes",
+    }
     assert made["estimate"]["needed_bytes"] <= made["budget_bytes"]
     assert made["estimate_before"] == plain["estimate"]
     assert set(made["estimate"]["peak_by_phase"]) == {"full", "predict", "correct", "audit", "evaluate"}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from foretrain.errors import InputError
-from foretrain.terminal import Json, Settings, put, say
+from foretrain.terminal import Json, Settings, flag, put, say
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -33,6 +33,7 @@ def plan(
     device: Annotated[
         str, Parameter(help="Plan for a `cuda` GPU or for the `cpu`, whatever is here. Unset: what a run would use.")
     ] = "",
+    finetune: Annotated[bool, flag("Plan what `foretrain finetune` would do with this file, not `train`.")] = False,
     json_: Json = False,
 ) -> None:
     """Say how much device memory a run will need, phase by phase, and which settings fit a budget.
@@ -48,7 +49,7 @@ def plan(
     from foretrain.planning.plan import NothingFitsError
     from foretrain.planning.plan import plan as make_plan
 
-    loaded = load(config, set_ or ())
+    loaded = load(config, set_ or (), preset="finetune" if finetune else "measured")
     for text in loaded.notices:
         say(f"note: {text}")
     target = _target(loaded.config, device)

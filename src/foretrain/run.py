@@ -112,7 +112,8 @@ def train(
         trainer = HybridTrainer(model, config=config, bus=bus)
         loader = build_loader(config, corpus, model, device)
         micro_batch = config.batch_size // config.accumulation_steps
-        held_out = held_out_batches(corpus.held_out, model.shape.context, micro_batch, config.evaluation.batches)
+        parts = config.evaluation.batches * config.accumulation_steps  # the same text, however a batch is split
+        held_out = held_out_batches(corpus.held_out, model.shape.context, micro_batch, parts)
         folder.files["config.toml"] = configuration.to_toml(config)
         if corpus.tokenizer is not None:
             folder.files["tokenizer.json"] = corpus.tokenizer.to_json()

@@ -214,7 +214,7 @@ class PrecisionConfig(Section):
 
 
 class EngineConfig(Section):
-    """How a step is executed. None of these changes what is computed, only how fast and in how much memory."""
+    """How a step is executed: how fast and in how much memory. What is computed stays the same, rounding aside."""
 
     compile: Switch = "auto"
     """`torch.compile`. `auto`: on a CUDA GPU. A loss that takes derivatives itself is run as it is."""
@@ -237,12 +237,13 @@ class EngineConfig(Section):
 
 
 class MemoryConfig(Section):
-    """How much memory a run may take, what lives in host memory, and what happens when memory runs out. None of it
-    changes what is computed."""
+    """How much memory a run may take, what lives in host memory, and what happens when memory runs out. Only `budget`
+    can change what is computed: it may choose rounded moments and unclipped gradients, and says so."""
 
     budget: Amount = ""
-    """Device memory that the run may take: `14GB`, `6GiB`, `800MB`. Settings that are left unset are chosen so that it
-    suffices, as `foretrain plan` shows them, and the allocator gets no more. Empty: no limit."""
+    """`foretrain train` and `finetune`: device memory that the run may take: `14GB`, `6GiB`, `800MB`. Settings that are
+    left unset are chosen so that it suffices, as `foretrain plan` shows them, and the allocator gets no more. Empty: no
+    limit."""
     snapshots: Literal["device", "pinned"] = "device"
     """Where the snapshots are that a move is taken back to: `pinned` host memory, filled beside the probes, costs a
     copy per move and saves a second set of weights and optimizer state on the device."""

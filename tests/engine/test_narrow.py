@@ -103,8 +103,8 @@ def test_pieces_and_sizes_that_do_not_divide_make_no_difference(
     state_type: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ends = []
-    for chunk in (narrow._CHUNK, 4 * BLOCK):
-        monkeypatch.setattr(narrow, "_CHUNK", chunk)
+    for chunk in (narrow.AT_ONCE, 4 * BLOCK):
+        monkeypatch.setattr(narrow, "AT_ONCE", chunk)
         weight = nn.Parameter(numbers(71, 83))
         optimizer = NarrowAdamW([{"params": [weight]}], lr=1e-2, state_type=state_type)
         for step in range(5):
@@ -188,7 +188,7 @@ def test_a_state_of_another_type_is_refused(
         for chosen in (before, now)
     ]
     trainers[0].step(make_batch())
-    with pytest.raises(CheckpointError, match=r"\[optimizer\] settings|use the settings it was saved with"):
+    with pytest.raises(CheckpointError, match="another form|use the settings it was saved with"):
         trainers[1].load_state_dict(trainers[0].state_dict())
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from foretrain import HybridTrainer
-from foretrain.config import from_mapping
+from foretrain.config import changed, from_mapping, parse_override
 from foretrain.engine.graph import GraphedGradient
 from foretrain.engine.shortage import Shortage, advice, look_at, next_smaller
 from foretrain.errors import OutOfMemory, is_out_of_memory
@@ -123,6 +123,35 @@ def test_advice_names_what_is_not_on_yet_and_what_costs_least_first() -> None:
     assert "fused_loss" not in text
     assert "memory." not in text
     assert "engine." not in advice(from_mapping({}), nn.Linear(1, 1)).replace("engine.update_in_backward", "")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"optimizer.type": "sgd"},
+        {"engine.update_in_backward": True, "optimizer.gradient_clip_norm": 0},
+        {"accumulation_steps": 2, "optimizer.state_type": "bf16"},
+        {"precision.type": "fp16", "memory.snapshots": "pinned"},
+    ],
+)
+def test_advice_can_be_followed(settings: dict[str, Any]) -> None:
+    config = from_mapping({"batch_size": 8, **settings})
+    _, _, remedies = advice(config, Ours(1, 1)).partition(": ")
+    for remedy in remedies.split("; "):
+        words = remedy.removesuffix(" (in a new run)").split(" with ")
+        changes = dict(parse_override(word.replace("'", '"')) for word in words)
+        assert changed(config, changes) != config
+        assert ("in a new run" in remedy) is ("optimizer.state_type" in changes)
+
+
+@given(batch_size=st.integers(1, 200))
+def test_updates_in_the_backward_pass_leave_the_batch_whole(batch_size: int) -> None:
+    settings = {"engine.update_in_backward": True, "optimizer.gradient_clip_norm": 0}
+    smaller = next_smaller(from_mapping({"batch_size": batch_size, **settings}))
+    assert smaller is not None
+    assert (smaller.accumulation_steps, smaller.engine.activation_checkpointing) == (1, True)
+    assert next_smaller(smaller) is None
 
 
 def test_a_shortage_keeps_no_tensor_alive() -> None:

@@ -161,6 +161,6 @@ def test_updates_in_the_backward_pass_hold_one_block_of_gradients_at_the_most() 
         plain, early = (
             max(moment.total for moment in moments(work, parameters, optimizer, 1, early)) for early in (False, True)
         )
-        buffers = update_buffers(optimizer, parameters, alone=True)
+        buffers = update_buffers(optimizer, parameters, cuda=False, alone=True)
         assert early < plain
         assert early < parameters.learned / 2 + buffers

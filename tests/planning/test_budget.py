@@ -65,19 +65,27 @@ def test_the_allocator_gets_no_more_than_the_budget(
 ) -> None:
     asked: list[tuple[float, Any]] = []
     monkeypatch.setattr(budget_module, "choose_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(budget_module, "_capped", set())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=8 * 10**9))
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *values: asked.append(values))
     for budget in (2 * 10**9, 80 * 10**9):
         budget_module.cap_allocator(make_config(), budget, lambda text: None)
-    assert [share for share, _ in asked] == [0.25, 1.0]
+    assert asked == [(0.25, 3), (1.0, 3)]
+    asked.clear()
+    for _ in range(2):  # a run without a budget is not held to that of an earlier one in the same process
+        budget_module.within_budget(make_config(), target_of(make_config(), gpt2.SIZES["gpt2-tiny"]), frozenset())
+    assert asked == [(1.0, 3)]
 
 
 def test_fine_tuning_keeps_to_a_budget_too(tmp_path: Path) -> None:
     base, examples = write_base(tmp_path / "base"), write_colors(tmp_path / "colors.jsonl")
     config = config_for(base, examples, max_steps=2)
     shape = tuning.base_of(config).model.shape
-    needed = estimate(config, target_of(config, shape, adapters=True, evaluated_rows=config.batch_size)).needed
-    config = config_for(base, examples, max_steps=2, memory__budget=f"{0.75 * needed / 1000:.3f}KB")
+    length = tuning.prepare(tuning.with_templates(config), tuning.base_of(config)).train.length
+    target = target_of(config, shape, length=length, adapters=True, evaluated_rows=config.batch_size)
+    needed = estimate(config, target).needed
+    config = config_for(base, examples, max_steps=2, memory__budget=f"{0.9 * needed / 1000:.3f}KB")
     said: list[str] = []
     tuning.finetune(config, tmp_path / "run", progress=False, say=said.append)
     assert any("instead of" in line for line in said)

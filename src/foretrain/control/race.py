@@ -64,6 +64,7 @@ class RateRace:
         output = full_step(batch)
         if not self.begun:  # before it the optimizer has nothing to go back to
             self.mover.safety.take()
+            self.mover.safety.wait()  # full steps follow, not probes
             self.begun = True
             return output
         self.batches.append(map_tensors(batch, lambda tensor: tensor.clone()))

@@ -281,7 +281,8 @@ class Rescue:
             self._switch_off()
         settings = dict(state["settings"])
         parts = int(settings.get("accumulation_steps", 1))
-        if parts <= self.settings.accumulation_steps or self.settings.batch_size % parts:
+        fixed = self.settings.engine.update_in_backward  # it needs the batch whole
+        if fixed or parts <= self.settings.accumulation_steps or self.settings.batch_size % parts:
             settings.pop("accumulation_steps", None)
         if settings:
             self.settings = changed(self.settings, settings)

@@ -134,7 +134,9 @@ def decode(codes: Tensor, scales: Tensor) -> Tensor:
 
 def _in_blocks(numbers: Tensor) -> Tensor:
     """[..., n] -> [..., blocks, BLOCK], filled up with zeros."""
-    return F.pad(numbers, (0, -numbers.shape[-1] % BLOCK)).view(*numbers.shape[:-1], -1, BLOCK)
+    missing = -numbers.shape[-1] % BLOCK
+    filled = F.pad(numbers, (0, missing)) if missing else numbers  # padding copies, also where there is nothing to pad
+    return filled.reshape(*numbers.shape[:-1], -1, BLOCK)
 
 
 def _unroot(codes: Tensor) -> Tensor:

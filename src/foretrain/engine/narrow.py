@@ -22,7 +22,7 @@ from foretrain.engine.moments import (
     round_by_chance,
 )
 
-_CHUNK = 2**14 * BLOCK
+AT_ONCE = 2**14 * BLOCK
 """Numbers that are worked on at once where there is no kernel for it, so that intermediate results stay small."""
 _ROWS, _WARPS = 8, 4
 
@@ -87,9 +87,9 @@ def _by_torch(
     beta1, beta2 = group["betas"]
     step, rate = state["step"], group["lr"]
     first_correction, second_correction = 1 - beta1**step, 1 - beta2**step
-    for start in range(0, len(weights), _CHUNK):
-        piece = slice(start, start + _CHUNK)
-        blocks = slice(start // BLOCK, (start + _CHUNK) // BLOCK)
+    for start in range(0, len(weights), AT_ONCE):
+        piece = slice(start, start + AT_ONCE)
+        blocks = slice(start // BLOCK, (start + AT_ONCE) // BLOCK)
         old = {name: value[blocks if name.endswith(SCALE) else piece] for name, value in stored.items()}
         w, g = weights[piece].float(), gradient[piece].float()
         if grad_scale is not None:

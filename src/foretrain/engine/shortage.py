@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from foretrain.config import Config, changed
-from foretrain.errors import root_of_shortage
+from foretrain.errors import ConfigError, root_of_shortage
 from foretrain.events import in_words
 
 _PARTS = {
@@ -108,7 +108,9 @@ def next_smaller(config: Config) -> Config | None:
 
 
 def _more_parts(config: Config) -> int | None:
-    """At least twice as many parts, all of one size."""
+    """At least twice as many parts, all of one size. Updates in the backward pass cannot wait for the parts."""
+    if config.engine.update_in_backward:
+        return None
     wanted = range(2 * config.accumulation_steps, config.batch_size + 1)
     return next((parts for parts in wanted if config.batch_size % parts == 0), None)
 
@@ -126,11 +128,14 @@ _REMEDIES: tuple[tuple[str, Callable[[Any], bool], Any], ...] = (
     ("engine.activation_checkpointing", lambda share: float(share) < 1, True),
     ("memory.snapshots", _unlike("pinned"), "pinned"),
     ("memory.basis", _unlike("pinned"), "pinned"),
+    ("engine.update_in_backward", _unlike(True), True),
     ("optimizer.state_type", _unlike("bf16", "8bit"), "bf16"),
     ("optimizer.state_type", _unlike("8bit"), "8bit"),
-    ("engine.update_in_backward", _unlike(True), True),
 )
 """Settings that save memory, the cheapest first: name, whether a value leaves something to save, and what to set."""
+_TOGETHER_WITH = {"engine.update_in_backward": {"optimizer.gradient_clip_norm": 0}}
+_ANEW = "optimizer.state_type"
+"""Moments are stored in another form: a run cannot go on with it."""
 
 
 def advice(config: Config, model: nn.Module) -> str:
@@ -147,8 +152,24 @@ def advice(config: Config, model: nn.Module) -> str:
             continue  # there are neither snapshots nor directions
         if name == "accumulation_steps":
             value = _more_parts(config)
-        if value is not None and worth_it(getattr(place, key)):
-            found.append(f"{name} = {'true' if value is True else repr(value)}")
+        if value is None or not worth_it(getattr(place, key)):
+            continue
+        changes = {name: value} | _TOGETHER_WITH.get(name, {})
+        if _possible(config, changes):
+            found.append(_in_words(changes) + (" (in a new run)" if name == _ANEW else ""))
     if not found:
         return "every setting that saves memory is on: use a smaller model, a shorter model.context or less batch_size"
     return f"to make it fit, what costs least first: {'; '.join(found)}"
+
+
+def _possible(config: Config, changes: dict[str, Any]) -> bool:
+    """Whether these settings go with all others."""
+    try:
+        changed(config, changes)
+    except ConfigError:
+        return False
+    return True
+
+
+def _in_words(changes: dict[str, Any]) -> str:
+    return " with ".join(f"{name} = {'true' if value is True else repr(value)}" for name, value in changes.items())

@@ -223,6 +223,11 @@ def restore_optimizer(
     groups = saved["param_groups"]
     ours = [(len(group["params"]), sorted(group)) for group in current["param_groups"]]
     theirs = [(len(group["params"]), sorted(group)) for group in groups]
+    if [count for count, _ in ours] == [count for count, _ in theirs] and ours != theirs:
+        raise CheckpointError(
+            f"{origin}: its optimizer keeps its state in another form; use the same optimizer.type and "
+            "optimizer.state_type (a memory.budget may have chosen another one: name it)"
+        )
     if ours != theirs:
         raise CheckpointError(
             f"{origin}: it was saved with another optimizer, or other parameters in its groups "

@@ -51,6 +51,11 @@ def run_comparison(
             "optimizer.learning_rate = 'auto': the plain loop has no such rate; set a number, and add "
             '--arm "auto: optimizer.learning_rate=auto"'
         )
+    if config.memory.budget:
+        raise InputError(
+            "memory.budget: a comparison must train every arm with the same settings; put those that `foretrain plan` "
+            "prints into the file instead"
+        )
     further = (*(parse_arm(text) for text in arms), *(rungs(config) if ladder else ()))
     for arm in further:
         configuration.changed(config, arm.settings, f"--arm {arm.name!r}")

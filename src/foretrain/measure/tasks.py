@@ -62,7 +62,7 @@ class TextTask:
         corpus, device = self._corpus, choose_device(config.device)
         config = run.with_vocabulary(config, corpus)
         model = self._models.with_weights_of(config, run.build_model)
-        limit = config.evaluation.batches
+        limit = config.evaluation.batches * config.accumulation_steps
         micro_batch = config.batch_size // config.accumulation_steps
         batches = held_out_batches(corpus.held_out, model.shape.context, micro_batch, 2 * limit)
         if len(batches) < 2:

@@ -226,5 +226,5 @@ class Pass:
         copies = self.shape.layers * self.casts_per_block if not self.compiled else HALF * self.largest_matrix
         copies = copies if self.half else 0
         head = self.head_cast if not (self.compiles_loss or self.fuses) else 0
-        loss = self.stream * (self.last_norm_input + self.residual) + self.hidden_in_forward + head
+        loss = self.hidden_in_forward + head
         return copies + max(self.in_forward_alone, loss + self.loss_forward(learning=False))

@@ -13,6 +13,9 @@ from foretrain.planning.estimate import Target
 from foretrain.planning.plan import changed_values, plan
 from foretrain.sizes import format_size, parse_size
 
+CHANGE_RESULTS = {"optimizer.state_type", "optimizer.gradient_clip_norm"}
+"""Of what a plan may change: narrow moments are rounded, and what is updated in the backward pass is not clipped."""
+
 
 def within_budget(
     config: Config, target: Target, given: frozenset[str], say: Callable[[str], None] = lambda _: None
@@ -22,11 +25,15 @@ def within_budget(
     given: the settings that were named by the user. They stay as they are.
     """
     if not config.memory.budget:
+        _lift_cap(config)
         return config
     budget = parse_size(config.memory.budget)
     found = plan(config, target, budget, given)
-    for name, (before, after) in changed_values(config, found.choice.settings).items():
+    changes = changed_values(config, found.choice.settings)
+    for name, (before, after) in changes.items():
         say(f"memory.budget = {config.memory.budget}: {name} is {after} instead of {before}")
+    if changes.keys() & CHANGE_RESULTS:
+        say("note: " + " and ".join(sorted(changes.keys() & CHANGE_RESULTS)) + " change what is computed a little")
     say(f"memory.budget = {config.memory.budget}: {format_size(found.estimate.needed)} will be needed at the peak")
     cap_allocator(config, budget, say)
     return configuration.changed(config, found.choice.settings, "the memory plan")
@@ -39,4 +46,22 @@ def cap_allocator(config: Config, budget: int, say: Callable[[str], None]) -> No
         say(f"note: on {device.type} the settings of the memory plan are used, but nothing can hold the run to them")
         return
     total = torch.cuda.get_device_properties(device).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1.0, budget / total), device.index or 0)
+    _cap(device, min(1.0, budget / total))
+
+
+_capped: set[int] = set()
+"""Devices whose allocator an earlier run of this process was held to a budget on."""
+
+
+def _cap(device: torch.device, share: float) -> None:
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    torch.cuda.set_per_process_memory_fraction(share, index)
+    _capped.add(index)
+
+
+def _lift_cap(config: Config) -> None:
+    """A run without a budget may take everything, whatever ran before it."""
+    if _capped and choose_device(config.device).type == "cuda":
+        for index in _capped:
+            torch.cuda.set_per_process_memory_fraction(1.0, index)
+        _capped.clear()

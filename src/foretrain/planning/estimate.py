@@ -8,7 +8,9 @@ from functools import lru_cache
 
 import torch
 
+from foretrain import config as configuration
 from foretrain.config import Config
+from foretrain.dynamics.hosted import BUFFER_BYTES
 from foretrain.dynamics.records import DIRECTIONS
 from foretrain.dynamics.trajectory import Layout
 from foretrain.engine.graph import LAUNCH_BOUND_FLOPS
@@ -24,8 +26,6 @@ WORKSPACE = 32 * 2**20
 RESERVE = 0.05
 """Share beyond the peak that a budget must leave: the allocator holds whole segments, a little more than it hands out.
 Measured peaks are compared without it."""
-HOSTED_BUFFER = 128 * 2**20
-"""Through which directions in main memory pass when a window ends and when a move is made."""
 TOKEN_BYTES = 16
 """A token and its target, 8 bytes each."""
 BATCHES_AT_HAND = 5
@@ -58,6 +58,8 @@ class Estimate:
     """What a recorded CUDA graph keeps to itself while other phases run; reserved, but not allocated."""
     moment: str = ""
     """Of a full step, when it needs the most."""
+    host: int = 0
+    """Main memory, locked, that stands in for the device's."""
 
     @property
     def peaks(self) -> dict[str, int]:
@@ -81,6 +83,7 @@ class Estimate:
             "peak_by_phase": self.peaks,
             "components": {phase: dict(parts) for phase, parts in self.phases.items()},
             "moment": self.moment,
+            "host_bytes": self.host,
         }
 
 
@@ -149,7 +152,8 @@ def estimate(config: Config, target: Target) -> Estimate:
         "optimizer buffers": moment.buffers,
     }
     phases = {"full": always | step}
-    alone = pass_of(config, target, config.precision.predict).forward_alone
+    probed = min(config.batch_size, config.hybrid.probe_examples) if target.adapters else 0
+    alone = pass_of(config, target, config.precision.predict, probed).forward_alone
     if hybrid:
         rest = dict(always)
         leaves = target.cuda and config.memory.offload
@@ -166,7 +170,10 @@ def estimate(config: Config, target: Target) -> Estimate:
     swapped = 2 * learned if config.evaluation.ema_decay else 0
     phases["evaluate"] = always | {"gradients": gradients, "activations": shown, "weights put aside": swapped}
     return Estimate(
-        {phase: phases[phase] for phase in _PHASES if phase in phases}, _pool(config, target, step), moment.name
+        {phase: phases[phase] for phase in _PHASES if phase in phases},
+        _pool(config, target, step),
+        moment.name,
+        _host(config, target, parameters, snapshot, state) if hybrid and target.cuda else 0,
     )
 
 
@@ -175,6 +182,18 @@ def _snapshot(config: Config, learned: int, state: int) -> int:
     size = learned + state
     size += learned if config.evaluation.ema_decay else 0
     return size + (2 * learned if config.predictor.beta > 0 else 0)
+
+
+def _host(config: Config, target: Target, parameters: Parameters, snapshot: int, state: int) -> int:
+    """What `memory.snapshots`, `memory.basis` and `memory.offload` keep in main memory."""
+    size = 0
+    if config.memory.basis == "pinned":
+        on_device = configuration.changed(config, {"memory.basis": "device"})
+        size += _basis(on_device, target, parameters)
+    if config.memory.snapshots == "pinned":
+        audited = snapshot + 2 * parameters.learned if config.audit.time_budget > 0 else 0
+        return size + snapshot + audited
+    return size + (state if config.memory.offload else 0)
 
 
 @lru_cache(maxsize=64)
@@ -207,13 +226,15 @@ def _move(config: Config, target: Target, parameters: Parameters) -> int:
     number = basis_number(config, parameters.elements)
     way = parameters.learned if config.evaluation.ema_decay else 0
     if target.cuda and config.memory.basis == "pinned":
-        return HOSTED_BUFFER + way
+        return BUFFER_BYTES + way
     return way + (FP32 * row_size(parameters)[0] if parameters.trained and number != FP32 else 0)
 
 
 def _pairs(config: Config, target: Target, learned: int) -> int:
     """Only where the loss may be exact: without weight decay and loss scale."""
     possible = config.hybrid.mode == "leap" and not config.optimizer.weight_decay and target.precision != "fp16"
+    judged = target.adapters and config.hybrid.probe_examples  # by held-out examples, which search instead
+    possible = possible and not (config.engine.update_in_backward or config.hybrid.search is False or judged)
     pairs = min(config.hybrid.secant_pairs, int(config.hybrid.secant_memory_mb * 2**20 / (2 * learned or 1)))
     return learned * (2 * pairs + 6) if possible and pairs >= _FEWEST_PAIRS else 0
 
@@ -221,7 +242,8 @@ def _pairs(config: Config, target: Target, learned: int) -> int:
 def _pool(config: Config, target: Target, step: Mapping[str, int]) -> int:
     """A recorded step keeps its activations and buffers for the next replay."""
     wanted, elements = config.engine.cuda_graph, all_parameters(config, target).elements
-    wanted = False if wanted == "auto" and config.memory.offload else wanted  # the state must stay where it was
+    leaves = config.memory.offload and config.hybrid.mode != "off"  # then the state does not stay where it was
+    wanted = False if wanted == "auto" and leaves else wanted
     small = 6.0 * elements * config.batch_size * target.length < LAUNCH_BOUND_FLOPS
     recorded = target.cuda and (small if wanted == "auto" else bool(wanted))
     return sum(step.values()) - step["gradients"] if recorded else 0

@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from foretrain.config import OptimizerConfig
+from foretrain.engine.narrow import AT_ONCE
 from foretrain.models.gpt2 import recomputed_blocks
 from foretrain.planning.activations import Pass
 from foretrain.planning.parameters import FP32, Parameters
@@ -14,9 +15,6 @@ from foretrain.planning.parameters import FP32, Parameters
 MUON_BYTES = 20
 """Per element of all matrices of one shape: gradient, momentum and update in fp32 (12), and the orthogonalised step in
 fp32 twice (8), as `engine/muon.py` has them at once."""
-
-NARROW_AT_ONCE = 2**22
-"""Elements of narrow averages that are widened at once: weight, gradient, both averages and the step."""
 
 
 class Moment(NamedTuple):
@@ -79,7 +77,7 @@ def moments(
         # The narrow form of a gradient exists before the second of the two wide ones of the stream does.
         buffers = at_once + (max(0, at_once // 2 - 4 * work.stream * work.number) if work.half else 0)
         if in_backward:
-            buffers += update_buffers(optimizer, parameters, alone=True)
+            buffers += update_buffers(optimizer, parameters, work.cuda, alone=True)
         found.append(Moment("backward", gradients, activations + working, casts + copies, 0, buffers))
         activations -= kept[layer]
         casts -= 0 if recomputed else work.casts_per_block
@@ -87,13 +85,14 @@ def moments(
     stream = work.stream * FP32 if head else 0
     found.append(Moment("embedding", gradients, stream, 0, 0, head))
     if not in_backward:
-        found.append(Moment("update", everything, 0, 0, 0, update_buffers(optimizer, parameters)))
+        found.append(Moment("update", everything, 0, 0, 0, update_buffers(optimizer, parameters, work.cuda)))
     return found
 
 
-def update_buffers(optimizer: OptimizerConfig, parameters: Parameters, alone: bool = False) -> int:
+def update_buffers(optimizer: OptimizerConfig, parameters: Parameters, cuda: bool, alone: bool = False) -> int:
     """What an update needs for a while. alone: one parameter at a time, else all matrices of a shape at once."""
-    narrow = 0 if optimizer.state_type == "fp32" else 5 * FP32 * min(NARROW_AT_ONCE, parameters.largest)
+    widened = 0 if optimizer.state_type == "fp32" or cuda else min(AT_ONCE, parameters.largest)  # a GPU has a kernel
+    narrow = 5 * FP32 * widened
     if optimizer.type != "muon":
         return narrow  # fused updates work in place; narrow averages are widened, a piece at a time
     batches = parameters.by_shape
