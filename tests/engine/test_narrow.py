@@ -188,7 +188,7 @@ def test_a_state_of_another_type_is_refused(
         for chosen in (before, now)
     ]
     trainers[0].step(make_batch())
-    with pytest.raises(CheckpointError, match="another form|use the settings it was saved with"):
+    with pytest.raises(CheckpointError, match=r"another form|use the settings it was saved with"):
         trainers[1].load_state_dict(trainers[0].state_dict())
 
 
