@@ -100,6 +100,8 @@ class Run:
                 failure = OutOfMemory(f"{trainer.rescue.explain(found)}; {trainer.rescue.advice()}")
             if isinstance(failure, OutOfMemory):
                 self._salvage(failure)
+            elif isinstance(failure, DivergenceError):
+                trainer.checkup.finish()
             self.emit(RunEnded(trainer.global_step, "failed", trainer.summary()))
             if failure is not error:
                 raise failure from None
@@ -205,6 +207,7 @@ class Run:
             return
         if reason == "finished" and self.held_out and self.saved_step != self.trainer.global_step:
             self._evaluate()
+        self.trainer.checkup.finish()
         if self.saved_step != self.trainer.global_step:
             self._save(must=True)
 
