@@ -19,8 +19,9 @@ from foretrain.events import Event, HealthFound, HealthMeasured, Tuned
 
 IDEAL_RATIO = 1e-3
 """Gradient/weight ratio of which a layer's worst look is farthest."""
-FRESH = 20
-"""Steps whose numbers may still be on the device when a look is judged; they count for the next."""
+COLUMNS = ("gradient_norm", "gradient_to_weight", "update_to_weight")
+Numbers = dict[str, float | None]
+"""Of one layer at one look, by the names above."""
 
 
 class Checkup:
@@ -38,8 +39,9 @@ class Checkup:
         self.next_look = 0
         self._looked = 0
         """Step of the look that is not judged yet."""
-        self._latest: Measured | None = None
-        self._worst: dict[str, dict[str, float | None]] = {}
+        self._latest: dict[str, Numbers] = {}
+        """Layer -> what the last look saw of it."""
+        self._worst: dict[str, Numbers] = {}
         if self.on:
             engine.meter.tap = self._note
 
@@ -55,6 +57,7 @@ class Checkup:
         if self.on and step >= self.next_look and not self.look.on_its_way:
             self.next_look = (step // self.interval + 1) * self.interval
             self._looked = step
+            self._close()
             self.look.begin()
 
     def end(self, output: StepOutput) -> None:
@@ -69,22 +72,26 @@ class Checkup:
 
     def judge(self) -> bool:
         """Whether something was tuned, so that the run has to follow."""
-        self.engine.meter.catch_up(FRESH)
         measured = self.look.take()
         step = self._looked if measured is not None else self.engine.global_step
         situation = self._situation(step)
         vitals, news = self.health.examine(situation, measured)
         if measured is not None:
             self.looks += 1
-            self._keep(measured)
+            self._keep(measured.step, self._numbers(measured))
             self.emit(self._event(measured, vitals))
         return self._tell(news)
 
     def finish(self) -> None:
         """The run is over: what the last steps say, which no look follows."""
         if self.on:
-            self.engine.meter.fetch()
+            self._close()
             self.judge()
+
+    def _close(self) -> None:
+        """All steps before this moment count for this look, and no other. In `fit` they were just read for the log."""
+        self.engine.meter.fetch()
+        self.health.record.close()
 
     def evaluated(self, held_out: float) -> bool:
         if not self.on:
@@ -144,27 +151,32 @@ class Checkup:
             gradient_norm=_number(gradient),
             gradient_to_weight=_number(gradient / weight),
             update_to_weight=_number(_together(measured.update) / weight),
-            layers={layer: _layer(measured, place) for place, layer in enumerate(self.look.layers)},
+            layers=self._latest,
             **numbers,
         )
 
-    def _keep(self, measured: Measured) -> None:
+    def _numbers(self, measured: Measured) -> dict[str, Numbers]:
+        columns = (measured.gradient, measured.gradient_to_weight, measured.update_to_weight)
+        rows = zip(*(column.tolist() for column in columns), strict=True)
+        return {
+            layer: {name: _number(value) for name, value in zip(COLUMNS, row, strict=True)}
+            for layer, row in zip(self.look.layers, rows, strict=True)
+        }
+
+    def _keep(self, step: int, numbers: dict[str, Numbers]) -> None:
         """The latest look, and of every layer the look at which its gradient was farthest from ideal."""
-        self._latest = measured
-        for place, layer in enumerate(self.look.layers):
-            numbers = _layer(measured, place) | {"step": measured.step}
+        self._latest = numbers
+        for layer, now in numbers.items():
             before = self._worst.get(layer)
-            if before is None or _distance(numbers["gradient_to_weight"]) > _distance(before["gradient_to_weight"]):
-                self._worst[layer] = numbers
+            if before is None or _distance(now["gradient_to_weight"]) > _distance(before["gradient_to_weight"]):
+                self._worst[layer] = now | {"step": step}
 
     def summary(self) -> dict[str, Any]:
         """The `health` part of `summary.json`."""
         if not self.on:
             return {}
-        latest = self._latest
         layers = {
-            layer: {"latest": None if latest is None else _layer(latest, place), "worst": self._worst.get(layer)}
-            for place, layer in enumerate(self.look.layers)
+            layer: {"latest": self._latest.get(layer), "worst": self._worst.get(layer)} for layer in self.look.layers
         }
         findings = [finding.record() for finding in self.health.findings]
         return {"health": {"looks": self.looks, "findings": findings, "layers": layers}}
@@ -174,14 +186,13 @@ class Checkup:
     def state_dict(self) -> dict[str, Any]:
         if not self.on:
             return {}
-        pending, latest = self.look.wait(), self._latest
         return {
             "health": self.health.state_dict(),
             "looks": self.looks,
             "next_look": self.next_look,
             "looked": self._looked,
-            "pending": pending,
-            "latest": None if latest is None else [latest.step, *(a.tolist() for a in _arrays(latest))],
+            "pending": self.look.wait(),
+            "latest": {layer: dict(numbers) for layer, numbers in self._latest.items()},
             "worst": {layer: dict(numbers) for layer, numbers in self._worst.items()},
         }
 
@@ -194,23 +205,8 @@ class Checkup:
         self.health.load_state_dict(state["health"])
         self.looks, self.next_look, self._looked = (int(state[name]) for name in ("looks", "next_look", "looked"))
         self.look.put_back(state["pending"])
-        self._latest = None
-        if state["latest"] is not None:
-            step, *arrays = state["latest"]
-            self._latest = Measured(int(step), *(np.asarray(values, dtype=np.float64) for values in arrays))
+        self._latest = {layer: dict(numbers) for layer, numbers in state["latest"].items()}
         self._worst = {layer: dict(numbers) for layer, numbers in state["worst"].items()}
-
-
-def _arrays(measured: Measured) -> tuple[Array, Array, Array]:
-    return measured.gradient, measured.weight, measured.update
-
-
-def _layer(measured: Measured, place: int) -> dict[str, float | None]:
-    return {
-        "gradient_norm": _number(measured.gradient[place]),
-        "gradient_to_weight": _number(measured.gradient_to_weight[place]),
-        "update_to_weight": _number(measured.update_to_weight[place]),
-    }
 
 
 def _distance(ratio: float | None) -> float:

@@ -129,7 +129,7 @@ class Advice:
             sigmas,
             "below 3 sigma",
             "critical",
-            f"the average loss {loss:.4g} is far above the best so far, {best:.4g}: half of all gained is lost again",
+            f"the average loss {loss:.4g} is far above the best so far, {best:.4g}: the run loses what it had learned",
             self._lower_rate(now, 0.5),
             safe=True,
         )

@@ -59,7 +59,9 @@ class Record:
         self.spike = spike
         self.gain = gain
         self.rows: list[Row] = []
-        """Since the last vitals."""
+        """Since the last look."""
+        self.closed: list[Row] = []
+        """What is judged next: whatever else arrives meanwhile, at whatever time, counts for the look after."""
         self.recent: deque[float] = deque(maxlen=KEPT_LOSSES)
         self.first = math.nan
         self.best = math.inf
@@ -73,12 +75,16 @@ class Record:
     def note(self, rows: Sequence[Row]) -> None:
         self.rows.extend(rows)
 
+    def close(self) -> None:
+        """A look begins."""
+        self.closed, self.rows = self.closed + self.rows, []
+
     def vitals(self, step: int) -> Vitals | None:
         """None while there were too few steps to say anything; they then wait for the next time."""
-        if len(self.rows) < FEWEST_ROWS:
+        if len(self.closed) < FEWEST_ROWS:
             return None
-        table = np.asarray(self.rows, dtype=np.float64)
-        self.rows = []
+        table = np.asarray(self.closed, dtype=np.float64)
+        self.closed = []
         good = np.isfinite(table).all(axis=1) & (table[:, 2] == 0)
         bad = int(len(table) - good.sum())
         losses, norms = table[good, 0], table[good, 1]
@@ -161,6 +167,7 @@ class Record:
         return {
             **state,
             "rows": [list(row) for row in self.rows],
+            "closed": [list(row) for row in self.closed],
             "means": [list(mean) for mean in self.means],
             "recent": list(self.recent),
         }
@@ -168,7 +175,9 @@ class Record:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name in ("first", "best", "best_sigma", "best_step", "usual", "last_step"):
             setattr(self, name, state[name])
-        self.rows = [(float(loss), float(norm), float(bad)) for loss, norm, bad in state["rows"]]
+        self.rows, self.closed = (
+            [(float(loss), float(norm), float(bad)) for loss, norm, bad in state[name]] for name in ("rows", "closed")
+        )
         self.means = [(int(step), float(mean)) for step, mean in state["means"]]
         self.recent = deque(state["recent"], maxlen=KEPT_LOSSES)
 

@@ -125,9 +125,10 @@ class Look:
         return torch.cat(picked).float()
 
     def _by_layer(self, squares: Array) -> Array:
-        return np.asarray(np.sqrt(np.bincount(self._layer_of, squares, len(self.layers))), dtype=np.float64)
+        return np.sqrt(np.bincount(self._layer_of, squares, len(self.layers)))
 
 
 def _ratio(one: Array, other: Array) -> Array:
     """Not a number where a layer is still zero, as one half of an adapter is at first."""
-    return np.divide(one, other, out=np.full(len(one), np.nan), where=other > 0)
+    ratio: Array = np.divide(one, other, out=np.full(len(one), np.nan), where=other > 0)
+    return ratio

@@ -66,11 +66,6 @@ class StepMeter:
         while self._flights:
             self._land()
 
-    def catch_up(self, most: int) -> None:
-        """All rows to the host if more than `most` are not there yet."""
-        if len(self._outputs) > 3 * most:
-            self.fetch()
-
     def _launch(self) -> None:
         if not self._outputs:
             return
