@@ -32,7 +32,19 @@ from foretrain.engine.host import host_bytes
 from foretrain.engine.muon import Muon
 from foretrain.engine.state import take_apart
 from foretrain.errors import ConfigError, DataError, DivergenceError, OutOfMemory
-from foretrain.events import CheckpointSaved, Evaluated, Event, MemoryUsed, Moved, PhaseChanged, Progress, Recovered
+from foretrain.events import (
+    CheckpointSaved,
+    Evaluated,
+    Event,
+    HealthFound,
+    HealthMeasured,
+    MemoryUsed,
+    Moved,
+    PhaseChanged,
+    Progress,
+    Recovered,
+    Tuned,
+)
 from foretrain.models import gpt2, huggingface
 from foretrain.planning.estimate import estimate, target_of
 from foretrain.trainer import HybridTrainer
@@ -1455,8 +1467,19 @@ def _(bench: Bench) -> None:
         run = hybrid(560, hybrid__warmup_steps=1000, optimizer__learning_rate=1e-7, guard__auto_tune=tuned)
         assert run.trainer.rate_factor == factor
         assert run.trainer.optimizer.param_groups[0]["lr"] == pytest.approx(1e-7 * factor)
-        plateaus = [event for event in run.recovered if "no better than" in event.text]
-        assert [event.advice for event in plateaus] == [not tuned]  # said in either case
+        assert [event.ailment for event in run.events if isinstance(event, HealthFound)] == [
+            "plateau"
+        ]  # in either case
+        assert [dict(event.change) for event in run.events if isinstance(event, Tuned)] == [
+            {"optimizer.learning_rate": pytest.approx(2e-7)}
+        ][:tuned]
+
+
+@effect("health.interval")
+def _(bench: Bench) -> None:
+    for interval, steps in ((0, []), (10, [0, 10, 20]), (25, [0, 25])):
+        looks = [event for event in noisy(30, health__interval=interval).events if isinstance(event, HealthMeasured)]
+        assert [event.step for event in looks] == steps
 
 
 # --- fine-tuning -----------------------------------------------------------------------------------------------------

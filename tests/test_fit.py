@@ -29,10 +29,10 @@ from foretrain.events import (
     CheckpointSaved,
     Evaluated,
     Event,
+    HealthFound,
     MemoryUsed,
     Notice,
     Progress,
-    Recovered,
     Resumed,
     RunEnded,
     RunStarted,
@@ -103,6 +103,7 @@ def test_a_run_tells_its_story_in_order(make_trainer: Make, tmp_path: Path) -> N
     summary = trainer.fit(batches(), batches(1), out=tmp_path / "run", progress=False, title="small")
     assert [type(event).__name__ for event in events if not isinstance(event, MemoryUsed)] == [
         "RunStarted",
+        "HealthMeasured",
         "Progress",
         "Progress",
         "Evaluated",
@@ -206,7 +207,7 @@ def test_a_run_folder_of_any_module(make_trainer: Make, tmp_path: Path) -> None:
     summary = trainer.fit(batches(), batches(1), out=tmp_path / "run", progress=False)
     assert json.loads((tmp_path / "run" / "summary.json").read_text(encoding="utf-8")) == summary
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["event"] for line in lines][:3] == ["RunStarted", "MemoryUsed", "Progress"]
+    assert [line["event"] for line in lines][:4] == ["RunStarted", "MemoryUsed", "HealthMeasured", "Progress"]
     state = checkpoint.read(tmp_path / "run" / "checkpoints" / "step-00000004")
     assert torch.equal(state["model"]["weight"], trainer.model.weight)
     assert state["meta"]["config"]["max_steps"] == 4
@@ -506,5 +507,5 @@ def test_overfitting_is_advised_against(make_config: Any, make_model: Any, make_
     events: list[Any] = []
     trainer.bus.subscribe(events.append)
     trainer.fit([make_batch(seed=1)], [make_batch(seed=2)], progress=False)
-    advice = [event for event in events if isinstance(event, Recovered) and event.advice]
-    assert any(event.text.startswith("overfitting") for event in advice)
+    found = [event for event in events if isinstance(event, HealthFound)]
+    assert "overfitting" in [event.ailment for event in found]

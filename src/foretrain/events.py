@@ -96,12 +96,11 @@ class RateTried(Event):
 
 @dataclass(frozen=True, slots=True)
 class Recovered(Event):
-    """A recovery action that was carried out, or advice."""
+    """A recovery action that was carried out."""
 
     step: int
     action: str
     text: str
-    advice: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +146,53 @@ class MemoryUsed(Event):
     """On the host."""
     resident_peak: int | None = None
     """Without a GPU: highest resident memory of the whole process since it began."""
+
+
+@dataclass(frozen=True, slots=True)
+class HealthMeasured(Event):
+    """A look at every layer, around one step; and what all steps since the last look say."""
+
+    step: int
+    """Steps done before that one."""
+    gradient_norm: float | None
+    """Of all layers together, before clipping."""
+    gradient_to_weight: float | None
+    update_to_weight: float | None
+    layers: Mapping[str, Mapping[str, float | None]]
+    """The same three of each layer; None where there is none."""
+    loss_deviation: float | None = None
+    """How far the mean loss is above the best so far, in sigmas of one loss."""
+    gradient_variance: float | None = None
+    """Of the gradient norm, over its squared mean."""
+    sign_changes: float | None = None
+    """Of the loss around its trend, in 10 steps, above the 5 of independent noise."""
+
+
+@dataclass(frozen=True, slots=True)
+class HealthFound(Event):
+    """Something ails the run; said once."""
+
+    ailment: str
+    step: int
+    measure: str
+    place: str
+    """A layer, or "run"."""
+    value: float | None
+    healthy: str
+    level: str
+    """"warning" or "critical"."""
+    meaning: str
+    change: Mapping[str, Any]
+    """Settings as in the configuration file: what to set, and to what."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tuned(Event):
+    """A finding's change that `guard.auto_tune` made by itself."""
+
+    step: int
+    ailment: str
+    change: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,6 +101,8 @@ class Run:
                 failure = OutOfMemory(f"{trainer.rescue.explain(found)}; {trainer.rescue.advice()}")
             if isinstance(failure, OutOfMemory):
                 self._salvage(failure)
+            elif isinstance(failure, DivergenceError):
+                trainer.checkup.finish()
             self.emit(RunEnded(trainer.global_step, "failed", trainer.summary()))
             if failure is not error:
                 raise failure from None
@@ -207,6 +209,7 @@ class Run:
         complete = self.saved_step == self.trainer.global_step and not self.trainer.evaluation_due
         if reason == "finished" and self.held_out and not complete:
             self._evaluate()
+        self.trainer.checkup.finish()
         if not complete:
             self._save(must=True)
 

@@ -410,7 +410,15 @@ class GuardConfig(Section):
     max_rollbacks: CountOrZero = 5
     """Give up, with a saved checkpoint, when a run goes wrong again after this many rollbacks."""
     auto_tune: bool = False
-    """Double the learning rate by itself on a plateau of 500 steps, rather than only advise it."""
+    """Make the safe changes that findings of `health` advise while the run goes on: clipping, a lower learning rate
+    (on a plateau a higher one), more `hybrid.full_steps`. Each is said. Off: they are advice."""
+
+
+class HealthConfig(Section):
+    """A look at every layer and at the losses since the last look; what ails the run is said, with what to set."""
+
+    interval: CountOrZero = 100
+    """Steps between looks, the first one before the first step. 0: none."""
 
 
 class LogConfig(Section):
@@ -461,6 +469,7 @@ class Config(Section):
     correction: CorrectionConfig = CorrectionConfig()
     audit: AuditConfig = AuditConfig()
     guard: GuardConfig = GuardConfig()
+    health: HealthConfig = HealthConfig()
     log: LogConfig = LogConfig()
 
     @model_validator(mode="after")

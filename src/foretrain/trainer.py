@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from foretrain import environment
 from foretrain.config import Config, to_mapping
+from foretrain.control.checkup import Checkup
 from foretrain.control.machine import Phase
 from foretrain.control.move import Move
 from foretrain.control.mover import Mover
@@ -112,6 +113,7 @@ class HybridTrainer(Engine):
         self._said: dict[str, int] = {}
         self.pilot: Pilot | None = None
         self.rescue = Rescue(self, self)
+        self.checkup = Checkup(self, self.bus.emit)
         if config.optimizer.learning_rate == "auto" and (config.hybrid.mode == "off" or not probe):
             raise ConfigError(
                 "optimizer.learning_rate = 'auto' needs held-out examples that judge rates: use `foretrain finetune` "
@@ -132,6 +134,7 @@ class HybridTrainer(Engine):
         if self.mover.held_out:
             self.pilot.judge_on_held_out()
         self.race = RateRace(self.mover, config)
+        self.checkup.pilot = self.pilot
 
     def _basis_type(self) -> torch.dtype:
         wanted = self.config.hybrid.basis_type
@@ -166,6 +169,8 @@ class HybridTrainer(Engine):
             self.position += 1
         if self.pilot is not None and self.global_step == self.config.max_steps:
             self.mover.finish(batch)
+        if self.checkup.due and not self.judging and self.checkup.judge():
+            self._follow_recovery(self.pilot)
         return result
 
     @property
@@ -200,7 +205,7 @@ class HybridTrainer(Engine):
         """The first steps where the learning rate is `auto`."""
 
         def use(factor: float) -> None:
-            self.rate_factor = pilot.recovery.rate_factor * factor
+            self.rate_factor = pilot.recovery.rate_factor * self.checkup.health.rate_factor * factor
 
         output = self.race.step(batch, self._full_step, use)
         pilot.count(1, self.phase)
@@ -282,7 +287,9 @@ class HybridTrainer(Engine):
     def _full_step(self, batch: Any, between: Callable[[], None] | None = None) -> StepOutput:
         if self.look_ahead is not None:
             self.look_ahead.before_step(self._look_ahead_share())
+        self.checkup.begin()
         output = self.full(batch, between)
+        self.checkup.end(output)
         if self.look_ahead is not None:
             self.look_ahead.after_step()
         self.global_step += 1
@@ -347,17 +354,16 @@ class HybridTrainer(Engine):
         self._follow_recovery(pilot)
         if action.kind is Kind.ROLL_BACK and not self.judging:
             self.mover.safety.flee()
-        matters = action.kind is not Kind.CONTINUE or action.advice_only or action.rate_factor != 1.0
+        matters = action.kind is not Kind.CONTINUE or action.rate_factor != 1.0
         if matters and self._is_news(action):
-            self.bus.emit(Recovered(self.global_step, action.kind.value, action.text, action.advice_only))
+            self.bus.emit(Recovered(self.global_step, action.kind.value, action.text))
         if action.kind is Kind.ABORT:
             raise DivergenceError(f"{action.text} (step {self.global_step})")
 
     def evaluated(self, held_out: float) -> None:
-        """A held-out loss is known: advice when it rises while the training loss falls."""
-        if self.pilot is not None and self.last_train_loss is not None:
-            for action in self.pilot.recovery.evaluation(self.global_step, held_out, self.last_train_loss):
-                self._carry_out(action)
+        """A held-out loss is known: it shows over- and underfitting."""
+        if self.checkup.evaluated(held_out):
+            self._follow_recovery(self.pilot)
 
     def _is_news(self, action: Action) -> bool:
         """The same kind of action over and over is said once per hundred steps."""
@@ -368,10 +374,16 @@ class HybridTrainer(Engine):
         self._said[action.kind.value] = self.global_step
         return True
 
-    def _follow_recovery(self, pilot: Pilot) -> None:
-        """The learning rate and the clipping that recovery wants now; in a healthy run those of the configuration."""
-        self.rate_factor = pilot.recovery.rate_factor * self.race.factor
-        clip = min(self.config.optimizer.gradient_clip_norm or torch.inf, pilot.recovery.clip)
+    def _follow_recovery(self, pilot: Pilot | None) -> None:
+        """The learning rate and the clipping that recovery and tuning want now; in a healthy run those of the
+        configuration."""
+        tuned = self.checkup.health
+        self.rate_factor = tuned.rate_factor
+        clip = min(self.config.optimizer.gradient_clip_norm or torch.inf, tuned.clip)
+        if pilot is not None:
+            self.rate_factor *= pilot.recovery.rate_factor * self.race.factor
+            clip = min(clip, pilot.recovery.clip)
+            pilot.machine.full_steps = tuned.full_steps
         self.set_clip(0.0 if clip == torch.inf else clip)
 
     # --- the whole state ---------------------------------------------------------------------------------------------
@@ -381,6 +393,7 @@ class HybridTrainer(Engine):
         state = super().state_dict()
         state["look_ahead"] = self.look_ahead.state_dict() if self.look_ahead is not None else None
         state["rescue"] = self.rescue.state_dict()
+        state["checkup"] = self.checkup.state_dict()
         state["hybrid"] = None
         if self.pilot is not None:
             predictor = self.observer.predictor
@@ -397,8 +410,10 @@ class HybridTrainer(Engine):
         super()._put_back(state, origin)
         if self.look_ahead is not None and state.get("look_ahead") is not None:
             self.look_ahead.load_state_dict(state["look_ahead"])
+        self.checkup.load_state_dict(state.get("checkup", {}))
         hybrid = state.get("hybrid")
         if self.pilot is None or hybrid is None:  # switched on or off since: the hybrid part starts anew
+            self._follow_recovery(self.pilot)
             self.rescue.load_state_dict(state.get("rescue", {}))
             return
         predictor = self.observer.predictor
@@ -487,6 +502,7 @@ class HybridTrainer(Engine):
                 summary["learning_rate"] = self.race.summary()
             summary["predictor"] = self.observer.predictor.name
             summary["basis_mb"] = round(self.observer.trajectory.bytes / 2**20, 1)
+        summary |= self.checkup.summary()
         if self.memory.on:
             summary["memory"] = self.memory.summary()
         if self.device.type == "cuda":

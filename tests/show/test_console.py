@@ -16,11 +16,13 @@ from foretrain.events import (
     CheckpointSaved,
     Evaluated,
     Event,
+    HealthFound,
     Notice,
     Progress,
     Resumed,
     RunEnded,
     RunStarted,
+    Tuned,
 )
 from foretrain.show.console import Console, duration, short, summary_table
 
@@ -123,6 +125,27 @@ def test_a_failed_run_has_no_table() -> None:
 
 def test_a_loss_that_is_no_number_is_shown() -> None:
     assert "loss nan" in shown([started(5), progress(1, loss=math.nan)])
+
+
+def test_a_finding_says_what_it_means_and_what_to_set() -> None:
+    change = {"optimizer.type": "adamw", "optimizer.learning_rate": 0.002}
+    found = HealthFound(
+        "vanishing layer",
+        200,
+        "update/weight ratio",
+        "layers.0",
+        4e-7,
+        "above 1e-5",
+        "critical",
+        "it hardly moves",
+        change,
+    )
+    text = shown([found, Tuned(300, "explosion", {"optimizer.gradient_clip_norm": 1.0})])
+    lines = text.splitlines()
+    said = "it hardly moves (update/weight ratio 4e-07, healthy above 1e-5)"
+    assert lines[0] == f"step 200, vanishing layer in layers.0: {said}"
+    assert lines[1] == '    set optimizer.type = "adamw", optimizer.learning_rate = 0.002'
+    assert lines[2] == "step 300, tuned: optimizer.gradient_clip_norm = 1.0 (explosion)"
 
 
 # --- on a terminal -------------------------------------------------------------------------------------------------

@@ -123,11 +123,7 @@ class LossBaseline:
 
     def sign_changes(self, count: int) -> float:
         """Sign changes around a straight line, in 10 steps, above the 5 of independent noise; over the last `count`."""
-        if len(self.losses) < count:
-            return 0.0
-        above = _detrended(list(self.losses)[-count:]) > 0
-        changes = int(np.count_nonzero(above[1:] != above[:-1]))
-        return 10 * (changes / (count - 1) - 0.5)
+        return sign_changes(list(self.losses)[-count:]) if len(self.losses) >= count else 0.0
 
     def amplitude(self) -> float:
         """Mean distance of the last 10 losses from their trend, in sigmas of those before."""
@@ -177,6 +173,13 @@ class GradientBaseline:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.count, self.log_norm = int(state["count"]), float(state["log_norm"])
+
+
+def sign_changes(losses: Sequence[float]) -> float:
+    """Sign changes around a straight line, in 10 steps, above the 5 of independent noise."""
+    above = _detrended(losses) > 0
+    changes = int(np.count_nonzero(above[1:] != above[:-1]))
+    return 10 * (changes / (len(losses) - 1) - 0.5)
 
 
 def _average(average: float, value: float, count: int, steps: int) -> float:

@@ -88,6 +88,8 @@ class Machine:
         self.steps_in_phase = 0
         self.cycle = 0
         """FULL phases begun."""
+        self.full_steps = config.full_steps
+        """Full steps between two predicted phases of a run that goes well."""
         self.full_steps_needed = config.full_steps
         self.earliest_predict_step = config.warmup_steps
         """No prediction before this `global_step`."""
@@ -169,7 +171,7 @@ class Machine:
     def lengthen_full(self, factor: float) -> None:
         """More full steps before the next move, up to 8 times `full_steps`; a kept move brings them back to normal."""
         longer = int(self.full_steps_needed * factor)
-        self.full_steps_needed = min(longer, MOST_FULL_STEPS * self.config.full_steps)
+        self.full_steps_needed = min(longer, MOST_FULL_STEPS * self.full_steps)
 
     def postpone(self, step: int) -> None:
         """No prediction before this `global_step`."""
@@ -249,7 +251,7 @@ class Machine:
     def _judge(self, undo: bool, diverged: bool) -> None:
         if not undo:
             self.kept_moves += 1
-            self.full_steps_needed = self.config.full_steps
+            self.full_steps_needed = self.full_steps
             return
         self.undone_moves += 1
         if diverged:  # doubt alone (low confidence) is no harm done, and costs no longer wait
@@ -265,6 +267,7 @@ class Machine:
             "phase": self.phase.value,
             "steps_in_phase": self.steps_in_phase,
             "cycle": self.cycle,
+            "full_steps": self.full_steps,
             "full_steps_needed": self.full_steps_needed,
             "earliest_predict_step": self.earliest_predict_step,
             "kept_moves": self.kept_moves,
@@ -275,6 +278,7 @@ class Machine:
         self.phase = Phase(state["phase"])
         self.steps_in_phase = int(state["steps_in_phase"])
         self.cycle = int(state["cycle"])
+        self.full_steps = int(state.get("full_steps", self.config.full_steps))
         self.full_steps_needed = int(state["full_steps_needed"])
         self.earliest_predict_step = int(state["earliest_predict_step"])
         self.kept_moves = int(state["kept_moves"])

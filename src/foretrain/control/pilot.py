@@ -132,8 +132,6 @@ class Pilot:
         self.slope.add(record.losses)
         numbers = list(zip(record.losses, record.gradient_norms, strict=True))
         actions = self._check_full(record.step - len(numbers) + 1, numbers, fp16)
-        if math.isfinite(self.observer.smoothed_loss):
-            actions += self.recovery.progress(record.step, self.observer.smoothed_loss)
         self._learn()
         return _once(actions)
 
@@ -261,6 +259,7 @@ class Pilot:
             self.rest_steps, self._last_rest = windows * window, windows
             self.gate.new_cycle(self.rest_steps // self.config.hybrid.full_steps)
         if answer.open and confidence <= self.recovery.threshold:
+            self.recovery.lacking = confidence
             for action in self.recovery.cycle_ended(step, self.machine.cycle, Outcome.LOW_CONFIDENCE):
                 self._apply_to_machine(action, step)
         self.machine.steps_in_phase = 0
@@ -528,4 +527,4 @@ class Pilot:
 
 def _once(actions: list[Action]) -> list[Action]:
     """Each kind of action once per window, at its last and strongest."""
-    return list({(action.kind, action.advice_only, action.rate_factor): action for action in actions}.values())
+    return list({(action.kind, action.rate_factor): action for action in actions}.values())

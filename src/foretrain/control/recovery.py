@@ -21,13 +21,8 @@ HARM = 0.1
 without noise raise loss and gradient a hundredfold, from nothing to next to nothing, and heal by themselves."""
 STEPS_TO_FORGET = 200
 """Good full steps in a row after which earlier rollbacks no longer count."""
-PLATEAU_STEPS = 500
-PLATEAU_GAIN = 1e-3
-"""Relative fall of the loss below which 500 steps are a plateau."""
 LOW_CONFIDENCE_CYCLES = 3
-HIGHEST_RATE_FACTOR = 4.0
 HIGHEST_THRESHOLD = 0.98
-OVERFITTING_EVALUATIONS = 3
 
 
 class Kind(StrEnum):
@@ -55,7 +50,7 @@ class Action:
     kind: Kind
     text: str
     rate_factor: float = 1.0
-    """Multiplies the learning rate; already contained in `Recovery.rate_factor` unless this is advice."""
+    """Multiplies the learning rate; already contained in `Recovery.rate_factor`."""
     clip: float | None = None
     """Largest gradient norm from now on; already in `Recovery.clip`."""
     full_steps_factor: int = 1
@@ -64,9 +59,6 @@ class Action:
     """Above 1: no prediction for (this - 1) x `warmup_steps` more steps (`Machine.postpone`)."""
     threshold_delta: float = 0.0
     """Already contained in `Recovery.threshold`."""
-    weight_decay_factor: float = 1.0
-    advice_only: bool = False
-    """To be said, not done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +104,12 @@ class Recovery:
         self.undone_cycles: list[int] = []
         self.low_confidence = 0
         """Cycles in a row."""
-        self.best_loss = math.inf
-        self.best_step = 0
-        self.evaluations: list[list[float]] = []
+        self.loops = 0
+        """Times that moves were undone again and again."""
+        self.distrusts = 0
+        """Times that confidence was too low for several cycles."""
+        self.lacking = 0.0
+        """Confidence at the last cycle that lacked nothing else."""
 
     def decide(self, verdict: Verdict, context: Context) -> list[Action]:
         """What to do now, most urgent first; nothing at all after a normal verdict."""
@@ -149,43 +144,15 @@ class Recovery:
             if len(self.undone_cycles) >= 2:
                 text = f"{len(self.undone_cycles)} moves undone within 3 cycles: twice as many full steps"
                 self.undone_cycles = []
+                self.loops += 1
                 return [Action(Kind.FORCE_FULL, text, full_steps_factor=2)]
         if self.low_confidence >= LOW_CONFIDENCE_CYCLES:
             self.low_confidence = 0
+            self.distrusts += 1
             more = f"the predictor is trained for {self.hybrid.warmup_steps} more steps before the next try"
             text = f"confidence was too low for {LOW_CONFIDENCE_CYCLES} cycles: {more}"
             return [Action(Kind.FORCE_FULL, text, warmup_factor=2)]
         return []
-
-    def progress(self, step: int, average_loss: float) -> list[Action]:
-        """The average training loss at the end of every window; finds plateaus."""
-        if not math.isfinite(average_loss):
-            return []
-        if average_loss < self.best_loss - PLATEAU_GAIN * abs(self.best_loss) or math.isinf(self.best_loss):
-            self.best_loss, self.best_step = average_loss, step
-        if step - self.best_step < PLATEAU_STEPS:
-            return []
-        self.best_step = step  # said once per plateau of that length
-        advice = not self.config.auto_tune or self.rate_factor * 2 > HIGHEST_RATE_FACTOR
-        if not advice:
-            self._change_rate(2.0)
-        text = f"no better than {self.best_loss:.4g} for {PLATEAU_STEPS} steps: "
-        text += "try twice the learning rate" if advice else "the learning rate is doubled"
-        return [Action(Kind.CONTINUE, text, rate_factor=2.0, advice_only=advice)]
-
-    def evaluation(self, step: int, held_out: float, training: float) -> list[Action]:
-        """After every evaluation: advises when the held-out loss rises while the training loss falls."""
-        self.evaluations = [*self.evaluations, [held_out, training]][-OVERFITTING_EVALUATIONS - 1 :]
-        if len(self.evaluations) <= OVERFITTING_EVALUATIONS:
-            return []
-        pairs = list(zip(self.evaluations, self.evaluations[1:], strict=False))
-        if not all(after[0] > before[0] and after[1] < before[1] for before, after in pairs):
-            return []
-        rise = self.evaluations[-1][0] - self.evaluations[0][0]
-        self.evaluations = self.evaluations[-1:]
-        text = f"overfitting: the held-out loss rose by {rise:.4g} while the training loss fell; try ten times the "
-        text += "weight decay, dropout or more data"
-        return [Action(Kind.CONTINUE, text, weight_decay_factor=10.0, advice_only=True)]
 
     def _note(self, verdict: Verdict) -> None:
         """After good full steps what was taken from the run is given back bit by bit."""
@@ -264,7 +231,7 @@ class Recovery:
         ]
 
     def _change_rate(self, factor: float, clip: float | None = None) -> None:
-        self.rate_factor = min(self.rate_factor * factor, HIGHEST_RATE_FACTOR)
+        self.rate_factor *= factor
         self.clip = self.clip if clip is None else min(self.clip, clip)
         self.last_change = self.clock
         self.good = 0

@@ -60,7 +60,9 @@ class GraphedStep:
         torch._foreach_copy_(tensors_of(inputs), tensors_of(batch), non_blocking=True)
         self.step.changing = True
         graph.replay()
-        return StepOutput(output.loss.clone(), output.gradient_norm.clone(), output.skipped.clone())
+        return StepOutput(
+            output.loss.clone(), output.gradient_norm.clone(), output.skipped.clone(), output.gradient_norms
+        )
 
     def _on_side_stream(self, batch: Any) -> StepOutput:
         """Warm-up happens off the main stream, as recording requires."""

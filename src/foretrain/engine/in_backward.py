@@ -58,6 +58,10 @@ class UpdatesInBackward:
         norms = [self._norms[place] for place in sorted(self._norms)]
         return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
 
+    def norms(self, absent: Tensor) -> list[Tensor]:
+        """Of the gradient of each parameter; `absent` for one that had none."""
+        return [self._norms.get(place, absent) for place in range(len(self._places))]
+
     @torch.no_grad()
     def _gradient_is_complete(self, parameter: Any) -> None:
         if self._loss_is_finite is None or parameter.grad is None:

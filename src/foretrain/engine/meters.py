@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -51,6 +51,8 @@ class StepMeter:
         """How many of them were made before the last look."""
         self._made = 0
         """Rows made since noting began that were not taken yet, those on their way included."""
+        self.tap: Callable[[list[Row]], None] | None = None
+        """Called with all rows, in order, as they arrive."""
 
     def add(self, output: StepOutput) -> None:
         self._outputs.extend((output.loss, output.gradient_norm, output.skipped))
@@ -87,6 +89,8 @@ class StepMeter:
             self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
             self.skipped += int(skipped)
         self.unread.extend(found)
+        if self.tap is not None:
+            self.tap(found)
         if self._noted is not None:
             self._noted.extend(found)
 

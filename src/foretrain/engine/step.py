@@ -29,6 +29,9 @@ class StepOutput:
     gradient_norm: Tensor
     skipped: Tensor
     """1.0 when loss or gradient was not finite and nothing was updated."""
+    gradient_norms: Tensor | None = None
+    """Of each trained parameter, before clipping; not a number where it has no gradient. It comes for nothing with the
+    norm of all. Where steps are recorded the next one overwrites it."""
 
 
 class FullStep:
@@ -63,6 +66,7 @@ class FullStep:
         self._loss = _bind(model, loss_function, compile_loss, by_block=update_in_backward)
         self._attention = _attention_order(self.device)
         self._always_good = torch.zeros((), device=self.device)
+        self._absent = torch.full((), torch.nan, device=self.device)
 
     def loss(self, batch: Any) -> Tensor:
         """The forward pass alone, in the precision of training."""
@@ -112,7 +116,8 @@ class FullStep:
             self._backward(loss)
         loss, norm = loss.detach().float(), updates.norm().float()
         bad = torch.logical_not(torch.isfinite(norm) & torch.isfinite(loss)).float()
-        return StepOutput(loss, norm, bad if self.nan_check else self._always_good)
+        norms = stacked(updates.norms(self._absent))
+        return StepOutput(loss, norm, bad if self.nan_check else self._always_good, norms)
 
     def _accumulate(self, batch: Any) -> Tensor:
         """Gradients of the mean loss over the whole batch, part by part, each weighed by what it counts."""
@@ -140,9 +145,9 @@ class FullStep:
     def update(self, loss: Tensor) -> StepOutput:
         """Check, clip and apply the gradients that are there."""
         gradients = [p.grad for p in self.parameters if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients, foreach=True).float()
+        norm, norms = self._norms(gradients)
         if self.precision.scaled:
-            norm = norm / self.precision.scale
+            norm, norms = norm / self.precision.scale, norms / self.precision.scale
         if self.nan_check or self.precision.scaled:
             bad = torch.logical_not(torch.isfinite(norm) & torch.isfinite(loss)).float()
         else:
@@ -155,7 +160,19 @@ class FullStep:
         self.changing = True
         self._apply(gradients, divisor, bad)
         self.precision.update(bad)
-        return StepOutput(loss, norm, bad)
+        return StepOutput(loss, norm, bad, norms)
+
+    def _norms(self, gradients: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """The norm of all gradients together, and that of each parameter."""
+        if not gradients:
+            return torch.zeros((), device=self.device), self._absent.expand(len(self.parameters))
+        each = list(torch._foreach_norm(gradients))
+        together = stacked(each)
+        norm = torch.linalg.vector_norm(together)
+        if len(each) < len(self.parameters):
+            found = iter(each)
+            together = stacked([self._absent if p.grad is None else next(found) for p in self.parameters])
+        return norm, together
 
     def _apply(self, gradients: list[Tensor], divisor: Tensor | None, bad: Tensor) -> None:
         optimizer: Any = self.optimizer
@@ -216,6 +233,13 @@ def _attention_order(device: torch.device) -> Callable[[], AbstractContextManage
         ]
         return lambda: sdpa_kernel(order, set_priority=True)
     return nullcontext
+
+
+def stacked(norms: list[Tensor]) -> Tensor:
+    """One fp32 vector of single numbers, whatever their formats."""
+    if len({norm.dtype for norm in norms}) > 1:
+        norms = [norm.float() for norm in norms]
+    return torch.stack(norms).float()
 
 
 def tensors_of(batch: Any) -> list[Tensor]:

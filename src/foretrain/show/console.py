@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -17,6 +18,7 @@ from foretrain.events import (
     CheckpointSaved,
     Evaluated,
     Event,
+    HealthFound,
     Moved,
     Notice,
     PhaseChanged,
@@ -26,6 +28,7 @@ from foretrain.events import (
     Resumed,
     RunEnded,
     RunStarted,
+    Tuned,
     in_words,
 )
 
@@ -92,8 +95,12 @@ class Console:
                 rate, loss = f"learning rate {event.learning_rate:.2g}", f"held-out loss {event.loss:.4f}"
                 self._print(f"{rate}: {loss} after {event.steps} steps{found}")
             case Recovered():
-                kind = "advice" if event.advice else event.action.replace("_", " ")
+                kind = event.action.replace("_", " ")
                 self._print(f"[yellow]step {event.step}, {kind}:[/] {escape(event.text)}")
+            case HealthFound():
+                self._found(event)
+            case Tuned():
+                self._print(f"[yellow]step {event.step}, tuned:[/] {escape(_settings(event.change))} ({event.ailment})")
             case Notice():
                 text = escape(event.message)
                 self._print(f"[yellow]warning:[/] {text}" if event.level == "warning" else text)
@@ -169,6 +176,18 @@ class Console:
         if self._moves == _MOVES_PER_RUN:
             self._print("further moves are in metrics.jsonl")
 
+    def _found(self, event: HealthFound) -> None:
+        """What ails the run, and what to set."""
+        colour = "red" if event.level == "critical" else "yellow"
+        place = "" if event.place == "run" else f" in {event.place}"
+        value = "not finite" if event.value is None else f"{event.value:.3g}"
+        self._print(
+            f"[{colour}]step {event.step}, {event.ailment}{escape(place)}:[/] {escape(event.meaning)} ({event.measure} "
+            f"{value}, healthy {escape(event.healthy)})"
+        )
+        if event.change:
+            self._print(f"    [bold]set {escape(_settings(event.change))}[/]")
+
     def _eta(self, event: Progress) -> str:
         first_step, first_seconds = self._first or (event.step, event.seconds)
         if event.step == first_step:
@@ -206,6 +225,11 @@ def summary_table(summary: Mapping[str, Any], reason: str, folder: str | None = 
         if value is not None:
             table.add_row(name, escape(value))
     return table
+
+
+def _settings(change: Mapping[str, Any]) -> str:
+    """As in a configuration file: optimizer.learning_rate = 0.0003."""
+    return ", ".join(f"{name} = {json.dumps(value)}" for name, value in change.items())
 
 
 def _number(value: float | None) -> str | None:

@@ -1,0 +1,210 @@
+"""Every ailment has a run that has it, a finding that names it, and advice that helps; healthy runs have none."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.ailing import PATIENTS, distrustful, hasty
+from tests.conftest import TINY, words
+from tests.worlds import Bowl, Net, Regression, still, world
+
+from foretrain import HybridTrainer, run
+from foretrain.config import from_mapping
+from foretrain.control.findings import Ailment, HealthFinding, finding_of
+from foretrain.data.loader import Loader, TokenWindows
+from foretrain.errors import DivergenceError
+from foretrain.events import Event, HealthFound, HealthMeasured, Tuned
+from foretrain.schema import settings
+
+
+def the(findings: list[HealthFinding], name: str) -> HealthFinding:
+    found = [finding for finding in findings if name.startswith(finding.ailment)]
+    assert len(found) == 1, [finding.ailment for finding in findings]
+    return found[0]
+
+
+@pytest.mark.parametrize("name", PATIENTS)
+def test_an_ailing_run_is_found_out_and_ends_better_with_the_advice(name: str) -> None:
+    patient = PATIENTS[name]
+    before, findings = patient.run()
+    finding = the(findings, name)
+    assert finding.level in ("warning", "critical")
+    assert finding.change
+    assert finding.change.keys() <= {setting.name for setting in settings()}
+    told = [event for event in patient.events if isinstance(event, HealthFound)]
+    assert [event.ailment for event in told] == [found.ailment for found in findings]
+    after, _ = patient.run(**finding.change)
+    assert after < before
+
+
+def test_low_confidence_is_found_and_a_longer_warm_up_helps() -> None:
+    before = distrustful()
+    finding = the(before.trainer.checkup.health.findings, "low confidence")
+    assert finding.change == {"hybrid.warmup_steps": 120}
+    assert finding.value < 0.8
+    after = distrustful(**finding.change)
+    assert not after.trainer.checkup.health.findings
+    assert after.trainer.evaluate([still(0)]) < 0.2 * before.trainer.evaluate([still(0)])
+
+
+def test_frequent_divergence_is_found_and_more_full_steps_help() -> None:
+    before = hasty()
+    finding = the(before.trainer.checkup.health.findings, "frequent divergence")
+    assert finding.change == {"hybrid.full_steps": 20}
+    after = hasty(**finding.change)
+    undone = [run.trainer.summary()["moves"]["rolled_back"] for run in (before, after)]
+    assert undone[1] < undone[0]
+    assert after.trainer.backward_passes < before.trainer.backward_passes - 50  # for the same number of steps
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_healthy_runs_of_ten_seeds_raise_nothing(optimizer: str) -> None:
+    """As the demo, but smaller; several of the looks at full rate, and ten evaluations."""
+    characters = np.frombuffer(words(20_000).encode(), dtype=np.uint8)
+    for seed in range(1, 11):
+        changes = {"max_steps": 80, "batch_size": 8, "health.interval": 20, "optimizer.type": optimizer, "seed": seed}
+        config = from_mapping({**TINY, **changes, "model.vocab_size": 128})
+        model = run.build_model(config)
+        windows = TokenWindows(characters[:60_000].astype(np.uint16), model.shape.context, seed)
+        others = TokenWindows(characters[60_000:].astype(np.uint16), model.shape.context, seed)
+        held_out = list(itertools.islice(Loader(others, 32, seed), 1))
+        summary = HybridTrainer(model, config=config).fit(Loader(windows, 8, seed), held_out, progress=False)
+        assert summary["health"]["findings"] == []
+        assert summary["health"]["looks"] == 4
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_small_healthy_problems_raise_nothing(kind: str) -> None:
+    """Also where the loss falls to nothing, or to the noise, long before the end."""
+    changes = {"max_steps": 600, "optimizer.type": kind, "optimizer.learning_rate": 0.01, "hybrid.mode": "off"}
+    exact = world(Bowl(), still, {"max_steps": 300})
+    for problem in (exact, *(world(Net(seed=seed), Regression(seed=seed), changes) for seed in range(3))):
+        problem.run()
+        problem.trainer.checkup.finish()
+        assert problem.trainer.checkup.health.findings == []
+
+
+# --- once each, and by itself only if wanted -------------------------------------------------------------------------
+
+
+def test_looking_changes_nothing() -> None:
+    weights = []
+    for interval in (0, 7):
+        trainer = world(Net(), Regression(), {"health.interval": interval, "max_steps": 60}).run().trainer
+        weights.append(torch.nn.utils.parameters_to_vector(trainer.model.parameters()))
+        assert bool(trainer.summary().get("health")) == bool(interval)
+    assert torch.equal(*weights)
+
+
+def test_a_finding_is_said_once() -> None:
+    patient = PATIENTS["explosion"]
+    patient.run()
+    told = [event.ailment for event in patient.events if isinstance(event, HealthFound)]
+    assert len(told) == len(set(told))
+    assert sum(isinstance(event, HealthMeasured) for event in patient.events) == 4
+    assert not [event for event in patient.events if isinstance(event, Tuned)]
+
+
+@pytest.mark.parametrize("name", ["explosion", "oscillation", "divergence", "plateau", "plateau of long steps"])
+def test_auto_tune_makes_safe_changes_by_itself(name: str) -> None:
+    patient = PATIENTS[name]
+    before, _ = patient.run(max_steps=1000)
+    after, findings = patient.run(**{"max_steps": 1000, "guard.auto_tune": True})
+    assert after < before
+    tuned = [event for event in patient.events if isinstance(event, Tuned)]
+    assert tuned
+    assert {event.ailment for event in tuned} <= {finding.ailment.value for finding in findings}
+    for event in tuned:
+        assert event.change.keys() <= {"optimizer.learning_rate", "optimizer.gradient_clip_norm"}
+
+
+def test_auto_tune_lengthens_full_phases_for_good() -> None:
+    tuned = hasty(**{"guard.auto_tune": True})
+    assert next(event.change for event in tuned.events if isinstance(event, Tuned)) == {"hybrid.full_steps": 20}
+    assert tuned.trainer.pilot is not None
+    assert tuned.trainer.pilot.machine.full_steps >= 20
+
+
+def test_what_is_not_safe_is_never_done() -> None:
+    for name in ("overfitting", "underfitting", "vanishing layer", "dead layer"):
+        patient = PATIENTS[name]
+        _, findings = patient.run(**{"guard.auto_tune": True, "max_steps": 400})
+        assert not the(findings, name).safe
+        assert name not in [event.ailment for event in patient.events if isinstance(event, Tuned)]
+
+
+# --- rare cases ------------------------------------------------------------------------------------------------------
+
+
+def test_a_single_bad_batch_is_a_warning_about_data() -> None:
+    def data(position: int) -> Any:
+        inputs, targets = Regression()(position)
+        return inputs, targets * (math.nan if position == 50 else 1.0)
+
+    trainer = world(Net(), data, {"max_steps": 150, "hybrid.mode": "off"}).run().trainer
+    trainer.checkup.finish()
+    finding = the(trainer.checkup.health.findings, "NaN")
+    assert (finding.level, finding.value, finding.change, finding.safe) == ("warning", 1, {}, False)
+    assert "look at the data" in finding.meaning
+
+
+def test_numbers_that_nobody_checks_are_found_too() -> None:
+    _, findings = PATIENTS["NaN"].run(**{"guard.nan_check": False})
+    assert the(findings, "NaN").change["guard.nan_check"] is True
+
+
+def test_a_run_that_is_given_up_says_why(tmp_path: Path) -> None:
+    patient = PATIENTS["NaN"]
+    trainer = patient.trainer({"log.interval": 10})
+    with pytest.raises(DivergenceError):
+        trainer.fit([patient.data(number) for number in range(100)], out=tmp_path / "run", progress=False)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    found = [line for line in lines if line["event"] == "HealthFound"]
+    assert [line["ailment"] for line in found] == ["NaN"]
+    assert found[0]["change"] == {"optimizer.learning_rate": 0.03}
+
+
+def test_a_finding_survives_being_written_down() -> None:
+    finding = HealthFinding(Ailment.PLATEAU, 5, "measure", "run", math.nan, "range", "warning", "words", {"a": 1})
+    again = finding_of(json.loads(json.dumps(finding.record())))
+    assert again.record() == finding.record()
+    assert math.isnan(again.value)
+
+
+def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
+    patient = PATIENTS["explosion"]
+    batches = [patient.data(number) for number in range(400)]
+    ends = []
+    for stop in (None, 233):
+        out = tmp_path / str(stop)
+        change: dict[str, Any] = {"guard.auto_tune": True, "checkpoint.interval": 233}
+        if stop:
+            first = patient.trainer(change)
+            _stop_at(first, stop)
+            first.fit(batches, out=out, progress=False)
+        trainer = patient.trainer(change)
+        summary = trainer.fit(batches, out=out, resume=stop is not None, progress=False)
+        ends.append((summary["health"], torch.nn.utils.parameters_to_vector(trainer.model.parameters())))
+    assert ends[0][0] == ends[1][0]
+    assert ends[0][0]["findings"]
+    assert torch.equal(ends[0][1], ends[1][1])
+
+
+def _stop_at(trainer: HybridTrainer, step: int) -> None:
+    import os
+    import signal
+
+    from foretrain.events import Progress
+
+    def stop(event: Event) -> None:
+        if isinstance(event, Progress) and event.step >= step - step % 10:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    trainer.bus.subscribe(stop)
