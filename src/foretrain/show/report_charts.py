@@ -17,7 +17,10 @@ _RIBBON = 900
 _MARKS = 700
 _ERRORS = 200
 """Errors of forecasts that the interval of the next one follows from."""
+_ENOUGH = 10
 _SHARE = 0.9
+_PAUSE = 3
+"""Entries without a forecast after which the curve is cut."""
 _WORTH_SEEING = ("full", "warmup", "correct", "predict")
 """Phases, the later the more worth seeing where several share a pixel."""
 
@@ -75,37 +78,40 @@ def _loss(record: RunRecord, limit: int) -> list[dict[str, Any]]:
 
 
 def _forecasts(record: RunRecord) -> list[Entry]:
-    """Only where something was forecast: a gap would cut the line at every entry without one."""
-    known = [entry for entry in record.progress if finite(entry.fields.get("predicted_loss")) is not None]
-    return [entry for entry in known if finite(entry.fields.get("smoothed_loss")) is not None]
+    """Only where something was forecast and came, with one gap where there was nothing for a while."""
+    found: list[Entry] = []
+    missing: list[Entry] = []
+    for entry in record.progress:
+        if finite(entry.fields.get("predicted_loss")) is None or finite(entry.fields.get("smoothed_loss")) is None:
+            missing.append(entry)
+            continue
+        if found and len(missing) > _PAUSE:
+            found.append(Entry("gap", missing[0].step, missing[0].seconds, {}))
+        found.append(entry)
+        missing.clear()
+    return found
 
 
 def _forecast(record: RunRecord, limit: int) -> list[dict[str, Any]]:
     """Predicted against actual, with the interval that the errors before each forecast would have given it."""
     entries = _forecasts(record)
     past: deque[float] = deque(maxlen=_ERRORS)
-    half: dict[int, float] = {}
-    for place, entry in enumerate(entries):
-        predicted, actual = float(entry.fields["predicted_loss"]), float(entry.fields["smoothed_loss"])
-        if len(past) >= 10:
-            half[place] = sorted(past)[math.ceil(_SHARE * len(past)) - 1] * abs(predicted)
+    edges: list[Entry] = []
+    for entry in entries:
+        predicted, actual = finite(entry.fields.get("predicted_loss")), finite(entry.fields.get("smoothed_loss"))
+        if predicted is None or actual is None:
+            edges.append(entry)
+            continue
+        if len(past) >= _ENOUGH:
+            half = sorted(past)[math.ceil(_SHARE * len(past)) - 1] * abs(predicted)
+            bounds = {"low": predicted - half, "high": predicted + half}
+            edges.append(Entry("edge", entry.step, entry.seconds, bounds))
         past.append(abs(predicted - actual) / max(abs(predicted), 1e-12))
-    bounds = [_edge(entries, half, sign) for sign in (-1, 1)]
     return [
         _series("actual", "plain", entries, _named("smoothed_loss"), limit),
         _series("predicted", "dashed", entries, _named("predicted_loss"), limit),
-        *(
-            _series(label, "edge", bound, _named("edge"), limit)
-            for label, bound in zip(("lower 90 %", "upper 90 %"), bounds, strict=True)
-        ),
-    ]
-
-
-def _edge(entries: Sequence[Entry], half: dict[int, float], sign: int) -> list[Entry]:
-    return [
-        Entry("edge", entry.step, entry.seconds, {"edge": float(entry.fields["predicted_loss"]) + sign * half[place]})
-        for place, entry in enumerate(entries)
-        if place in half
+        _series("lower 90 %", "edge", edges, _named("low"), limit),
+        _series("upper 90 %", "edge", edges, _named("high"), limit),
     ]
 
 

@@ -37,7 +37,8 @@ def _each(records: Records, section: Callable[[RunRecord], str]) -> str:
     """The section of every run, under its name where there are several."""
     if len(records) == 1:
         return section(records[0])
-    return "".join(f"<h3>{escape(record.name)}</h3>{section(record)}" for record in records)
+    made = [(record.name, section(record)) for record in records]
+    return "".join(f"<h3>{escape(name)}</h3>{content}" for name, content in made if content)
 
 
 # --- what it came to --------------------------------------------------------------------------------------------------
@@ -84,7 +85,7 @@ def _cards(record: RunRecord) -> str:
     known = finite(seconds)
     pace = f"{short(finite(speed) or 0)} tokens per second" if finite(speed) else ""
     cards = [
-        ("Net time saved", gain, rests_on, f"wide {stands}"),
+        ("Net time saved", gain, rests_on, f"first {stands}"),
         ("Held-out loss", number(val), f"best {number(best)}" if finite(best) is not None else "", ""),
         ("Training loss", number(train), "", ""),
         ("Steps", number(record.step, ",.0f"), _steps(record), ""),

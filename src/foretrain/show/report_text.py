@@ -42,7 +42,7 @@ def framed(caption: str, head: str, body: str) -> str:
 
 def clock(seconds: float) -> str:
     """8.1 s, 4:43, 2h10m."""
-    return f"{seconds:.1f} s" if seconds < 100 else duration(seconds)
+    return f"{seconds:.1f}\u00a0s" if seconds < 100 else duration(seconds)
 
 
 def mapping(value: object) -> Mapping[str, Any]:
@@ -67,7 +67,7 @@ def sentence(record: RunRecord) -> str:
     how = {"finished": "", "stopped early": ", where it stopped early", "interrupted": ", where it was interrupted"}
     said += how.get(record.state, f", where it {record.state}")
     audit = str(mapping(summary.get("audit")).get("sentence") or "")
-    return re.sub(r"(?<![\w.])-(?=\d)", "−", f"{said}; {audit}." if audit else f"{said}.")
+    return re.sub(r"(?<![\w.])-(?=\d)", "−", f"{said}; {audit}." if audit else f"{said}.").replace(" %", "\u00a0%")
 
 
 def _held_out(record: RunRecord) -> float | None:

@@ -269,6 +269,7 @@ def _bound(port: int) -> socket.socket:
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         made.bind((HOST, port))
+        made.listen()  # a browser that is opened at once waits, and is not turned away
     except (OSError, OverflowError) as error:
         made.close()
         raise InputError(

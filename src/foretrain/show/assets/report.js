@@ -35,7 +35,7 @@
   const shown = value => {
     if (value == null) return '–';
     const size = Math.abs(value);
-    if (size !== 0 && (size < 1e-3 || size >= 1e6)) return minus(value.toExponential(2).replace('e+', 'e'));
+    if (size !== 0 && (size < 1e-3 || size >= 1e6)) return minus(value.toExponential(2).replace(/\.?0*e\+?/, 'e'));
     return minus(size >= 1000 ? Math.round(value).toLocaleString('en') : String(+value.toPrecision(5)));
   };
   const duration = seconds => {
@@ -115,6 +115,7 @@
     const s = 4.2 * ratio;
     ctx.strokeStyle = ctx.fillStyle = colour || style(MARKS[kind] || 'muted');
     ctx.lineWidth = 1.6 * ratio;
+    ctx.setLineDash([]);
     ctx.beginPath();
     if (kind === 'kept' || kind === 'shrunk') {
       ctx.moveTo(x, y - s); ctx.lineTo(x + s, y + s * .8); ctx.lineTo(x - s, y + s * .8); ctx.closePath();
@@ -136,9 +137,12 @@
     const font = '12.5px system-ui, sans-serif';
     const lane = laneHeight(), log = logOf(name);
     const side = { stroke: ink, grid, ticks: { show: false }, font, size: 62, values: (u, ticks) => ticks.map(tick => tick == null ? '' : shown(tick)) };
+    // On a logarithmic axis powers of ten have lines; where there are fewer than two of them, every value has.
+    const powers = ticks => ticks.filter(tick => tick > 0 && Number.isInteger(+Math.log10(tick).toFixed(9)));
+    const grids = log ? { ...grid, filter: (u, ticks) => powers(ticks).length < 2 ? ticks : ticks.map(tick => powers([tick]).length ? tick : null) } : grid;
     const axes = [
       { stroke: ink, grid, ticks: { show: false }, font, gap: lane + 4, size: 34 + lane, values: (u, ticks) => ticks.map(across), space: 70 },
-      side,
+      { ...side, grid: grids },
     ];
     const ends = [made.table[0][0], made.table[0].at(-1)];
     const last = Math.max(...data.shared.runs.map(run => run.phases.at(-1)[axis.x === 'time' ? 1 : 0]), ends[1]);
