@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from foretrain.events import Evaluated, Event, MemoryUsed, Moved, Notice, PhaseChanged, Progress, Recovered, RunStarted
 from foretrain.show.jsonl import JsonlLog
 
+ADVICE = {"event": "Recovered", "step": 60, "action": "continue", "advice": True}
+ADVICE |= {"text": "no better for 500 steps: try twice the learning rate"}
 STARTED = RunStarted(0, 100, 5_000, 5_000, "cpu", "fp32", "tiny", {"data": "a book", "folder": "runs/x"})
 
 
@@ -21,7 +24,7 @@ def moved(step: int, verdict: str = "kept", reason: str = "sure enough") -> Move
     return Moved(step, 10, verdict, 1.0, True, False, 2.0, 1.8, 1.9, 0.7, 4.0, 2.0, reason)
 
 
-def some_run() -> list[Event]:
+def some_run() -> list[Event | dict[str, Any]]:
     """Every kind of event that a report tells of."""
     steps = [progress(step, 3.0 - step / 50) for step in range(10, 101, 10)]
     return [
@@ -34,7 +37,7 @@ def some_run() -> list[Event]:
         moved(50, "kept"),
         moved(55, "rolled back", "the run is worse"),
         Recovered(60, "reduce_rate", "the gradient explodes: half the learning rate"),
-        Recovered(60, "continue", "no better for 500 steps: try twice the learning rate", advice=True),
+        ADVICE,
         Notice("2 of the last 10 steps were not finite and changed nothing"),
         *steps[3:],
         Evaluated(100, 1.25, 0.2, False, True),
@@ -70,12 +73,20 @@ SUMMARY: dict[str, Any] = {
 }
 
 
-def write_run(folder: Path, told: list[Event], summary: dict[str, Any] | None = None, reason: str = "finished") -> Path:
+def write_run(
+    folder: Path,
+    told: Sequence[Event | dict[str, Any]],
+    summary: dict[str, Any] | None = None,
+    reason: str = "finished",
+) -> Path:
     """A run folder; with a summary the run has ended."""
     folder.mkdir(parents=True, exist_ok=True)
     log = JsonlLog(folder / "metrics.jsonl")
     for event in told:
-        log(event)
+        if isinstance(event, dict):  # as a log of another version has it
+            append(folder, event)
+        else:
+            log(event)
     log.close()
     (folder / "config.toml").write_text("max_steps = 100\n", encoding="utf-8")
     if summary is not None:

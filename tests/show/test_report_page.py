@@ -234,6 +234,16 @@ def test_health_is_drawn_and_told_where_there_is_some(folder: Path) -> None:
     assert "0 to 100 (2 times)" in text
 
 
+def test_a_change_that_the_run_made_by_itself_is_a_decision(folder: Path) -> None:
+    change = {"optimizer.gradient_clip_norm": 0.5}
+    append(folder, {"event": "Tuned", "step": 70, "ailment": "explosion", "change": change})
+    markup = page(read_runs([folder]))
+    text = Reader(markup).text
+    assert "tuned: optimizer.gradient_clip_norm=0.5" in text
+    (shared,) = data_of(markup)["shared"]["runs"]
+    assert [70, "recovery"] in [[mark[0], mark[2]] for mark in shared["marks"]]
+
+
 @pytest.mark.parametrize(
     "layers",
     [

@@ -73,7 +73,7 @@ class RunRecord:
             case "Resumed":
                 self._resume(step)
                 self.decisions.append(entry)
-            case "PhaseChanged" | "Moved" | "Recovered" | "RateTried" | "Notice" | "CheckpointRejected":
+            case "PhaseChanged" | "Moved" | "Recovered" | "Tuned" | "RateTried" | "Notice" | "CheckpointRejected":
                 if kind == "Notice":
                     entry = Entry(kind, self.step, self.seconds, fields)
                 self.decisions.append(entry)

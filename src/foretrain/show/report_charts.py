@@ -9,6 +9,7 @@ from typing import Any
 
 from foretrain.show.downsample import places_to_keep, rounded
 from foretrain.show.record import Entry, RunRecord
+from foretrain.show.report_health import change_words
 from foretrain.show.scales import finite
 
 POINTS = 2400
@@ -177,6 +178,8 @@ def marks(record: RunRecord) -> list[list[Any]]:
             found.append((entry, str(entry.fields.get("verdict")), move_words(entry)))
         elif entry.kind == "Recovered" and not entry.fields.get("advice"):
             found.append((entry, "recovery", str(entry.fields.get("action", "")).replace("_", " ")))
+        elif entry.kind == "Tuned":
+            found.append((entry, "recovery", f"tuned: {change_words(entry.fields.get('change'))}"))
         elif entry.kind == "Resumed":
             found.append((entry, "resumed", "went on from a checkpoint"))
     broken = [entry for entry in [*record.progress, *record.undone] if finite(entry.fields.get("loss")) is None]

@@ -39,6 +39,16 @@ def heat_map(record: RunRecord) -> dict[str, Any] | None:
     }
 
 
+def extremes(record: RunRecord) -> list[tuple[str, float | None, float | None, float | None]]:
+    """(layer, lowest, highest, last gradient norm) for every layer."""
+    looks = [norms for entry in record.health if (norms := layer_norms(entry.fields))]
+    rows = []
+    for layer in dict.fromkeys(name for norms in looks for name in norms):
+        known = [value for norms in looks if (value := norms.get(layer)) is not None]
+        rows.append((layer, min(known, default=None), max(known, default=None), looks[-1].get(layer)))
+    return rows
+
+
 def layer_norms(fields: Mapping[str, Any]) -> dict[str, float | None]:
     """Gradient norm per layer, from `layers`: {name: norm}, {name: {"gradient_norm": norm}}, a list of such with
     their names, or names alone with the norms beside them."""
@@ -120,13 +130,13 @@ def _finding(fields: Mapping[str, Any]) -> dict[str, Any]:
         "measure": text("measure"),
         "value": finite(fields.get("value")),
         "healthy": text("healthy"),
-        "place": text("layer", "place", "where"),
+        "place": "" if (place := text("layer", "place", "where")) == "run" else place,
         "text": text("meaning", "text", "message"),
-        "advice": _advice(fields.get("change")) or text("advice", "setting"),
+        "advice": change_words(fields.get("change")) or text("advice", "setting"),
     }
 
 
-def _advice(change: object) -> str:
+def change_words(change: object) -> str:
     """The settings to change, as `--set` takes them."""
     if not isinstance(change, Mapping):
         return ""

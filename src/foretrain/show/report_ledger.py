@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from foretrain.show.markup import UNKNOWN
 from foretrain.show.record import Entry, RunRecord
 from foretrain.show.report_charts import move_words
+from foretrain.show.report_health import change_words
 from foretrain.show.report_text import clock, framed, number
 from foretrain.show.scales import finite, rate
 
 ROWS = 1500
 """In a page; the others are in `metrics.jsonl`."""
-_FILTERS = {"all": "everything", "move": "moves", "phase": "phases", "recovery": "recoveries and notes"}
+_FILTERS = {"all": "everything", "move": "moves", "phase": "phases", "recovery": "recoveries"}
 _KINDS = {"Moved": "move", "PhaseChanged": "phase"}
 _HEAD = ("step", "time", "decision", "loss before", "loss after", "confidence", "worth", "reason")
+_EXTRA = ("loss before", "loss after", "confidence", "worth")
+"""What a narrow screen has no room for."""
 
 
 def ledger(records: Sequence[RunRecord]) -> str:
@@ -53,22 +55,26 @@ def _most_telling(entries: list[tuple[str, Entry]]) -> list[tuple[str, Entry]]:
 
 
 def _number(name: str) -> str:
-    return "" if name in ("run", "decision", "reason") else ' class="number"'
+    return (
+        ""
+        if name in ("run", "decision", "reason")
+        else ' class="number extra"'
+        if name in _EXTRA
+        else ' class="number"'
+    )
 
 
 def _row(run: str, entry: Entry) -> str:
     fields = entry.fields
     kind = _KINDS.get(entry.kind, "recovery")
     decision, reason = _said(entry)
-    cells = [UNKNOWN] * 4
     if entry.kind == "Moved":
-        worth = number(fields.get("worth_steps"), "+,.0f") if finite(fields.get("worth_steps")) else UNKNOWN
         losses = [number(fields.get(name), ".5g") for name in ("anchor", "loss")]
-        cells = [*losses, number(fields.get("confidence"), ".2f"), worth]
+        cells = [*losses, number(fields.get("confidence"), ".2f"), number(fields.get("worth_steps"), "+,.0f")]
     else:
-        cells = [""] * 4
-    first = f"<td>{escape(run)}</td>" if run else ""
-    numbers = "".join(f'<td class="number">{cell}</td>' for cell in cells)
+        cells = [""] * len(_EXTRA)
+    first = f'<td class="run">{escape(run)}</td>' if run else ""
+    numbers = "".join(f'<td class="number extra">{cell}</td>' for cell in cells)
     place = f'<td class="number">{entry.step:,}</td><td class="number">{clock(entry.seconds)}</td>'
     return f'<tr class="{kind}">{first}{place}<td>{decision}</td>{numbers}<td class="reason">{escape(reason)}</td></tr>'
 
@@ -89,6 +95,11 @@ def _said(entry: Entry) -> tuple[str, str]:
         case "Recovered":
             action = "advice" if fields.get("advice") else str(fields.get("action", "")).replace("_", " ")
             return f'<i class="mark recovery" aria-hidden="true"></i>{escape(action)}', str(fields.get("text", ""))
+        case "Tuned":
+            words = change_words(fields.get("change"))
+            return f'<i class="mark recovery" aria-hidden="true"></i>tuned: {escape(words)}', str(
+                fields.get("ailment", "")
+            )
         case "RateTried":
             tried, loss = finite(fields.get("learning_rate")) or 0.0, finite(fields.get("loss"))
             best = ", the best so far" if fields.get("best") else ""

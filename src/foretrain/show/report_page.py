@@ -160,7 +160,7 @@ def _body(made: Parts) -> str:
             _part("decisions", "Decisions", _section(made, "ledger")),
             _part("forecasts", "Forecasts", forecast + _section(made, "horizons")),
             _part("confidence", "Confidence", confidence + _section(made, "calibration")),
-            _part("health", "Gradient norm per layer", heat, hidden=not made.charts["heat"]),
+            _part("health", "Gradient norm per layer", heat + _section(made, "layers"), hidden=not made.charts["heat"]),
             _part(
                 "resources",
                 "Memory and speed",

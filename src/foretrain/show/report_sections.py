@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from html import escape
-from typing import Any
 
 from foretrain.events import in_words
-from foretrain.show.charts import Axis, Series, plot
 from foretrain.show.console import short
 from foretrain.show.markup import UNKNOWN, details, settings_table
 from foretrain.show.record import RunRecord
-from foretrain.show.report_health import findings
+from foretrain.show.report_forecasts import calibration, horizons
+from foretrain.show.report_health import extremes, findings
 from foretrain.show.report_ledger import ledger
-from foretrain.show.report_text import clock, mapping, number, saved_time, sentence, table
+from foretrain.show.report_text import clock, mapping, number, percent, saved_time, sentence, table
 from foretrain.show.scales import finite
 
 _BADGES = {"finished": "gain", "stopped early": "gain", "failed": "slower", "interrupted": "caution"}
@@ -25,8 +24,9 @@ def sections(records: Records) -> dict[str, str]:
     return {
         "lead": _lead(records),
         "ledger": ledger(records),
-        "horizons": _each(records, _horizons),
-        "calibration": _each(records, _calibration),
+        "horizons": _each(records, horizons),
+        "calibration": _each(records, calibration),
+        "layers": _each(records, _layers),
         "resources": _each(records, _resources),
         "findings": _each(records, _findings),
         "setup": _each(records, _setup),
@@ -95,7 +95,7 @@ def _cards(record: RunRecord) -> str:
     for name, words in (("accuracy", "Right answers"), ("exact_match", "Exact answers")):
         if (share := finite(summary.get(name))) is not None:
             asked = f"of {finite(summary.get('answered')) or 0:,.0f} held-out questions"
-            cards.insert(1, (words, _percent(share), asked, ""))
+            cards.insert(1, (words, percent(share), asked, ""))
     made = "".join(
         f'<div class="card {style}"><dt>{name}</dt><dd class="figure">{figure}</dd><dd class="small">{below}</dd></div>'
         for name, figure, below, style in cards
@@ -167,74 +167,6 @@ def _overview(records: Records) -> str:
     return table("What each run came to", head, rows, numbers_from=2, to=9)
 
 
-# --- forecasts and confidence -----------------------------------------------------------------------------------------
-
-
-def _horizons(record: RunRecord) -> str:
-    forecast = mapping(record.summary.get("forecast"))
-    if not forecast:
-        later = "told when the run has ended" if record.state == "running" else "nothing was forecast in this run"
-        return f'<p class="small">Quality per horizon: {later}.</p>'
-    head = ["steps ahead", "forecasts", "R²", "R² of repeating", "cosine", "length", "error of the loss"]
-    rows = []
-    for horizon, quality in forecast.items():
-        q = mapping(quality)
-        cells = [
-            number(q.get("count"), ",.0f"),
-            *(number(q.get(name), ".2f") for name in ("r2", "repeat_r2", "cosine")),
-        ]
-        error = finite(q.get("loss_error"))
-        rows.append([escape(horizon), *cells, number(q.get("norm_ratio"), ".2f"), _percent(error)])
-    chart = plot(
-        [_curve(forecast, "r2", "forecast", 1), _curve(forecast, "repeat_r2", "repeating the last move", 2)],
-        Axis("steps ahead"),
-        Axis("R² (1: exact, 0: no better than standing still)", high=1.0),
-        label="Share of the weights' motion that was forecast, by steps ahead; the numbers are in the table",
-        width=520,
-        height=300,
-    )
-    verdict = escape(str(mapping(record.summary.get("predictability")).get("verdict") or ""))
-    told = f"<p>{verdict[:1].upper()}{verdict[1:]}.</p>" if verdict else ""
-    return (
-        f'{told}<div class="pair"><figure>{chart}</figure>{table("Forecast quality per horizon", head, rows, 0)}</div>'
-    )
-
-
-def _curve(forecast: Mapping[str, Any], name: str, label: str, look: int) -> Series:
-    points = [(finite(float(horizon)), mapping(quality).get(name)) for horizon, quality in forecast.items()]
-    return Series(label, points, look)
-
-
-def _percent(value: float | None) -> str:
-    return UNKNOWN if value is None else f'<data value="{value}">{100 * value:.1f} %</data>'
-
-
-def _calibration(record: RunRecord) -> str:
-    confidence = mapping(record.summary.get("confidence"))
-    error, outcomes = finite(confidence.get("calibration_error")), finite(confidence.get("outcomes")) or 0
-    bins = [mapping(one) for one in confidence.get("reliability") or ()]
-    if not bins:
-        return ""
-    said = f"over {outcomes:,.0f} outcomes" if error is None else f"{error:.3f} over {outcomes:,.0f} outcomes"
-    points = [(one.get("said"), one.get("kept")) for one in bins]
-    chart = plot(
-        [Series("as said", [(0.0, 0.0), (1.0, 1.0)], 0, faint=True), Series("as it came", points, 1)],
-        Axis("confidence before the outcome", low=0.0, high=1.0),
-        Axis("share that turned out well", low=0.0, high=1.0),
-        label="How often what was predicted with a confidence turned out well; the numbers are in the table",
-        width=400,
-        height=320,
-    )
-    head = ["said", "came true", "outcomes"]
-    rows = [
-        [number(one.get("said"), ".2f"), number(one.get("kept"), ".2f"), number(one.get("count"), ".0f")]
-        for one in bins
-    ]
-    told = f"<p>Mean distance from the diagonal: {said}. Some 0.05 of it is chance.</p>" if error is not None else ""
-    made = table("Confidence said beforehand, and how often it came true", head, rows, 0)
-    return f'{told}<div class="pair"><figure>{chart}</figure>{made}</div>'
-
-
 # --- resources, findings, setup ---------------------------------------------------------------------------------------
 
 
@@ -287,6 +219,14 @@ def _speeds(record: RunRecord) -> dict[str, float]:
             tokens[phase] = tokens.get(phase, 0.0) + speed * spent
             seconds[phase] = seconds.get(phase, 0.0) + spent
     return {phase: round(tokens[phase] / seconds[phase], 1) for phase in tokens}
+
+
+def _layers(record: RunRecord) -> str:
+    rows = [[escape(layer), *(number(norm, ".3g") for norm in norms)] for layer, *norms in extremes(record)]
+    if not rows:
+        return ""
+    made = table("Gradient norm per layer", ["layer", "lowest", "highest", "last"], rows)
+    return details("The numbers behind this chart", made)
 
 
 def _findings(record: RunRecord) -> str:

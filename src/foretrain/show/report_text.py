@@ -21,6 +21,10 @@ def number(value: object, form: str = ".4f", unit: str = "") -> str:
     return f'<data value="{value}">{f"{known:{form}}{unit}".replace("-", "−")}</data>'
 
 
+def percent(value: float | None) -> str:
+    return UNKNOWN if value is None else f'<data value="{value}">{100 * value:.1f} %</data>'
+
+
 def table(caption: str, head: Sequence[str], rows: Sequence[Sequence[str]], numbers_from: int = 1, to: int = 99) -> str:
     """Cells are markup. Columns `numbers_from` to `to` stand to the right; wide tables are moved sideways."""
 

@@ -144,9 +144,10 @@
       { stroke: ink, grid, ticks: { show: false }, font, gap: lane + 4, size: 34 + lane, values: (u, ticks) => ticks.map(across), space: 70 },
       { ...side, grid: grids },
     ];
-    const ends = [made.table[0][0], made.table[0].at(-1)];
-    const last = Math.max(...data.shared.runs.map(run => run.phases.at(-1)[axis.x === 'time' ? 1 : 0]), ends[1]);
-    const everything = (u, low, high) => low === ends[0] && high === ends[1] ? [0, last] : [low, high];
+    const everything = (u, low, high) => {
+      const xs = u.data[0], ends = data.shared.runs.map(run => run.phases.at(-1)[axis.x === 'time' ? 1 : 0]);
+      return low === xs[0] && high === xs.at(-1) ? [0, Math.max(...ends, high)] : [low, high];
+    };
     const scales = { x: { time: false, range: everything }, y: { distr: log ? 3 : 1 } };
     if (name === 'loss' || name === 'forecast') scales.y.range = rangeWithRoom(name, log);
     if (name === 'confidence') scales.y.range = [0, 1];
@@ -204,6 +205,15 @@
   }
 
   // --- drawing -------------------------------------------------------------------------------------------------------
+
+  // With new values of the same curves a chart keeps its zoom, its cursor and the focus.
+  function refresh(name) {
+    const before = drawn.get(name), made = before && columns(name);
+    const same = made && made.table && before.plot.series.slice(1).map(one => one.label).join('\n') === made.series.slice(1).map(one => one.label).join('\n');
+    if (!same) { draw(name); return; }
+    before.plot.setData(made.table, !before.zoomed);
+    if (before.zoomed) before.plot.redraw();
+  }
 
   function draw(name) {
     const holder = document.querySelector(`[data-chart="${name}"]`);
@@ -397,7 +407,7 @@
       if (Object.keys(message.charts).length) {
         data = { ...data, ...message.charts };
         const all = 'shared' in message.charts;
-        NAMES.filter(name => all || name in message.charts).forEach(draw);
+        NAMES.filter(name => all || name in message.charts).forEach(refresh);
         if ('heat' in message.charts) heatMaps();
       }
       if (message.title) document.title = message.title;
