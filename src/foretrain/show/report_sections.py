@@ -142,7 +142,7 @@ def _overview(records: Records) -> str:
         "training loss",
         "time",
         "tokens/s",
-        "kept",
+        "moves",
         "net time saved",
     ]
     rows = []

@@ -78,7 +78,9 @@
       series.push(made);
       if (one.style === 'edge' && one.label.startsWith('upper')) bands.push({ series: [series.length - 1, series.length - 2], fill: faded(colour, .12) });
     }));
-    return { table: tables.length ? uPlot.join(tables) : null, series, bands };
+    // Runs and curves have places of their own: where one has no entry its line goes on, where its value is missing
+    // (mode 2) the line is cut up to its next value.
+    return { table: tables.length ? uPlot.join(tables, tables.map(() => [0, 2])) : null, series, bands };
   }
 
   const logOf = name => name === 'loss' || name === 'forecast' ? axis.log : name === 'gradient';
