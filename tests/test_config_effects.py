@@ -928,6 +928,15 @@ def _(bench: Bench) -> None:
         assert np.isfinite(losses).all()
 
 
+@effect("log.report")
+def _(bench: Bench) -> None:
+    for wanted in (True, False):
+        summary, _, folder = bench.train(log__report=wanted)
+        assert (folder / "report.html").is_file() is wanted
+        if wanted:
+            assert f'<data value="{summary["final_val_loss"]}">' in (folder / "report.html").read_text(encoding="utf-8")
+
+
 # --- prediction ----------------------------------------------------------------------------------------------------
 
 

@@ -14,6 +14,7 @@ from cyclopts import App, CycloptsError, Parameter
 from foretrain.cli_bench import bench_app
 from foretrain.cli_models import adapters_app, finetune, generate
 from foretrain.cli_plan import plan
+from foretrain.cli_report import report, watch
 from foretrain.errors import ConfigError, ForetrainError, InputError, OutOfMemory, is_out_of_memory
 from foretrain.terminal import Json, Settings, check_resume, flag, leave, put, say, silent, warn
 
@@ -33,6 +34,8 @@ app.command(finetune)
 app.command(generate)
 app.command(adapters_app)
 app.command(plan)
+app.command(report)
+app.command(watch)
 
 
 @app.command

@@ -426,6 +426,8 @@ class LogConfig(Section):
 
     interval: Count = 10
     """Steps between entries in `metrics.jsonl` and updates of the progress line."""
+    report: bool = True
+    """Write `report.html`, the run as one page, into the run folder when the run ends."""
 
 
 class Config(Section):

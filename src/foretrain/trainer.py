@@ -38,6 +38,7 @@ from foretrain.events import Bus, PhaseChanged, Recovered
 from foretrain.fit import Run
 from foretrain.show.console import Console
 from foretrain.show.jsonl import JsonlLog
+from foretrain.show.report import ReportWriter
 
 _LARGEST_FP32_BASIS = 32_000_000
 _SAY_EVERY = 100
@@ -457,6 +458,8 @@ class HybridTrainer(Engine):
                 log = JsonlLog(folder.metrics)
                 stack.callback(self.bus.subscribe(log))
                 stack.callback(log.close)
+                if self.config.log.report:
+                    stack.callback(self.bus.subscribe(ReportWriter(folder.path)))
             stop = stack.enter_context(StopRequest())
             run = Run(self, folder, list(held_out) if held_out is not None else [], stop, data_fingerprint)
             return run.train(loader, resume, title, details or {})

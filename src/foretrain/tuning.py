@@ -30,6 +30,7 @@ from foretrain.run import read_checkpoint
 from foretrain.serve.generate import TextGenerator
 from foretrain.serve.sampling import Sampling
 from foretrain.serve.scoring import ClassScorer, exact_match
+from foretrain.show import report
 from foretrain.trainer import HybridTrainer
 
 _PROBE_SEED = 2
@@ -107,6 +108,11 @@ def finetune(
                 except ForetrainError as error:  # the run is finished, whatever its answers are
                     say(f"warning: held-out examples could not be answered: {error}")
             folder.write_summary(summary)
+            if config.log.report:
+                try:
+                    report.write_report([path], path / report.NAME)  # once more: the answers are known now
+                except ForetrainError as error:
+                    say(f"warning: {error}")
     return summary
 
 

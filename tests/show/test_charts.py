@@ -8,7 +8,7 @@ import re
 from xml.etree import ElementTree as ET
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from foretrain.show.charts import Arrow, Axis, Series, plot, standalone
@@ -58,6 +58,8 @@ def test_linear_ticks_are_round_even_and_inside(low: float, span: float, count: 
 
 
 @given(st.floats(1e-9, 1e9), st.floats(1.01, 1e12), st.integers(2, 12))
+@example(0.006, 2693099.384141698, 2)
+@example(5.035510568949213, 1.0882505966664615, 2)
 def test_logarithmic_ticks_are_round_and_inside(low: float, factor: float, count: int) -> None:
     high = low * factor
     ticks = log_ticks(low, high, count)

@@ -381,6 +381,7 @@ class Pilot:
                 "last": round(self.current_confidence, 4),
                 "calibration_error": None if math.isnan(error) else round(error, 4),
                 "outcomes": self.confidence.outcomes,
+                "reliability": self.confidence.reliability(),
             },
             "predictability": self.predictability.summary(quality, self.held_out),
             "audit": self.ledger.gain(others) | {"sentence": self._sentence(others)},

@@ -87,6 +87,19 @@ class Confidence:
             return math.nan
         return expected_calibration_error([(outcome.said, outcome.kept) for outcome in self.history])
 
+    def reliability(self) -> list[dict[str, float | int]]:
+        """What was said beforehand against how often it came true, in the bins of the calibration error."""
+        if len(self.history) < ENOUGH:
+            return []
+        return [
+            {
+                "said": round(sum(said for said, _ in part) / len(part), 4),
+                "kept": round(sum(kept for _, kept in part) / len(part), 4),
+                "count": len(part),
+            }
+            for part in _bins([(outcome.said, outcome.kept) for outcome in self.history])
+        ]
+
     def _fit(self) -> None:
         """Most probable weights given prior and outcomes: Newton's method, from where it stood."""
         features = np.asarray([outcome.features for outcome in self.history])
@@ -118,13 +131,14 @@ class Confidence:
 
 def expected_calibration_error(pairs: Sequence[tuple[float, bool]]) -> float:
     """Mean distance of said and seen frequency over two to five bins of equal size, of 50 outcomes where possible."""
+    total = sum(abs(sum(probability - kept for probability, kept in part)) for part in _bins(pairs))
+    return total / len(pairs)
+
+
+def _bins(pairs: Sequence[tuple[float, bool]]) -> list[list[tuple[float, bool]]]:
     ordered = sorted(pairs, key=lambda pair: pair[0])
     bins = min(5, max(2, len(ordered) // 50))
-    total = 0.0
-    for number in range(bins):
-        part = ordered[number * len(ordered) // bins : (number + 1) * len(ordered) // bins]
-        total += abs(sum(probability - kept for probability, kept in part))
-    return total / len(ordered)
+    return [ordered[number * len(ordered) // bins : (number + 1) * len(ordered) // bins] for number in range(bins)]
 
 
 def _probability(odds: float) -> float:

@@ -15,11 +15,12 @@ from typing import Any
 from foretrain.errors import InputError, SaveError
 from foretrain.files import explain_failed_write, make_folder, remove, write_atomic
 
-_DESCRIBING = ("config.toml", "tokenizer.json", "summary.json")
+_DESCRIBING = ("config.toml", "tokenizer.json", "summary.json", "report.html")
 
 
 class RunFolder:
-    """`config.toml`, `tokenizer.json`, `metrics.jsonl`, `summary.json`, `checkpoints/`, and `model/` or `adapter/`."""
+    """`config.toml`, `tokenizer.json`, `metrics.jsonl`, `summary.json`, `report.html`, `checkpoints/`, and `model/` or
+    `adapter/`."""
 
     def __init__(self, path: Path, resume: bool, overwrite: bool = False) -> None:
         self.path = path

@@ -10,7 +10,7 @@ from foretrain.show.theme import CHART_STYLE, DARK, FONT, LIGHT, variables
 UNKNOWN = '<span class="unknown" title="unknown">–</span>'
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 
-_STYLE = f"""
+STYLE = f"""
 :root {{ color-scheme: light; {variables(LIGHT)} }}
 @media (prefers-color-scheme: dark) {{ :root:not([data-theme=light]) {{ color-scheme: dark; {variables(DARK)} }} }}
 :root[data-theme=dark] {{ color-scheme: dark; {variables(DARK)} }}
@@ -110,7 +110,7 @@ def document(title: str, body: str) -> str:
 <meta name="color-scheme" content="light dark">
 <title>{escape(title)}</title>
 <link rel="icon" href="data:,">
-<style>{_STYLE}</style>
+<style>{STYLE}</style>
 </head>
 <body>
 <main>

@@ -89,12 +89,16 @@ def log_ticks(low: float, high: float, count: int) -> list[float]:
         if low <= float(f"{mantissa}e{exponent}") <= high
     ]
     if len(inside) < 3:
-        return [tick for tick in linear_ticks(low, high, count) if tick > 0]
+        finer = ([tick for tick in linear_ticks(low, high, count * times) if tick > 0] for times in (1, 2, 4, 8))
+        return next((ticks for ticks in finer if ticks), [])
     if len(inside) <= count:
         return inside
-    powers = [tick for tick in inside if float(f"{tick:e}".partition("e")[0]) == 1]
-    stride = max(1, math.ceil(len(powers) / max(count, 2)))
-    return powers[::stride] if len(powers[::stride]) >= 2 else inside
+    for stride in range(max(1, math.ceil((last - first) / max(count, 1))), 0, -1):
+        powers = [float(f"1e{exponent}") for exponent in range(first, last + 1, stride)]
+        powers = [power for power in powers if low <= power <= high]
+        if len(powers) >= 2:
+            return powers
+    return inside
 
 
 def tick_labels(ticks: Sequence[float]) -> list[str]:

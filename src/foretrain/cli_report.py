@@ -1,0 +1,82 @@
+"""`foretrain report` and `foretrain watch`: a run to look at, as a file and live."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from foretrain.errors import InputError
+from foretrain.terminal import Json, flag, put, say
+
+
+def report(
+    runs: Annotated[
+        list[Path], Parameter(consume_multiple=True, negative=(), help="Run folders; several are laid over each other.")
+    ],
+    /,
+    *,
+    out: Annotated[Path | None, Parameter(help="File to write. Unset: `report.html` in the run folder.")] = None,
+    json_: Json = False,
+) -> None:
+    """Write a run as one page: what it came to, its curves, every decision with its reason, what to change.
+
+    `foretrain report runs/mine` writes `runs/mine/report.html`; `foretrain train` has done so at its end.
+
+    `foretrain report runs/one runs/two --out both.html` lays runs over each other. The page is one file that needs no
+    network, for light and dark screens.
+    """
+    from foretrain.show.follow import read_runs
+    from foretrain.show.report import NAME, write_report
+    from foretrain.show.report_text import sentence
+
+    if not runs:
+        raise InputError("name the folder of a run, such as runs/mine")
+    if out is None and len(runs) > 1:
+        raise InputError("the report of several runs needs a name: --out FILE.html")
+    target = out or runs[0] / NAME
+    if target.is_dir():
+        raise InputError(f"--out {target}: a folder; name a file, such as {target / NAME}")
+    size = write_report(runs, target)
+    if json_:
+        told = [
+            {"name": record.name, "state": record.state, "sentence": sentence(record)} for record in read_runs(runs)
+        ]
+        put(json.dumps({"page": str(target), "bytes": size, "runs": told}, indent=2))
+        return
+    put(str(target))
+
+
+def watch(
+    run: Annotated[Path, Parameter(help="Run folder, of a run that goes on or has ended.")],
+    /,
+    *,
+    port: Annotated[int, Parameter(help="Of this machine's own address. 0: any that is free.")] = 0,
+    open_: Annotated[bool, flag("Open it in the browser.", "--open")] = False,
+    json_: Json = False,
+) -> None:
+    """Look at a run while it goes on: the page of `foretrain report`, live, until Ctrl-C.
+
+    It reads the run's files and never speaks to the trainer, so neither can hurt the other: a run that is stopped and
+    resumed is followed. It answers on this machine only, to whoever has the printed address; nothing can be changed
+    through it.
+    """
+    from foretrain.show.watch import WatchServer
+
+    server = WatchServer(run, port)
+    if json_:
+        put(json.dumps({"address": server.address, "port": server.port}))
+    else:
+        put(server.address)
+    sys.stdout.flush()
+    if open_:
+        import webbrowser
+
+        webbrowser.open(server.address)
+    try:
+        server.run()
+    except KeyboardInterrupt:
+        say("stopped; the run was not touched")

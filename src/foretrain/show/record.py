@@ -1,0 +1,148 @@
+"""A run as its log tells it: curves, decisions, phases. Lines come one by one, so that a run can be read as it goes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from foretrain.show.scales import finite
+
+Fields = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An event with the time of the run at which it came."""
+
+    kind: str
+    step: int
+    seconds: float
+    fields: Fields
+
+
+@dataclass
+class RunRecord:
+    """What is known of a run. Steps that were done again after a kill are not in it twice; steps that a rollback took
+    back are in `undone`."""
+
+    name: str
+    folder: str = ""
+    started: Fields = field(default_factory=dict)
+    ended: Fields | None = None
+    summary: Fields = field(default_factory=dict)
+    """Of a run that ended; empty while it runs and after a failure."""
+    config: Fields = field(default_factory=dict)
+    """Of a run without a summary."""
+    progress: list[Entry] = field(default_factory=list)
+    undone: list[Entry] = field(default_factory=list)
+    evaluations: list[Entry] = field(default_factory=list)
+    decisions: list[Entry] = field(default_factory=list)
+    """Moves, changes of phase, recoveries, advice, learning rates tried, resumptions, warnings; in their order."""
+    memory: list[Entry] = field(default_factory=list)
+    health: list[Entry] = field(default_factory=list)
+    _saved: dict[int, tuple[int, ...]] = field(default_factory=dict)
+
+    def take(self, line: str | bytes) -> None:
+        """One line of `metrics.jsonl`. What cannot be read is left out: a log may be written by another version."""
+        try:
+            fields = json.loads(line, parse_constant=lambda _: None)
+        except ValueError:
+            return
+        if isinstance(fields, dict) and isinstance(fields.get("event"), str):
+            self._take(fields["event"], fields)
+
+    def _take(self, kind: str, fields: Fields) -> None:
+        step = int(finite(fields.get("step")) or 0)
+        entry = Entry(kind, step, self._now(step), fields)
+        match kind:
+            case "RunStarted":
+                if step == 0:
+                    self._forget()
+                self.started, self.ended, self.summary = fields, None, {}
+            case "Progress":
+                entry = Entry(kind, step, finite(fields.get("seconds")) or entry.seconds, fields)
+                self._went_back(step)
+                self.progress.append(entry)
+            case "Evaluated":
+                self.evaluations = [one for one in self.evaluations if one.step < step]
+                self.evaluations.append(entry)
+            case "CheckpointSaved":
+                self._saved[step] = tuple(len(entries) for entries in self._lists())
+            case "Resumed":
+                self._resume(step)
+                self.decisions.append(entry)
+            case "PhaseChanged" | "Moved" | "Recovered" | "Tuned" | "RateTried" | "Notice" | "CheckpointRejected":
+                if kind == "Notice":
+                    entry = Entry(kind, self.step, self.seconds, fields)
+                self.decisions.append(entry)
+            case "MemoryUsed":
+                self.memory.append(entry)
+            case "RunEnded":
+                self.ended = fields
+            case _ if kind.startswith("Health") or "meaning" in fields:
+                self.health.append(entry)
+
+    # --- where the run stands -----------------------------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        if self.ended is not None:
+            return int(finite(self.ended.get("step")) or 0)
+        return self.progress[-1].step if self.progress else int(finite(self.started.get("step")) or 0)
+
+    @property
+    def seconds(self) -> float:
+        return self.progress[-1].seconds if self.progress else 0.0
+
+    @property
+    def state(self) -> str:
+        """ "running", or how it ended: "finished", "interrupted", "stopped early", "failed"."""
+        return "running" if self.ended is None else str(self.ended.get("reason"))
+
+    def of_kind(self, *kinds: str) -> list[Entry]:
+        return [entry for entry in self.decisions if entry.kind in kinds]
+
+    def last(self, name: str) -> float | None:
+        """The newest number of this name among the progress entries."""
+        return next(
+            (value for one in reversed(self.progress) if (value := finite(one.fields.get(name))) is not None), None
+        )
+
+    def phases(self) -> list[Entry]:
+        """Changes of phase, from the first one on."""
+        first = str(self.progress[0].fields.get("phase", "full")) if self.progress else "full"
+        return [Entry("PhaseChanged", 0, 0.0, {"phase": first, "reason": ""}), *self.of_kind("PhaseChanged")]
+
+    def _now(self, step: int) -> float:
+        """Time of the run at a step that comes after the last progress: at the pace so far."""
+        if not self.progress:
+            return 0.0
+        last = self.progress[-1]
+        pace = last.seconds / last.step if last.step > 0 else 0.0
+        return last.seconds + pace * max(0, min(step - last.step, last.step))
+
+    # --- going back ---------------------------------------------------------------------------------------------------
+
+    def _lists(self) -> tuple[list[Entry], ...]:
+        return self.progress, self.undone, self.evaluations, self.decisions, self.memory, self.health
+
+    def _forget(self) -> None:
+        for entries in self._lists():
+            entries.clear()
+        self._saved.clear()
+
+    def _went_back(self, step: int) -> None:
+        """A rollback: what lies ahead of this step now did not last."""
+        while self.progress and self.progress[-1].step >= step:
+            self.undone.append(self.progress.pop())
+
+    def _resume(self, step: int) -> None:
+        """What came after the checkpoint is done again."""
+        lengths = self._saved.get(step)
+        for place, entries in enumerate(self._lists()):
+            if lengths is not None:
+                del entries[lengths[place] :]
+            else:
+                entries[:] = [entry for entry in entries if entry.step <= step]

@@ -1,0 +1,202 @@
+"""What the charts of a report are drawn from: short series, the phase ribbon, marks for every move and recovery."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from foretrain.show.downsample import places_to_keep, rounded
+from foretrain.show.record import Entry, RunRecord
+from foretrain.show.report_health import change_words
+from foretrain.show.scales import finite
+
+POINTS = 2400
+"""Of a curve, in a page of one run."""
+_RIBBON = 900
+_MARKS = 700
+_ERRORS = 200
+"""Errors of forecasts that the interval of the next one follows from."""
+_ENOUGH = 10
+_SHARE = 0.9
+_PAUSE = 3
+"""Entries without a forecast after which the curve is cut."""
+_WORTH_SEEING = ("full", "warmup", "correct", "predict")
+"""Phases, the later the more worth seeing where several share a pixel."""
+
+Value = Callable[[Entry], float | None]
+
+
+def charts(records: Sequence[RunRecord]) -> dict[str, Any]:
+    """Data of every chart by its name: per run its series, phases and marks."""
+    limit = max(300, POINTS // len(records))
+    drawn: dict[str, Callable[[RunRecord, int], list[dict[str, Any]]]] = {
+        "loss": _loss,
+        "forecast": _forecast,
+        "confidence": _confidence,
+        "gradient": _gradient,
+        "speed": _speed,
+    }
+    return {
+        name: {
+            "runs": [
+                {"name": record.name, "series": [one for one in series(record, limit) if one["values"]]}
+                for record in records
+            ]
+        }
+        for name, series in drawn.items()
+    } | {"shared": {"runs": [_shared(record) for record in records]}}
+
+
+def _series(label: str, style: str, entries: Sequence[Entry], value: Value, limit: int, **more: Any) -> dict[str, Any]:
+    values = [value(entry) for entry in entries]
+    if all(number is None for number in values):
+        entries, values = [], []
+    kept = places_to_keep(values, limit)
+    return {
+        "label": label,
+        "style": style,
+        "steps": [entries[place].step for place in kept],
+        "seconds": [rounded(entries[place].seconds) for place in kept],
+        "values": [rounded(values[place]) for place in kept],
+        **more,
+    }
+
+
+def _named(name: str) -> Value:
+    return lambda entry: finite(entry.fields.get(name))
+
+
+def _loss(record: RunRecord, limit: int) -> list[dict[str, Any]]:
+    undone = sorted(record.undone, key=lambda entry: (entry.step, entry.seconds))
+    return [
+        _series("training", "thin", record.progress, _named("loss"), limit),
+        _series("taken back", "dots", undone, _named("loss"), limit // 4),
+        _series("held out", "bold", record.evaluations, _named("loss"), limit),
+        _series("predicted", "dashed", _forecasts(record), _named("predicted_loss"), limit),
+    ]
+
+
+def _forecasts(record: RunRecord) -> list[Entry]:
+    """Only where something was forecast and came, with one gap where there was nothing for a while."""
+    found: list[Entry] = []
+    missing: list[Entry] = []
+    for entry in record.progress:
+        if finite(entry.fields.get("predicted_loss")) is None or finite(entry.fields.get("smoothed_loss")) is None:
+            missing.append(entry)
+            continue
+        if found and len(missing) > _PAUSE:
+            found.append(Entry("gap", missing[0].step, missing[0].seconds, {}))
+        found.append(entry)
+        missing.clear()
+    return found
+
+
+def _forecast(record: RunRecord, limit: int) -> list[dict[str, Any]]:
+    """Predicted against actual, with the interval that the errors before each forecast would have given it."""
+    entries = _forecasts(record)
+    past: deque[float] = deque(maxlen=_ERRORS)
+    edges: list[Entry] = []
+    for entry in entries:
+        predicted, actual = finite(entry.fields.get("predicted_loss")), finite(entry.fields.get("smoothed_loss"))
+        if predicted is None or actual is None:
+            edges.append(entry)
+            continue
+        if len(past) >= _ENOUGH:
+            half = sorted(past)[math.ceil(_SHARE * len(past)) - 1] * abs(predicted)
+            bounds = {"low": predicted - half, "high": predicted + half}
+            edges.append(Entry("edge", entry.step, entry.seconds, bounds))
+        past.append(abs(predicted - actual) / max(abs(predicted), 1e-12))
+    return [
+        _series("actual", "plain", entries, _named("smoothed_loss"), limit),
+        _series("predicted", "dashed", entries, _named("predicted_loss"), limit),
+        _series("lower 90 %", "edge", edges, _named("low"), limit),
+        _series("upper 90 %", "edge", edges, _named("high"), limit),
+    ]
+
+
+def _confidence(record: RunRecord, limit: int) -> list[dict[str, Any]]:
+    return [_series("confidence", "plain", record.progress, _named("confidence"), limit)]
+
+
+def _gradient(record: RunRecord, limit: int) -> list[dict[str, Any]]:
+    return [
+        _series("gradient norm", "plain", record.progress, _named("gradient_norm"), limit),
+        _series("learning rate", "dashed", record.progress, _named("learning_rate"), limit, scale="rate"),
+    ]
+
+
+def _speed(record: RunRecord, limit: int) -> list[dict[str, Any]]:
+    named = "tokens_per_second" if record.last("tokens_per_second") else "steps_per_second"
+    if named == "tokens_per_second":
+        return [_series("tokens per second", "plain", record.progress, _named(named), limit)]
+    return [_series("steps per second", "plain", _paces(record), _named(named), limit)]
+
+
+def _paces(record: RunRecord) -> list[Entry]:
+    """For data without tokens."""
+    found = []
+    for before, after in zip(record.progress, record.progress[1:], strict=False):
+        if after.seconds > before.seconds:
+            pace = (after.step - before.step) / (after.seconds - before.seconds)
+            found.append(Entry("pace", after.step, after.seconds, {"steps_per_second": pace}))
+    return found
+
+
+# --- ribbon and marks, shared by all charts of a run ------------------------------------------------------------------
+
+
+def _shared(record: RunRecord) -> dict[str, Any]:
+    return {"name": record.name, "phases": ribbon(record), "marks": marks(record)}
+
+
+def ribbon(record: RunRecord) -> list[list[Any]]:
+    """[first step, first second, phase] of every stretch, and where the last ends. Stretches too short to be seen are
+    one, of the phase that is most worth seeing."""
+    changes = record.phases()
+    end = max(record.step, changes[-1].step, 1)
+    width = end / _RIBBON
+    kept: list[list[Any]] = []
+    for change in changes:
+        phase = str(change.fields.get("phase"))
+        rank = _WORTH_SEEING.index(phase) if phase in _WORTH_SEEING else 0
+        if len(changes) > _RIBBON and kept and 0 <= change.step - kept[-1][0] < width:
+            if rank >= _WORTH_SEEING.index(kept[-1][2]):
+                kept[-1][2] = phase
+            continue
+        if not kept or kept[-1][2] != phase:
+            kept.append([change.step, rounded(change.seconds), phase if phase in _WORTH_SEEING else "full"])
+    return [*kept, [end, rounded(max(record.seconds, changes[-1].seconds)), "end"]]
+
+
+def marks(record: RunRecord) -> list[list[Any]]:
+    """[step, second, kind, words]: at most one of a kind in a stretch, with how many there are."""
+    found: list[tuple[Entry, str, str]] = []
+    for entry in record.decisions:
+        if entry.kind == "Moved":
+            found.append((entry, str(entry.fields.get("verdict")), move_words(entry)))
+        elif entry.kind == "Recovered" and not entry.fields.get("advice"):
+            found.append((entry, "recovery", str(entry.fields.get("action", "")).replace("_", " ")))
+        elif entry.kind == "Tuned":
+            found.append((entry, "recovery", f"tuned: {change_words(entry.fields.get('change'))}"))
+        elif entry.kind == "Resumed":
+            found.append((entry, "resumed", "went on from a checkpoint"))
+    broken = [entry for entry in [*record.progress, *record.undone] if finite(entry.fields.get("loss")) is None]
+    found += [(entry, "not finite", "the loss was not finite") for entry in broken]
+    found.sort(key=lambda one: one[0].step)
+    width = max(record.step, 1) / (_MARKS / 6) if len(found) > _MARKS else 0.0
+    kept: dict[tuple[str, int], list[Any]] = {}
+    for place, (entry, kind, words) in enumerate(found):
+        key = (kind, int(entry.step / width) if width else place)
+        if key in kept:
+            kept[key][4] += 1
+        else:
+            kept[key] = [entry.step, rounded(entry.seconds), kind, words, 1]
+    return list(kept.values())
+
+
+def move_words(entry: Entry) -> str:
+    horizon = finite(entry.fields.get("horizon")) or 0
+    how = "audited move" if entry.fields.get("audited") else "chain of leaps" if entry.fields.get("chained") else "move"
+    return f"{how}, {horizon:,.0f} steps ahead: {entry.fields.get('verdict')}"

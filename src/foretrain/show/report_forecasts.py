@@ -1,0 +1,73 @@
+"""How good the forecasts of a run were, per horizon, and whether its confidence came true."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from html import escape
+from typing import Any
+
+from foretrain.show.charts import Axis, Series, plot
+from foretrain.show.record import RunRecord
+from foretrain.show.report_text import mapping, number, percent, table
+from foretrain.show.scales import finite
+
+
+def horizons(record: RunRecord) -> str:
+    forecast = mapping(record.summary.get("forecast"))
+    if not forecast:
+        later = "told when the run has ended" if record.state == "running" else "nothing was forecast in this run"
+        return f'<p class="small">Quality per horizon: {later}.</p>'
+    head = ["steps ahead", "forecasts", "R²", "R² of repeating", "cosine", "length", "error of the loss"]
+    rows = []
+    for horizon, quality in forecast.items():
+        q = mapping(quality)
+        cells = [
+            number(q.get("count"), ",.0f"),
+            *(number(q.get(name), ".2f") for name in ("r2", "repeat_r2", "cosine")),
+        ]
+        error = finite(q.get("loss_error"))
+        rows.append([escape(horizon), *cells, number(q.get("norm_ratio"), ".2f"), percent(error)])
+    chart = plot(
+        [_curve(forecast, "r2", "forecast", 1), _curve(forecast, "repeat_r2", "repeating the last move", 2)],
+        Axis("steps ahead"),
+        Axis("R² (1: exact, 0: no better than standing still)", high=1.0),
+        label="Share of the weights' motion that was forecast, by steps ahead; the numbers are in the table",
+        width=520,
+        height=300,
+    )
+    verdict = escape(str(mapping(record.summary.get("predictability")).get("verdict") or ""))
+    told = f"<p>{verdict[:1].upper()}{verdict[1:]}.</p>" if verdict else ""
+    return (
+        f'{told}<div class="pair"><figure>{chart}</figure>{table("Forecast quality per horizon", head, rows, 0)}</div>'
+    )
+
+
+def _curve(forecast: Mapping[str, Any], name: str, label: str, look: int) -> Series:
+    points = [(finite(float(horizon)), mapping(quality).get(name)) for horizon, quality in forecast.items()]
+    return Series(label, points, look)
+
+
+def calibration(record: RunRecord) -> str:
+    confidence = mapping(record.summary.get("confidence"))
+    error, outcomes = finite(confidence.get("calibration_error")), finite(confidence.get("outcomes")) or 0
+    bins = [mapping(one) for one in confidence.get("reliability") or ()]
+    if not bins:
+        return ""
+    said = f"over {outcomes:,.0f} outcomes" if error is None else f"{error:.3f} over {outcomes:,.0f} outcomes"
+    points = [(one.get("said"), one.get("kept")) for one in bins]
+    chart = plot(
+        [Series("as said", [(0.0, 0.0), (1.0, 1.0)], 0, faint=True), Series("as it came", points, 1)],
+        Axis("confidence before the outcome", low=0.0, high=1.0),
+        Axis("share that turned out well", low=0.0, high=1.0),
+        label="How often what was predicted with a confidence turned out well; the numbers are in the table",
+        width=400,
+        height=320,
+    )
+    head = ["said", "came true", "outcomes"]
+    rows = [
+        [number(one.get("said"), ".2f"), number(one.get("kept"), ".2f"), number(one.get("count"), ".0f")]
+        for one in bins
+    ]
+    told = f"<p>Mean distance from the diagonal: {said}. Some 0.05 of it is chance.</p>" if error is not None else ""
+    made = table("Confidence said beforehand, and how often it came true", head, rows, 0)
+    return f'{told}<div class="pair"><figure>{chart}</figure>{made}</div>'

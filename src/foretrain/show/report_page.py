@@ -1,0 +1,189 @@
+"""The page of `foretrain report` and `foretrain watch`: one document, in one file with all it needs, or served live."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from html import escape
+from importlib import resources
+from typing import Any
+
+from foretrain.show.markup import STYLE
+from foretrain.show.record import RunRecord
+from foretrain.show.report_charts import charts
+from foretrain.show.report_health import heat_map
+from foretrain.show.report_sections import sections
+
+_NAVIGATION = {
+    "loss": "Loss",
+    "decisions": "Decisions",
+    "forecasts": "Forecasts",
+    "confidence": "Confidence",
+    "health": "Layers",
+    "resources": "Memory and speed",
+    "findings": "Findings",
+    "setup": "Configuration",
+}
+_PHASES = {"warmup": "warm-up", "full": "full", "predict": "predict", "correct": "correct"}
+_MARKS = {
+    "kept": "move kept",
+    "shrunk": "shrunk",
+    "refused": "refused",
+    "rolled back": "rolled back",
+    "recovery": "recovery",
+    "not finite": "loss not finite",
+}
+_HINT = (
+    "Drag over a chart to look closer, double-click to see everything again. Click a name below a chart to hide its "
+    "curve. Charts show the lowest and highest value of every stretch; metrics.jsonl has every number."
+)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What changes while a run goes on: markup of the text sections, and the data of the charts."""
+
+    title: str
+    sections: dict[str, str]
+    charts: dict[str, Any]
+
+
+def parts(records: Sequence[RunRecord]) -> Parts:
+    names = ", ".join(record.name for record in records)
+    heat = [found for record in records if (found := heat_map(record))]
+    return Parts(f"{names} · foretrain", sections(records), charts(records) | {"heat": heat})
+
+
+def page(records: Sequence[RunRecord]) -> str:
+    """One file that needs no network. Its own scripts and no others may run in it."""
+    made = parts(records)
+    scripts = [asset("uplot.js"), asset("report.js")]
+    hashes = " ".join(f"'sha256-{_digest(script)}'" for script in scripts)
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src {hashes}; img-src data:; base-uri 'none'"
+    head = f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<style>{style()}</style>'
+    return _document(made, head, "".join(f"<script>{script}</script>\n" for script in scripts))
+
+
+def live_page(records: Sequence[RunRecord]) -> str:
+    """The same page for a server that has style and scripts under names of their own."""
+    head = '<link rel="stylesheet" href="/style.css">'
+    scripts = '<script src="/uplot.js"></script>\n<script src="/report.js"></script>\n'
+    return _document(parts(records), head, scripts, live=True)
+
+
+@cache
+def asset(name: str) -> str:
+    return resources.files("foretrain.show").joinpath("assets", name).read_text(encoding="utf-8")
+
+
+def style() -> str:
+    return "\n".join((STYLE, asset("uplot.css"), asset("report.css")))
+
+
+def as_data(value: Any) -> str:
+    """JSON that can stand in a page: nothing in it can end the element that holds it."""
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _digest(script: str) -> str:
+    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+
+
+# --- the document -----------------------------------------------------------------------------------------------------
+
+
+def _document(made: Parts, head: str, scripts: str, live: bool = False) -> str:
+    links = "".join(f'<li><a href="#{name}">{text}</a></li>' for name, text in _NAVIGATION.items())
+    status = '<span id="status" role="status">Connecting</span>' if live else ""
+    what = "foretrain · live" if live else "foretrain · run report"
+    return f"""<!doctype html>
+<html lang="en"{" data-live" if live else ""}>
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<meta name="generator" content="foretrain">
+<title>{escape(made.title)}</title>
+<link rel="icon" href="data:,">
+{head}
+</head>
+<body>
+<a class="skip" href="#loss">Skip to the charts</a>
+<header>
+<div class="top"><h1>{what}</h1>{status}</div>
+{_section(made, "lead")}
+<nav aria-label="Sections"><ul>{links}</ul></nav>
+</header>
+<main>
+{_body(made)}
+</main>
+<footer><p class="small">{_HINT}</p></footer>
+<script type="application/json" id="data">{as_data(made.charts)}</script>
+{scripts}</body>
+</html>
+"""
+
+
+def _body(made: Parts) -> str:
+    phases = "".join(
+        f'<li><i class="phase {name}" aria-hidden="true"></i>{text}</li>' for name, text in _PHASES.items()
+    )
+    marks = "".join(
+        f'<li><i class="mark {name.replace(" ", "-")}" aria-hidden="true"></i>{text}</li>'
+        for name, text in _MARKS.items()
+    )
+    key = f'<ul class="key" aria-label="Phases and marks">{phases}{marks}</ul>'
+    controls = '<div class="controls"><div class="choices" data-label="Axes of the charts"></div></div>'
+    loss = _chart("loss", "Loss over the run: training, held out, and as predicted.", 380, after=key)
+    forecast = _chart(
+        "forecast",
+        "Predicted against actual loss.",
+        260,
+        "Predicted against actual",
+        "What the predictor said a window before, and the smoothed loss that came. The band is as wide as 90 % of the "
+        "errors before it.",
+    )
+    confidence = _chart("confidence", "Confidence over the run.", 220)
+    gradient = _chart(
+        "gradient", "Gradient norm and learning rate over the run.", 220, "Gradient norm and learning rate"
+    )
+    speed = _chart("speed", "Speed over the run.", 220, "Speed")
+    heat = "<figure><div data-heat></div></figure>"
+    return "\n".join(
+        [
+            _part("loss", "Loss", controls + loss),
+            _part("decisions", "Decisions", _section(made, "ledger")),
+            _part("forecasts", "Forecasts", forecast + _section(made, "horizons")),
+            _part("confidence", "Confidence", confidence + _section(made, "calibration")),
+            _part("health", "Gradient norm per layer", heat + _section(made, "layers"), hidden=not made.charts["heat"]),
+            _part(
+                "resources",
+                "Memory and speed",
+                f'<div class="two">{speed}{gradient}</div>{_section(made, "resources")}',
+            ),
+            _part("findings", "Findings and advice", _section(made, "findings")),
+            _part("setup", "Configuration and environment", _section(made, "setup")),
+        ]
+    )
+
+
+def _part(name: str, heading: str, content: str, hidden: bool = False) -> str:
+    state = " hidden" if hidden else ""
+    title = f'<h2 id="{name}-heading">{heading}</h2>'
+    return f'<section id="{name}" aria-labelledby="{name}-heading"{state}>{title}{content}</section>'
+
+
+def _section(made: Parts, name: str) -> str:
+    return f'<div data-section="{name}">{made.sections[name]}</div>'
+
+
+def _chart(name: str, label: str, height: int, heading: str = "", lead: str = "", after: str = "") -> str:
+    title = f"<h3>{heading}</h3>" if heading else ""
+    told = f'<p class="lead">{escape(lead)}</p>' if lead else ""
+    drawn = f'<div data-chart="{name}" data-height="{height}" role="group" aria-label="{escape(label)}">'
+    return f"<figure>{title}{told}{drawn}<noscript>This chart needs script.</noscript></div>{after}</figure>"

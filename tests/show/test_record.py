@@ -1,0 +1,144 @@
+"""A run read from its log: rollbacks, resumption, replacement, half-written lines."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.show.runs import STARTED, SUMMARY, append, end, moved, progress, some_run, write_run
+
+from foretrain.errors import InputError
+from foretrain.events import CheckpointSaved, Event, Resumed
+from foretrain.show.follow import Follower, read_runs
+from foretrain.show.record import RunRecord
+
+
+def record_of(*told: Event) -> RunRecord:
+    record = RunRecord("run")
+    for event in told:
+        record.take(json.dumps({"event": type(event).__name__, **asdict(event)}))
+    return record
+
+
+def steps_of(record: RunRecord) -> list[int]:
+    return [entry.step for entry in record.progress]
+
+
+def test_steps_that_a_rollback_took_back_are_kept_apart() -> None:
+    record = record_of(STARTED, progress(10), progress(20), progress(30), progress(15), progress(25))
+    assert steps_of(record) == [10, 15, 25]
+    assert sorted(entry.step for entry in record.undone) == [20, 30]
+
+
+def test_steps_done_again_after_a_kill_are_told_once() -> None:
+    saved = CheckpointSaved(20, "checkpoints/20", 1.0, 0.1)
+    before = [STARTED, progress(10), progress(20), moved(20), saved, progress(30), moved(35), progress(40)]
+    record = record_of(*before, Resumed(20, "checkpoints/20"), progress(30), moved(35))
+    assert steps_of(record) == [10, 20, 30]
+    assert record.undone == []
+    assert [entry.kind for entry in record.decisions] == ["Moved", "Resumed", "Moved"]
+
+
+def test_a_resumption_from_a_checkpoint_not_in_the_log_goes_by_its_step() -> None:
+    record = record_of(STARTED, progress(10), progress(20), progress(30), Resumed(15, "elsewhere"))
+    assert steps_of(record) == [10]
+
+
+def test_a_run_that_begins_anew_in_the_same_log_forgets_the_first() -> None:
+    record = record_of(STARTED, progress(10), moved(10), STARTED, progress(5))
+    assert steps_of(record) == [5]
+    assert record.decisions == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("", "{", "[]", "null", "3", '"text"', '{"event": 3}', '{"event": "Unknown"}', '{"no": "event"}'),
+        '{"event": "Progress"}',
+        '{"event": "Progress", "step": null, "loss": NaN}',
+        '{"event": "Progress", "step": "many", "loss": "high", "seconds": {}}',
+        '{"event": "Moved", "step": 1e400}',
+        '{"event": "Health", "layers": 3, "findings": 4}',
+        "\ufeff{}",
+    ],
+)
+def test_no_line_stops_the_reader(line: str) -> None:
+    from foretrain.show.report_page import page
+
+    record = record_of(STARTED, progress(10))
+    record.take(line)
+    record.take(line.encode())
+    assert "<html" in page([record])
+
+
+def test_only_what_is_new_is_read_and_half_a_line_waits(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", [STARTED, progress(10)])
+    follower = Follower(folder)
+    assert follower.poll()
+    assert not follower.poll()
+    line = json.dumps({"event": "Progress", "step": 20, "loss": 1.5, "seconds": 2.0}) + "\n"
+    with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.write(line[:20])
+        file.flush()
+        assert not follower.poll()
+        file.write(line[20:])
+        file.flush()
+        assert follower.poll()
+    assert steps_of(follower.record) == [10, 20]
+
+
+@pytest.mark.parametrize("steps", [[5], [10, 20, 30, 40]], ids=["shorter", "longer"])
+def test_a_log_that_was_replaced_is_read_anew(tmp_path: Path, steps: list[int]) -> None:
+    folder = write_run(tmp_path / "run", [STARTED, progress(10), progress(20)])
+    follower = Follower(folder)
+    follower.poll()
+    (folder / "metrics.jsonl").unlink()
+    follower.poll()
+    assert follower.record.progress == []
+    write_run(folder, [STARTED, *(progress(step, 7.0) for step in steps)])
+    version = follower.version
+    assert follower.poll()
+    assert follower.version != version
+    assert steps_of(follower.record) == steps
+    assert {entry.fields["loss"] for entry in follower.record.progress} == {7.0}
+
+
+def test_a_log_written_over_in_place_is_noticed(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", [STARTED, progress(10), progress(20)])
+    follower = Follower(folder)
+    follower.poll()
+    other = write_run(tmp_path / "other", [STARTED, *(progress(step, 7.0) for step in (3, 6, 9, 12))])
+    (folder / "metrics.jsonl").write_bytes((other / "metrics.jsonl").read_bytes())
+    assert follower.poll()
+    assert steps_of(follower.record) == [3, 6, 9, 12]
+
+
+def test_the_summary_counts_only_while_the_run_has_ended(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", some_run(), SUMMARY, "interrupted")
+    follower = Follower(folder)
+    follower.poll()
+    assert follower.record.state == "interrupted"
+    assert follower.record.summary["final_val_loss"] == 1.25
+    started: dict[str, Any] = {"event": "RunStarted", "step": 100, "max_steps": 200, "title": "tiny"}
+    append(folder, started)
+    follower.poll()
+    assert (follower.record.state, follower.record.summary) == ("running", {})
+    end(folder, SUMMARY | {"final_val_loss": 0.5})
+    follower.poll()
+    assert follower.record.summary["final_val_loss"] == 0.5
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no such run folder"):
+        Follower(tmp_path / "nothing")
+    with pytest.raises(InputError, match=r"metrics\.jsonl"):
+        read_runs([tmp_path])
+
+
+def test_folders_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    folders = [write_run(tmp_path / parent / "run", [STARTED]) for parent in "ab"]
+    assert [record.name for record in read_runs(folders)] == [str(folder) for folder in folders]
+    assert [record.name for record in read_runs(folders[:1])] == ["run"]

@@ -1,0 +1,316 @@
+"""The report of a run: what it says, that it is one safe file, and that it can be read by everybody."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.show.runs import STARTED, SUMMARY, append, progress, some_run, write_run
+
+from foretrain.cli import main
+from foretrain.events import Notice, PhaseChanged, RunStarted
+from foretrain.show.follow import read_runs
+from foretrain.show.report import write_report
+from foretrain.show.report_page import as_data, page
+from foretrain.show.report_text import sentence
+
+VOID = {"meta", "link", "br", "input", "img"}
+
+
+class Reader(HTMLParser):
+    """Checks that elements are closed in order, and collects what a reader would go by."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] not in ("script", "style"):
+            self.texts.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.texts).split())
+
+    def all(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.elements if name == tag]
+
+
+def values(markup: str) -> set[float]:
+    return {float(found) for found in re.findall(r'<data value="([^"]*)"', markup)}
+
+
+def data_of(markup: str) -> dict[str, Any]:
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', markup, re.S)
+    assert found is not None
+    loaded: dict[str, Any] = json.loads(found[1])
+    return loaded
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_run(tmp_path / "mine", some_run(), SUMMARY)
+
+
+def test_the_numbers_are_those_of_the_summary(folder: Path) -> None:
+    markup = page(read_runs([folder]))
+    audit, forecast = SUMMARY["audit"], SUMMARY["forecast"]
+    wanted = {SUMMARY["final_val_loss"], SUMMARY["final_train_loss"], SUMMARY["seconds"], 100.0}
+    wanted |= {audit["gain_percent"], audit["low"], audit["high"], *(quality["r2"] for quality in forecast.values())}
+    assert wanted <= values(markup)
+
+
+def test_it_leads_with_the_sentence_the_saved_time_and_its_interval(folder: Path) -> None:
+    text = Reader(page(read_runs([folder]))).text
+    told = sentence(read_runs([folder])[0])
+    assert (
+        told
+        == "tiny came to a held-out loss of 1.2500 in 100 steps (10.5\u00a0s); prediction saved 3.2\u00a0% of the time."
+    )
+    assert text.index(" ".join(told.split())) < text.index("Net time saved") < text.index("95 % interval +1.1 to +5.4")
+    assert text.index("95 % interval") < text.index("Decisions")
+
+
+def test_every_decision_stands_in_the_ledger_with_its_reason(folder: Path) -> None:
+    text = Reader(page(read_runs([folder]))).text
+    for reason in (
+        "warm-up is done",
+        "confidence 0.70 is above 0.50",
+        "sure enough",
+        "the run is worse",
+        "half the learning rate",
+    ):
+        assert reason in text
+    assert "try twice the learning rate" in text[text.index("Findings and advice") :]
+    assert "2 of the last 10 steps were not finite" in text[text.index("Findings and advice") :]
+
+
+def test_the_charts_have_all_curves_phases_and_marks(folder: Path) -> None:
+    data = data_of(page(read_runs([folder])))
+    (loss,) = data["loss"]["runs"]
+    curves = {series["label"]: series for series in loss["series"]}
+    assert set(curves) == {"training", "held out", "predicted"}
+    assert curves["held out"]["steps"] == [30, 100]
+    assert curves["held out"]["values"] == [2.5, 1.25]
+    assert curves["training"]["seconds"] == [step / 10 for step in range(10, 101, 10)]
+    (shared,) = data["shared"]["runs"]
+    assert [phase for _, _, phase in shared["phases"]] == ["full", "predict", "end"]
+    assert [kind for _, _, kind, _, _ in shared["marks"]] == ["kept", "rolled back", "recovery"]
+
+
+def test_the_interval_of_the_forecast_holds_most_of_what_came(tmp_path: Path) -> None:
+    told = [STARTED, *(progress(step, 2.0 + (step * 7 % 5) / 50, predicted_loss=2.05) for step in range(1, 101))]
+    (run,) = data_of(page(read_runs([write_run(tmp_path / "run", told)])))["forecast"]["runs"]
+    curves = {series["label"]: dict(zip(series["steps"], series["values"], strict=True)) for series in run["series"]}
+    inside = [
+        curves["lower 90 %"][step] <= curves["actual"][step] <= curves["upper 90 %"][step]
+        for step in curves["lower 90 %"]
+    ]
+    assert len(inside) == 90
+    assert sum(inside) >= 0.85 * len(inside)
+
+
+def test_the_page_is_one_file_that_loads_and_runs_nothing_else(folder: Path) -> None:
+    markup = page(read_runs([folder]))
+    reader = Reader(markup)
+    assert not [a for a in reader.all("script") if "src" in a]
+    assert [a["href"] for a in reader.all("link")] == ["data:,"]
+    policy = next(a["content"] for a in reader.all("meta") if a.get("http-equiv") == "Content-Security-Policy")
+    assert "default-src 'none'" in str(policy)
+    assert "unsafe" not in str(policy).partition("script-src")[2]
+    assert not [a for _, a in reader.elements if any(name.startswith("on") or name == "style" for name in a)]
+
+
+HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\u2028'\"&"
+
+
+def test_whatever_a_run_says_is_text(tmp_path: Path) -> None:
+    told = [
+        RunStarted(0, 10, 1, 1, HOSTILE, HOSTILE, HOSTILE, {"data": HOSTILE}),
+        progress(1, phase=HOSTILE),
+        PhaseChanged(2, HOSTILE, HOSTILE),
+        Notice(HOSTILE),
+    ]
+    folder = write_run(tmp_path / "run", told)
+    append(folder, {"event": "Moved", "step": 3, "verdict": HOSTILE, "reason": HOSTILE, "horizon": HOSTILE})
+    append(folder, {"event": "Recovered", "step": 3, "action": HOSTILE, "text": HOSTILE, "advice": True})
+    append(folder, {"event": "Health", "step": 3, "layers": {HOSTILE: 1.0}, "findings": [{"meaning": HOSTILE}]})
+    append(folder, {"event": "HealthFinding", "step": 4, "level": HOSTILE, "meaning": HOSTILE, "change": {HOSTILE: 1}})
+    summary = {"global_step": 3, "config": {HOSTILE: HOSTILE}, "audit": {"sentence": HOSTILE, "gain_percent": HOSTILE}}
+    (folder / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
+    append(folder, {"event": "RunEnded", "step": 3, "reason": HOSTILE})
+    markup = page(read_runs([folder]))
+    reader = Reader(markup)
+    assert not reader.all("img")
+    assert len(reader.all("script")) == 3
+    assert "<" not in as_data({HOSTILE: HOSTILE})
+
+
+def test_it_can_be_read_without_seeing_or_pointing(folder: Path) -> None:
+    reader = Reader(page(read_runs([folder])))
+    for landmark in ("header", "nav", "main", "footer", "h1"):
+        assert len(reader.all(landmark)) == 1
+    assert len(reader.all("caption")) >= len(reader.all("table")) - 2  # settings have their summaries
+    names = {a["id"] for _, a in reader.elements if "id" in a}
+    assert len(names) == len([a for _, a in reader.elements if "id" in a])
+    for link in reader.all("a"):
+        assert str(link["href"])[1:] in names
+    for section in reader.all("section"):
+        assert section["aria-labelledby"] in names
+    for holder in reader.all("div"):
+        if "data-chart" in holder or holder.get("role") in ("region", "group"):
+            assert holder["aria-label"]
+    for picture in reader.all("svg"):
+        assert picture.get("class") != "chart" or picture["aria-label"]
+
+
+def test_several_runs_lie_over_each_other(tmp_path: Path) -> None:
+    other = SUMMARY | {"final_val_loss": 0.75}
+    folders = [write_run(tmp_path / "one", some_run(), SUMMARY), write_run(tmp_path / "two", some_run(), other)]
+    markup = page(read_runs(folders))
+    assert [run["name"] for run in data_of(markup)["loss"]["runs"]] == ["one", "two"]
+    text = Reader(markup).text
+    assert "2 runs. The lowest held-out loss, 0.7500, is that of two." in text
+    assert {1.25, 0.75} <= values(markup)
+
+
+@pytest.mark.parametrize("state", ["running", "failed", "empty"])
+def test_a_run_without_a_summary_is_shown_as_far_as_it_went(tmp_path: Path, state: str) -> None:
+    folder = write_run(tmp_path / "run", [] if state == "empty" else some_run())
+    if state == "failed":
+        append(folder, {"event": "RunEnded", "step": 100, "reason": "failed"})
+        (folder / "summary.json").write_text(json.dumps(SUMMARY | {"final_val_loss": 9.9}), encoding="utf-8")
+    (record,) = read_runs([folder])
+    text = Reader(page([record])).text
+    assert record.state == ("failed" if state == "failed" else "running")
+    assert "9.9" not in text
+    if state != "empty":
+        assert "held-out loss of 1.2500" in text
+
+
+def test_health_is_drawn_and_told_where_there_is_some(folder: Path) -> None:
+    assert data_of(page(read_runs([folder])))["heat"] == []
+    finding = {"ailment": "vanishing layer", "level": "critical", "place": "blocks.1", "measure": "gradient norm"}
+    finding |= {
+        "value": 1e-9,
+        "healthy": "0.01 to 100",
+        "meaning": "it learns nothing",
+        "change": {"model.residual": True},
+    }
+    for step in (0, 100):
+        norms = {"blocks.0": 1.5, "blocks.1": None if step else 1e-9}
+        append(folder, {"event": "Health", "step": step, "layers": norms, "findings": [finding]})
+    markup = page(read_runs([folder]))
+    (heat,) = data_of(markup)["heat"]
+    assert heat == {
+        "name": "mine",
+        "steps": [0, 100],
+        "layers": ["blocks.0", "blocks.1"],
+        "values": [[1.5, 1.5], [1e-9, None]],
+    }
+    text = Reader(markup).text
+    assert "vanishing layer it learns nothing" in text
+    assert "model.residual=true" in text
+    assert "0 to 100 (2 times)" in text
+
+
+def test_a_change_that_the_run_made_by_itself_is_a_decision(folder: Path) -> None:
+    change = {"optimizer.gradient_clip_norm": 0.5}
+    append(folder, {"event": "Tuned", "step": 70, "ailment": "explosion", "change": change})
+    markup = page(read_runs([folder]))
+    text = Reader(markup).text
+    assert "tuned: optimizer.gradient_clip_norm=0.5" in text
+    (shared,) = data_of(markup)["shared"]["runs"]
+    assert [70, "recovery"] in [[mark[0], mark[2]] for mark in shared["marks"]]
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        {"layers": {"a": {"gradient_norm": 2.0}}},
+        {"layers": [{"name": "a", "gradient_norm": 2.0}]},
+        {"layers": ["a"], "gradient_norms": [2.0]},
+    ],
+)
+def test_norms_of_layers_are_read_in_every_form(folder: Path, layers: dict[str, Any]) -> None:
+    append(folder, {"event": "HealthChecked", "step": 5, **layers})
+    (heat,) = data_of(page(read_runs([folder])))["heat"]
+    assert (heat["layers"], heat["values"]) == (["a"], [[2.0]])
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def run_command(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main([str(argument) for argument in arguments])
+    return int(ended.value.code or 0)
+
+
+def test_the_command_writes_into_the_run_folder_or_where_it_is_told(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command("report", folder) == 0
+    assert capsys.readouterr().out.strip() == str(folder / "report.html")
+    assert "<html" in (folder / "report.html").read_text(encoding="utf-8")
+    other = write_run(tmp_path / "other", some_run(), SUMMARY)
+    assert run_command("report", folder, other, "--out", tmp_path / "both.html", "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["page"] == str(tmp_path / "both.html")
+    assert told["bytes"] == (tmp_path / "both.html").stat().st_size
+    assert [run["name"] for run in told["runs"]] == ["mine", "other"]
+
+
+def test_the_command_says_what_is_wrong(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command("report", tmp_path / "nothing") == 2
+    assert "no run folder" in capsys.readouterr().err
+    assert run_command("report", folder, folder) == 2
+    assert "--out" in capsys.readouterr().err
+    assert run_command("report", folder, "--out", tmp_path) == 2
+    assert "a folder" in capsys.readouterr().err
+    assert run_command("report", folder, "--out", tmp_path / "not" / "there" / "x.html") == 2
+    assert "cannot be written" in capsys.readouterr().err
+
+
+def test_a_report_that_cannot_be_written_does_not_stop_the_run(tmp_path: Path) -> None:
+    from foretrain.events import Bus, Event, RunEnded
+    from foretrain.show.report import ReportWriter
+
+    folder = write_run(tmp_path / "run", some_run(), SUMMARY)
+    (folder / "report.html").mkdir()
+    told: list[Event] = []
+    bus = Bus()
+    bus.subscribe(ReportWriter(folder))
+    bus.subscribe(told.append)
+    bus.emit(RunEnded(100, "finished", {}))
+    assert any(isinstance(event, Notice) and "report.html" in event.message for event in told)
+
+
+def test_a_report_replaces_the_one_before(folder: Path) -> None:
+    target = folder / "report.html"
+    assert write_report([folder], target) == target.stat().st_size
+    before = target.read_text(encoding="utf-8")
+    append(folder, {"event": "Evaluated", "step": 100, "loss": 0.5})
+    write_report([folder], target)
+    assert target.read_text(encoding="utf-8") != before
+    assert not list(folder.glob(".tmp*"))

@@ -1,0 +1,348 @@
+"""The live view over real sockets: what it refuses, and that a browser misses nothing."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.show.runs import STARTED, SUMMARY, append, end, progress, some_run, write_run
+
+from foretrain.cli import main
+from foretrain.show import watch
+from foretrain.show.watch import WatchServer
+
+
+class Serving:
+    """A server in a thread, and what a browser would send to it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.server = WatchServer(folder)
+        self.port = self.server.port
+        self._thread = threading.Thread(target=self.server.run)
+        self._thread.start()
+        self.cookie = f"foretrain-{self.port}={self.server.token}"
+
+    def stop(self) -> None:
+        self.server.server.should_exit = True
+        self._thread.join(timeout=20)
+        assert not self._thread.is_alive()
+
+    def ask(
+        self, path: str = "/", method: str = "GET", cookie: str | None = None, **headers: str
+    ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
+        given = {name.replace("_", "-"): value for name, value in headers.items()}
+        given["Cookie"] = self.cookie if cookie is None else cookie
+        connection.request(method, path, headers=given)
+        return connection, connection.getresponse()
+
+    def answer(self, *arguments: Any, **more: Any) -> tuple[int, dict[str, str], str]:
+        connection, response = self.ask(*arguments, **more)
+        text = response.read().decode()
+        connection.close()
+        return response.status, {name.lower(): value for name, value in response.getheaders()}, text
+
+
+class Events:
+    """What a browser's EventSource sees."""
+
+    def __init__(self, serving: Serving, **headers: str) -> None:
+        self._connection, self._response = serving.ask("/events", **headers)
+        self.status = self._response.status
+
+    def next(self) -> tuple[str, dict[str, Any]]:
+        name = ""
+        while True:
+            line = self._response.readline().decode().rstrip("\n")
+            if line.startswith("id: "):
+                name = line[4:]
+            elif line.startswith("data: "):
+                return name, json.loads(line[6:])
+
+    def close(self) -> None:
+        self._response.close()
+        self._connection.close()
+
+
+@pytest.fixture
+def serving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Serving]:
+    monkeypatch.setattr(watch, "INTERVAL", 0.02)
+    made = Serving(write_run(tmp_path / "mine", some_run()))
+    yield made
+    made.stop()
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    """For what changes nothing."""
+    made = Serving(write_run(tmp_path_factory.mktemp("shown") / "mine", some_run()))
+    yield made
+    made.stop()
+
+
+# --- who may ask ------------------------------------------------------------------------------------------------------
+
+
+def test_the_printed_address_gives_a_cookie_and_hides_the_token(shown: Serving) -> None:
+    status, headers, _ = shown.answer(f"/?token={shown.server.token}", cookie="")
+    assert (status, headers["location"]) == (303, "/")
+    assert shown.server.token in headers["set-cookie"]
+    assert {"httponly", "samesite=strict", "path=/"} <= {
+        part.strip().lower() for part in headers["set-cookie"].split(";")
+    }
+    status, _, text = shown.answer()
+    assert status == 200
+    assert "data-live" in text
+    assert shown.server.token not in text
+    assert shown.server.address == f"http://127.0.0.1:{shown.port}/?token={shown.server.token}"
+
+
+@pytest.mark.parametrize("path", ["/", "/events", "/report.js", "/?token=wrong", "/?token=", "/nothing"])
+@pytest.mark.parametrize("cookie", ["", "foretrain=x", "foretrain-{port}=wrong", "foretrain-{port}="])
+def test_nothing_is_told_without_the_token(shown: Serving, path: str, cookie: str) -> None:
+    status, _, text = shown.answer(path, cookie=cookie.format(port=shown.port))
+    assert status == 403
+    assert "html" not in text
+
+
+def test_the_token_is_new_for_every_server(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", [STARTED])
+    servers = [WatchServer(folder) for _ in range(2)]
+    assert servers[0].token != servers[1].token
+    assert len(servers[0].token) >= 43
+    for server in servers:
+        server._socket.close()
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        *(
+            "evil.com",
+            "evil.com:{port}",
+            "127.0.0.1.evil.com:{port}",
+            "localhost.evil.com:{port}",
+            "127.0.0.1",
+            "localhost",
+        ),
+        *(
+            "0.0.0.0:{port}",
+            "[::1]:{port}",
+            "localhost:{port}.evil.com",
+            "evil.com/?localhost:{port}",
+            "LOCALHOST:1",
+            "",
+        ),
+    ],
+)
+def test_a_foreign_host_is_refused(shown: Serving, host: str) -> None:
+    status, _, text = shown.answer(Host=host.format(port=shown.port))
+    assert status == 421
+    assert "html" not in text
+
+
+def test_its_own_names_are_answered(shown: Serving) -> None:
+    for name in ("127.0.0.1", "localhost"):
+        assert shown.answer(Host=f"{name}:{shown.port}")[0] == 200
+    forwarded = shown.answer(Host="evil.com", X_Forwarded_Host=f"localhost:{shown.port}")
+    assert forwarded[0] == 421
+
+
+@pytest.mark.parametrize(
+    "headers", [{"Origin": "http://evil.com"}, {"Origin": "null"}, {"Sec_Fetch_Site": "cross-site"}]
+)
+def test_other_pages_may_not_ask(shown: Serving, headers: dict[str, str]) -> None:
+    assert shown.answer(**headers)[0] == 403
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS", "TRACE", "CONNECT", "NEW"])
+def test_only_get_is_answered(shown: Serving, method: str) -> None:
+    status, headers, _ = shown.answer("/", method)
+    assert (status, headers["allow"]) == (405, "GET")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *(
+            "/summary.json",
+            "/metrics.jsonl",
+            "/config.toml",
+            "/../summary.json",
+            "/..%2fsummary.json",
+            "/%2e%2e/x",
+            "//",
+        ),
+        *("//", "/report.js/", "/events/1", "/etc/passwd", "/?path=../x/../..", "/favicon.ico", "/assets/uplot.js"),
+    ],
+)
+def test_there_are_no_other_addresses(shown: Serving, path: str) -> None:
+    status, _, text = shown.answer(path)
+    assert status == (200 if path.startswith("/?") else 404)
+    assert "root:" not in text
+
+
+def test_every_answer_has_the_headers_that_keep_it_to_itself(shown: Serving) -> None:
+    answers = [shown.answer(), shown.answer("/report.js"), shown.answer("/nothing"), shown.answer(cookie="")]
+    answers.append(shown.answer("/", "POST"))
+    for _, headers, _ in answers:
+        assert headers.items() >= watch.HEADERS.items()
+        assert "server" not in headers
+        assert not [name for name in headers if name.startswith("access-control")]
+    assert "unsafe" not in watch.HEADERS["content-security-policy"]
+
+
+def test_the_page_keeps_to_its_own_policy(shown: Serving) -> None:
+    text = shown.answer()[2]
+    assert not re.search(r"<style|<script>|style=|\son[a-z]+=", text)
+    for path in re.findall(r'(?:src|href)="(/[^"]*)"', text):
+        status, headers, content = shown.answer(path)
+        assert status == 200
+        assert content
+        assert headers["content-type"].startswith("text/css" if path.endswith("css") else "text/javascript")
+
+
+def test_it_is_bound_to_this_machine_only(shown: Serving) -> None:
+    assert shown.server._socket.getsockname()[0] == "127.0.0.1"
+
+
+# --- following --------------------------------------------------------------------------------------------------------
+
+
+def test_a_browser_gets_everything_and_then_what_changed(serving: Serving) -> None:
+    events = Events(serving)
+    _, first = events.next()
+    assert {"lead", "ledger", "findings"} <= set(first["sections"])
+    assert {"loss", "shared", "heat"} <= set(first["charts"])
+    append(serving.folder, {"event": "PhaseChanged", "step": 100, "phase": "full", "reason": "a new reason"})
+    _, second = events.next()
+    assert "a new reason" in second["sections"]["ledger"]
+    assert "lead" not in second["sections"]
+    assert "loss" not in second["charts"]
+    end(serving.folder, SUMMARY)
+    message: dict[str, Any] = {}
+    while "came to a held-out loss of 1.2500" not in message.get("sections", {}).get("lead", ""):
+        _, message = events.next()
+    events.close()
+
+
+def test_a_browser_that_comes_back_misses_nothing_and_gets_nothing_twice(serving: Serving) -> None:
+    events = Events(serving)
+    name, _ = events.next()
+    events.close()
+    append(serving.folder, {"event": "Progress", "step": 110, "loss": 0.5, "seconds": 11.0, "phase": "full"})
+    events = Events(serving, Last_Event_ID=name)
+    later, message = events.next()
+    assert later != name
+    assert message["charts"]["loss"]["runs"][0]["series"][0]["values"][-1] == 0.5
+    events.close()
+    events = Events(serving, Last_Event_ID=later)
+    append(serving.folder, {"event": "Notice", "message": "only this is new", "level": "info"})
+    _, message = events.next()
+    assert set(message["charts"]) <= {"shared"}
+    assert "only this is new" in message["sections"]["ledger"]
+    events.close()
+
+
+def test_kill_resumption_and_a_new_run_in_the_folder_are_followed(serving: Serving) -> None:
+    events = Events(serving)
+    events.next()
+    append(serving.folder, {"event": "Resumed", "step": 50}, {"event": "RunStarted", "step": 50, "max_steps": 100})
+    append(serving.folder, {"event": "Progress", "step": 60, "loss": 4.0, "seconds": 6.0})
+    message: dict[str, Any] = {"charts": {}}
+    while _steps(message) != [10, 20, 30, 40, 50, 60]:
+        _, message = events.next()
+    (serving.folder / "metrics.jsonl").unlink()
+    write_run(serving.folder, [STARTED, progress(7)])
+    while _steps(message) != [7]:
+        _, message = events.next()
+    events.close()
+
+
+def _steps(message: dict[str, Any]) -> list[int]:
+    series = message["charts"].get("loss", {"runs": [{"series": []}]})["runs"][0]["series"]
+    return series[0]["steps"] if series else []
+
+
+def test_too_many_browsers_are_sent_away_and_room_is_made_again(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "CLIENTS", 1)
+    first = Events(serving)
+    first.next()
+    second = Events(serving)
+    assert second.status == 503
+    second.close()
+    assert serving.answer()[0] == 200
+    first.close()
+    for step in range(1000):  # the server notices when it next writes
+        append(serving.folder, {"event": "Notice", "message": f"note {step}"})
+        again = Events(serving)
+        if again.status == 200:
+            break
+        again.close()
+    assert again.status == 200
+    again.close()
+
+
+def test_it_ends_while_browsers_look(tmp_path: Path) -> None:
+    made = Serving(write_run(tmp_path / "run", some_run()))
+    events = Events(made)
+    events.next()
+    made.stop()
+    events.close()
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_prints_the_address_and_opens_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import webbrowser
+
+    opened: list[str] = []
+    monkeypatch.setattr(webbrowser, "open", opened.append)
+    monkeypatch.setattr(WatchServer, "run", lambda self: self._socket.close())
+    folder = write_run(tmp_path / "run", some_run())
+    with pytest.raises(SystemExit, match="0"):
+        main(["watch", str(folder), "--open"])
+    address = capsys.readouterr().out.strip()
+    assert re.fullmatch(r"http://127\.0\.0\.1:\d+/\?token=[\w-]{43}", address)
+    assert opened == [address]
+    with pytest.raises(SystemExit, match="0"):
+        main(["watch", str(folder), "--json"])
+    assert set(json.loads(capsys.readouterr().out)) == {"address", "port"}
+
+
+def test_a_port_in_use_and_a_missing_folder_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_run(tmp_path / "run", some_run())
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(SystemExit, match="2"):
+            main(["watch", str(folder), "--port", str(taken.getsockname()[1])])
+    assert "--port" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["watch", str(folder), "--port", "99999"])
+    with pytest.raises(SystemExit, match="2"):
+        main(["watch", str(tmp_path / "nothing")])
+    assert "no such run folder" in capsys.readouterr().err
+
+
+def test_reports_need_no_server() -> None:
+    import subprocess
+
+    code = (
+        "import sys, foretrain.show.report_page, foretrain.cli; assert not {'starlette', 'uvicorn'} & set(sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
