@@ -69,7 +69,7 @@ def faulty(fault: Fault, settings: dict[str, Any] | None = None, predictor: Any 
 
 
 def told(run: World) -> list[str]:
-    return [event.action for event in run.events if isinstance(event, Recovered) and not event.advice]
+    return [event.action for event in run.events if isinstance(event, Recovered)]
 
 
 def ends_well(run: World, within: float = 0.05) -> bool:
@@ -236,7 +236,7 @@ def test_a_slow_drift_lengthens_the_full_steps() -> None:
     rising = tampered(offset=lambda position: 0.0012 * (position - 560))
     watched = {"audit.time_budget": 1.0, "hybrid.confidence_threshold": 0.9999}  # it waits for a move, so it watches
     run = faulty(between(560, 10**9, rising), {"max_steps": 900, **watched}).run()
-    event = next(event for event in run.events if isinstance(event, Recovered) and not event.advice)
+    event = next(event for event in run.events if isinstance(event, Recovered))
     assert event.action == "force_full"
     assert "rose by" in event.text
     assert run.trainer.pilot.machine.full_steps_needed > 10
