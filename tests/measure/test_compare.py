@@ -22,6 +22,7 @@ from foretrain.trainer import HybridTrainer
 from .toys import BASE, STEPS, Rows, Toy, WorkClock
 
 QUICK = Options(rates=(1.0,))
+TWO_SEEDS = Options(rates=(1.0,), seeds=2)
 
 
 def arm(result: dict[str, Any], name: str) -> dict[str, Any]:
@@ -80,16 +81,16 @@ class Watcher:
 
 
 def test_several_calls_add_up_to_one_comparison(toy: Toy, base: Config, tmp_path: Path, work_clock: WorkClock) -> None:
-    whole = compare(toy, base, tmp_path / "whole", QUICK)
+    whole = compare(toy, base, tmp_path / "whole", TWO_SEEDS)
     first, second, third = Watcher(stop_after=4), Watcher(), Watcher()
     with pytest.raises(KeyboardInterrupt):
-        compare(toy, base, tmp_path / "parts", QUICK, watcher=first)
+        compare(toy, base, tmp_path / "parts", TWO_SEEDS, watcher=first)
     partial = json.loads((tmp_path / "parts" / "result.json").read_text())
     assert partial["analysis"]["verdict"] == "incomplete"
     assert len(partial["runs"]) == 4
     assert partial["missing"]
-    finished = compare(toy, base, tmp_path / "parts", QUICK, watcher=second)
-    compare(toy, base, tmp_path / "parts", QUICK, watcher=third)
+    finished = compare(toy, base, tmp_path / "parts", TWO_SEEDS, watcher=second)
+    compare(toy, base, tmp_path / "parts", TWO_SEEDS, watcher=third)
     assert third.runs == []
     assert len(first.runs) + len(second.runs) == len(whole["runs"])
     assert finished["analysis"] == whole["analysis"]
