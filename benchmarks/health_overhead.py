@@ -23,45 +23,23 @@ from typing import Any
 import numpy as np
 import torch
 
-from foretrain import environment, run
-from foretrain.config import from_mapping
-from foretrain.data.loader import Loader, TokenWindows
+from foretrain import environment
 from foretrain.show.jsonl import JsonlLog
 from foretrain.trainer import HybridTrainer
-
-TINY = {"model.type": "gpt2-tiny", "model.vocab_size": 256, "batch_size": 16}
-SMALL = {"model.type": "gpt2-small", "model.vocab_size": 50257, "batch_size": 64}
-VALUES = 2_000_000
+from idle_overhead import SMALL, TINY, Arm
 
 
-class Arm:
-    """One trainer with its own copy of the same data."""
+class Logged(Arm):
+    """The plain loop with its log."""
 
     def __init__(self, device: str, log: Path, **settings: Any) -> None:
-        plain = {"schedule.type": "constant", "max_steps": 100_000, "hybrid.mode": "off"}
-        config = from_mapping({"device": device, "optimizer.type": "adamw", **plain, **settings})
-        vocabulary = config.model.vocab_size or 256
-        tokens = np.random.default_rng(1).zipf(1.2, VALUES).clip(max=vocabulary - 1).astype(np.uint16)
-        model = run.build_model(config)
-        self.trainer = HybridTrainer(model, config=config)
+        super().__init__(device, settings["model.vocab_size"], **{"hybrid.mode": "off"}, **settings)
         self.trainer.bus.subscribe(JsonlLog(log))
-        windows = TokenWindows(tokens, model.shape.context, 1)
-        self.batches = iter(Loader(windows, config.batch_size, 1, pin_memory=device == "cuda"))
-
-    def train(self, steps: int) -> float:
-        started = time.perf_counter()
-        for _ in range(steps):
-            self.trainer.step(next(self.batches))
-            if self.trainer.global_step % 10 == 0:
-                self.trainer.meter.read()
-        if self.trainer.device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter() - started
 
 
 def compare(device: str, model: dict[str, Any], interval: int, rounds: int, folder: Path) -> dict[str, Any]:
     arms = {
-        name: Arm(device, folder / f"{name}.jsonl", **model, **{"health.interval": every})
+        name: Logged(device, folder / f"{name}.jsonl", **model, **{"health.interval": every})
         for name, every in (("without", 0), ("with", interval))
     }
     for arm in arms.values():

@@ -126,3 +126,16 @@ def make_batch(tiny_shape: Any) -> Callable[..., Any]:
         return tokens[:, :-1], tokens[:, 1:]
 
     return make
+
+
+@pytest.fixture
+def command() -> Callable[..., int]:
+    """command("config", "check", "file") gives the exit code."""
+    from foretrain import cli
+
+    def call(*arguments: Any) -> int:
+        with pytest.raises(SystemExit) as ended:
+            cli.main([str(argument) for argument in arguments])
+        return int(ended.value.code or 0)
+
+    return call

@@ -9,27 +9,13 @@ import tomllib
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from foretrain import cli
 from foretrain.config import Config, load
 from foretrain.doctor import Finding
 
 Command = Callable[..., int]
-
-
-@pytest.fixture
-def command() -> Command:
-    """command("config", "check", "file") gives the exit code."""
-
-    def call(*arguments: Any) -> int:
-        with pytest.raises(SystemExit) as ended:
-            cli.main([str(argument) for argument in arguments])
-        return int(ended.value.code or 0)
-
-    return call
 
 
 def answers_without_torch(*arguments: str) -> str:

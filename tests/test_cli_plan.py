@@ -6,26 +6,13 @@ import json
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from tests.finetuning import write_base
 
-from foretrain import cli
-
 Command = Callable[..., int]
 SMALL = ["--set", "model.type=gpt2-small", "--set", "data.tokenizer=gpt2", "--device", "cuda"]
-
-
-@pytest.fixture
-def command() -> Command:
-    def call(*arguments: Any) -> int:
-        with pytest.raises(SystemExit) as ended:
-            cli.main([str(argument) for argument in arguments])
-        return int(ended.value.code or 0)
-
-    return call
 
 
 def test_the_table_names_every_component_and_phase(command: Command, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,10 +20,10 @@ from tests.finetuning import config_for, write_base, write_colors
 from torch import nn
 
 from foretrain import run, tuning
-from foretrain import trainer as trainer_module
 from foretrain.config import from_mapping, load, settings
 from foretrain.control.mover import Mover
 from foretrain.data import tokens
+from foretrain.dynamics import trajectory
 from foretrain.dynamics.hosted import HostedTrajectory
 from foretrain.dynamics.predictor import Followed, Forecast, Predictor, Situation
 from foretrain.dynamics.trajectory import Trajectory
@@ -1171,7 +1171,7 @@ def _(bench: Bench) -> None:
     types = {"fp32": torch.float32, "bf16": torch.bfloat16, "auto": torch.float32}
     for name, dtype in types.items():
         assert hybrid(20, hybrid__basis_type=name).trainer.observer.trajectory.basis.dtype is dtype
-    bench.patch.setattr(trainer_module, "_LARGEST_FP32_BASIS", 10)
+    bench.patch.setattr(trajectory, "LARGEST_FP32_BASIS", 10)
     assert hybrid(20).trainer.observer.trajectory.basis.dtype is torch.bfloat16
 
 

@@ -27,7 +27,7 @@ from foretrain.dynamics.hosted import HostedTrajectory
 from foretrain.dynamics.lookahead import LookAhead
 from foretrain.dynamics.observer import Moment, Observer
 from foretrain.dynamics.predictor import Predictor
-from foretrain.dynamics.trajectory import Trajectory
+from foretrain.dynamics.trajectory import Trajectory, basis_type
 from foretrain.engine.loop import Engine
 from foretrain.engine.memory import MemoryMeter
 from foretrain.engine.runfolder import RunFolder
@@ -40,7 +40,6 @@ from foretrain.show.console import Console
 from foretrain.show.jsonl import JsonlLog
 from foretrain.show.report import ReportWriter
 
-_LARGEST_FP32_BASIS = 32_000_000
 _SAY_EVERY = 100
 _LOOK_EVERY = 10
 """Steps after which the losses of unwatched steps are looked at."""
@@ -124,7 +123,8 @@ class HybridTrainer(Engine):
             return
         names = [name for name, p in self.model.named_parameters() if p.requires_grad]
         kind = HostedTrajectory if config.memory.basis == "pinned" else Trajectory
-        trajectory = kind(parameters, names, window=config.hybrid.window_steps, dtype=self._basis_type())
+        dtype = basis_type(config.hybrid.basis_type, sum(p.numel() for p in parameters))
+        trajectory = kind(parameters, names, window=config.hybrid.window_steps, dtype=dtype)
         predictor = predictor or registry.build(config.predictor, config.seed)
         self.observer = Observer(trajectory, predictor, parameters, self.optimizer)
         if self.full_step.in_backward is not None:
@@ -136,12 +136,6 @@ class HybridTrainer(Engine):
             self.pilot.judge_on_held_out()
         self.race = RateRace(self.mover, config)
         self.checkup.pilot = self.pilot
-
-    def _basis_type(self) -> torch.dtype:
-        wanted = self.config.hybrid.basis_type
-        trained = sum(p.numel() for p in self.full_step.parameters)
-        narrow = wanted == "bf16" or (wanted == "auto" and trained > _LARGEST_FP32_BASIS)
-        return torch.bfloat16 if narrow else torch.float32
 
     def _trains_adapters(self) -> bool:
         trained = sum(p.numel() for p in self.full_step.parameters)

@@ -51,6 +51,16 @@ class Motion:
     """What the caller wanted to have read along."""
 
 
+LARGEST_FP32_BASIS = 32_000_000
+"""Trained parameters up to which `hybrid.basis_type = "auto"` stores directions in fp32."""
+
+
+def basis_type(wanted: str, trained: int) -> torch.dtype:
+    """Number format of stored directions, for as many trained parameters."""
+    narrow = wanted == "bf16" or (wanted == "auto" and trained > LARGEST_FP32_BASIS)
+    return torch.bfloat16 if narrow else torch.float32
+
+
 class Trajectory:
     """Observes weights in windows, in place and without copies of its own state; only `place` changes weights."""
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from foretrain.engine import moments, narrow
+from foretrain.engine.skipping import SkippingOptimizer
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 NEWTON_SCHULZ_STEPS = 5
@@ -33,16 +33,8 @@ def orthogonalize(matrices: Tensor) -> Tensor:
     return x.mT if tall else x
 
 
-class Muon(Optimizer):
-    """Muon for groups with `algorithm = "muon"`, AdamW for groups with `algorithm = "adamw"`.
-
-    Takes part in loss scaling and in skipping of non-finite steps as torch's fused optimizers do: through the
-    attributes `grad_scale` and `found_inf`, on the device, without a host synchronisation.
-    """
-
-    _step_supports_amp_scaling = True
-    grad_scale: Tensor | None = None
-    found_inf: Tensor | None = None
+class Muon(SkippingOptimizer):
+    """Muon for groups with `algorithm = "muon"`, AdamW for groups with `algorithm = "adamw"`."""
 
     def __init__(
         self,
@@ -73,21 +65,11 @@ class Muon(Optimizer):
             if group["algorithm"] == "muon" and any(p.ndim != 2 for p in group["params"]):
                 raise ValueError("Muon takes matrices only; put other parameters into a group with algorithm='adamw'")
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            params = [p for p in group["params"] if p.grad is not None]
-            if not params:
-                continue
-            if group["algorithm"] == "muon":
-                self._muon(group, params)
-            else:
-                self._adamw(group, params)
-        return loss
+    def _update(self, group: dict[str, Any], params: list[Tensor]) -> None:
+        if group["algorithm"] == "muon":
+            self._muon(group, params)
+        else:
+            self._adamw(group, params)
 
     def _muon(self, group: dict[str, Any], params: list[Tensor]) -> None:
         by_shape: dict[tuple[torch.Size, bool], list[Tensor]] = defaultdict(list)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
 from foretrain.engine.moments import (
@@ -21,6 +20,7 @@ from foretrain.engine.moments import (
     make_moment,
     round_by_chance,
 )
+from foretrain.engine.skipping import SkippingOptimizer
 
 AT_ONCE = 2**14 * BLOCK
 """Numbers that are worked on at once where there is no kernel for it, so that intermediate results stay small."""
@@ -169,16 +169,8 @@ def _triton_kernel() -> Any:
     return narrow_adamw
 
 
-class NarrowAdamW(Optimizer):
-    """AdamW with moments in bf16 or 8 bits.
-
-    Takes part in loss scaling and in skipping of non-finite steps as torch's fused optimizers do: through the
-    attributes `grad_scale` and `found_inf`, on the device, without a host synchronisation.
-    """
-
-    _step_supports_amp_scaling = True
-    grad_scale: Tensor | None = None
-    found_inf: Tensor | None = None
+class NarrowAdamW(SkippingOptimizer):
+    """AdamW with moments in bf16 or 8 bits."""
 
     def __init__(
         self,
@@ -192,17 +184,9 @@ class NarrowAdamW(Optimizer):
         self.state_type = state_type
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            params = [p for p in group["params"] if p.grad is not None]
-            states = [self.state[p] for p in params]
-            adamw_step(group, params, states, self.state_type, self.grad_scale, self.found_inf)
-        return loss
+    def _update(self, group: dict[str, Any], params: list[Tensor]) -> None:
+        states = [self.state[p] for p in params]
+        adamw_step(group, params, states, self.state_type, self.grad_scale, self.found_inf)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         load_as_stored(self, state_dict, self.state_type)

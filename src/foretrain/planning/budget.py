@@ -33,7 +33,7 @@ def within_budget(
     for name, (before, after) in changes.items():
         say(f"memory.budget = {config.memory.budget}: {name} is {after} instead of {before}")
     if changes.keys() & CHANGE_RESULTS:
-        say("note: " + " and ".join(sorted(changes.keys() & CHANGE_RESULTS)) + " change what is computed a little")
+        say("note: what is computed changes a little, by " + " and ".join(sorted(changes.keys() & CHANGE_RESULTS)))
     say(f"memory.budget = {config.memory.budget}: {format_size(found.estimate.needed)} will be needed at the peak")
     cap_allocator(config, budget, say)
     return configuration.changed(config, found.choice.settings, "the memory plan")

@@ -12,14 +12,13 @@ from foretrain import config as configuration
 from foretrain.config import Config
 from foretrain.dynamics.hosted import BUFFER_BYTES
 from foretrain.dynamics.records import DIRECTIONS
-from foretrain.dynamics.trajectory import Layout
+from foretrain.dynamics.trajectory import Layout, basis_type
 from foretrain.engine.graph import LAUNCH_BOUND_FLOPS
 from foretrain.engine.precision import choose_device, choose_precision
 from foretrain.models.gpt2 import GPT2Shape
 from foretrain.planning.activations import Pass
 from foretrain.planning.parameters import FP32, Parameters, adapted_parameters, parameters_of
 from foretrain.planning.timeline import full_step
-from foretrain.trainer import _LARGEST_FP32_BASIS as LARGEST_FP32_BASIS
 
 WORKSPACE = 32 * 2**20
 """What cuBLAS takes on Hopper; 8 MiB on older cards. It is counted by the allocator, the CUDA context is not."""
@@ -204,12 +203,6 @@ def row_size(parameters: Parameters) -> tuple[int, int]:
     return layout.size, layout._membership.numel() * layout._membership.element_size()
 
 
-def basis_number(config: Config, elements: int) -> int:
-    """Bytes of a number in the stored directions."""
-    wanted = config.hybrid.basis_type
-    return 2 if wanted == "bf16" or (wanted == "auto" and elements > LARGEST_FP32_BASIS) else FP32
-
-
 def _basis(config: Config, target: Target, parameters: Parameters) -> int:
     """Two bases, two displacements, the weights at the window's start and a scratch row."""
     if not parameters.trained:
@@ -217,13 +210,13 @@ def _basis(config: Config, target: Target, parameters: Parameters) -> int:
     size, membership = row_size(parameters)
     if target.cuda and config.memory.basis == "pinned":
         return membership
-    number = basis_number(config, parameters.elements)
+    number = basis_type(config.hybrid.basis_type, parameters.elements).itemsize
     return size * ((2 * len(DIRECTIONS) + 2) * number + 2 * FP32) + membership
 
 
 def _move(config: Config, target: Target, parameters: Parameters) -> int:
     """What making a move needs: a direction in fp32, and with an average the way that was gone."""
-    number = basis_number(config, parameters.elements)
+    number = basis_type(config.hybrid.basis_type, parameters.elements).itemsize
     way = parameters.learned if config.evaluation.ema_decay else 0
     if target.cuda and config.memory.basis == "pinned":
         return BUFFER_BYTES + way

@@ -18,7 +18,8 @@ COSTS: dict[str, dict[Any, float]] = {
     "optimizer.state_type": {"bf16": 0.005, "8bit": 0.01},  # reading and writing less, but converting
     "engine.update_in_backward": {True: 0.05},  # one update per weight instead of one for all; compiled block by block
     "memory.snapshots": {"pinned": 0.005},  # a copy over the bus per move
-    "memory.basis": {"pinned": 0.02},  # all directions cross the bus twice per window
+    # all directions cross the bus twice per window; at 1.5B with windows of 4 steps it took far more (docs/results.md)
+    "memory.basis": {"pinned": 0.02},
     "memory.offload": {True: 0.01},  # a copy out and back per move, mostly hidden
     "memory.lookahead": {0: 0.005},  # the way back is hidden by the next step only
 }
