@@ -76,7 +76,7 @@ def test_every_number_and_every_move_is_the_same(buffer_bytes: int, basis: torch
 
 
 def test_a_buffer_is_as_small_as_was_asked_for_and_at_least_one_chunk() -> None:
-    (_, one), (_, small) = pair(40_000, torch.float32, torch.float32)
+    (_, one), (_, small) = pair(80_000, torch.float32, torch.float32)
     assert isinstance(small, HostedTrajectory)
     assert 1 < small.chunks_at_once < one.layout.chunks
     assert pair(1, torch.float32, torch.float32)[1][1].chunks_at_once == 1  # type: ignore[attr-defined]

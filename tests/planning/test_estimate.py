@@ -151,7 +151,9 @@ def test_probes_have_a_precision_of_their_own() -> None:
 def test_a_recorded_step_keeps_its_memory_for_itself() -> None:
     small = {"batch_size": 1, "engine.cuda_graph": True}
     assert full(small).needed > full(small | {"engine.cuda_graph": False}).needed
-    assert full({"engine.cuda_graph": False}).pool == 0
+    alone = full(small | {"engine.cuda_graph": False})
+    assert alone.pool == 0
+    assert full(small).phases["full"]["workspaces"] == 3 * alone.phases["full"]["workspaces"] > 0  # two more streams
 
 
 @pytest.mark.parametrize(

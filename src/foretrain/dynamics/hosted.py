@@ -1,7 +1,8 @@
 """The trajectory with its directions in host memory: they pass through a small buffer on the device.
 
-The same arithmetic in the same order as `Trajectory`, a range of chunks at a time. All copies are on the current
-stream, so each finds what the one before it left, and the host waits for none of them but at the end of a window.
+The same arithmetic in the same order as `Trajectory`, a range of chunks at a time. At the end of a window one range is
+on its way back while the next one comes, in a buffer of its own: a bus carries both ways at once. All other copies are
+on the current stream, so each finds what the one before it left. The host waits for none but at the end of a window.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from torch import Tensor
 from foretrain.dynamics.predictor import Array
 from foretrain.dynamics.records import DIRECTIONS
 from foretrain.dynamics.trajectory import Trajectory
-from foretrain.engine.host import copy_each, host_zeros, on_device, settle
+from foretrain.engine.host import Lane, copy_each, host_zeros, on_device, settle
 
 BUFFER_BYTES = 128 * 2**20
-"""On the device, while a window is closed or a move is made."""
+"""On the device, while a window is closed or a move is made, all buffers together."""
+_BUFFERS = 2
 _R = len(DIRECTIONS)
 _BUFFER_ROWS = 2 * _R + 2
 
@@ -41,7 +43,8 @@ class HostedTrajectory(Trajectory):
     ) -> None:
         super().__init__(parameters, names, window=window, dtype=dtype, reduce_dots=reduce_dots)
         per_chunk = self.layout.chunk * (_BUFFER_ROWS * dtype.itemsize + 3 * torch.float32.itemsize)
-        self.chunks_at_once = min(self.layout.chunks, max(1, buffer_bytes // per_chunk))
+        self.chunks_at_once = min(self.layout.chunks, max(1, buffer_bytes // (_BUFFERS * per_chunk)))
+        self._lanes = [Lane(self.device) for _ in range(_BUFFERS)]
 
     def _zeros(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return host_zeros(shape, dtype, self.device)
@@ -58,9 +61,13 @@ class HostedTrajectory(Trajectory):
 
     def _enter(self, frozen: bool, freeze: bool) -> tuple[Tensor, Tensor]:
         followed, grams = [], []
-        all_rows, all_work = self._buffer(_BUFFER_ROWS, self._rows.dtype), self._buffer(3, torch.float32)
-        for _, _, part in self._ranges():
+        buffers = [
+            (lane, self._buffer(_BUFFER_ROWS, self._rows.dtype), self._buffer(3, torch.float32)) for lane in self._lanes
+        ]
+        for turn, (_, _, part) in enumerate(self._ranges()):
             length = part.stop - part.start
+            lane, all_rows, all_work = buffers[turn % _BUFFERS]
+            lane.join()  # what this buffer held before has left it
             rows, (now, moved, last_step) = all_rows[:, :length], all_work[:, :length]
             basis, since_freeze, displacement = rows[:_R], rows[-2], rows[-1]
             stored = self._rows[:, part]
@@ -77,8 +84,13 @@ class HostedTrajectory(Trajectory):
             if freeze:
                 rows[_R : 2 * _R].copy_(basis)
                 since_freeze.zero_()
-            copy_each(stored.unbind(), rows[:-1].unbind())
-            copy_each([self._previous[part]], [now])
+            with lane.behind():
+                copy_each(stored[:_R].unbind(), basis.unbind())
+                if freeze:
+                    copy_each(stored[_R : 2 * _R].unbind(), rows[_R : 2 * _R].unbind())
+                copy_each([stored[-1], self._previous[part]], [since_freeze, now])
+        for lane in self._lanes:
+            lane.join()
         return torch.cat(followed), torch.cat(grams)
 
     def _weights_in(self, part: slice, out: Tensor) -> None:

@@ -21,7 +21,8 @@ from foretrain.planning.parameters import FP32, Parameters, adapted_parameters, 
 from foretrain.planning.timeline import full_step
 
 WORKSPACE = 32 * 2**20
-"""What cuBLAS takes on Hopper; 8 MiB on older cards. It is counted by the allocator, the CUDA context is not."""
+"""What cuBLAS takes on Hopper, 8 MiB on older cards; again on each of the two streams that record a CUDA graph. It is
+counted by the allocator, the CUDA context is not."""
 RESERVE = 0.05
 """Share beyond the peak that a budget must leave: the allocator holds whole segments, a little more than it hands out.
 Measured peaks are compared without it."""
@@ -132,7 +133,7 @@ def estimate(config: Config, target: Target) -> Estimate:
 
     always = {"weights": parameters.weights, "optimizer state": state}
     always["batches"] = BATCHES_AT_HAND * config.batch_size * target.length * TOKEN_BYTES
-    always["workspaces"] = WORKSPACE if target.cuda else 0
+    always["workspaces"] = WORKSPACE * (1 + 2 * _recorded(config, target)) if target.cuda else 0
     if config.evaluation.ema_decay:
         always["average"] = learned
     if config.predictor.beta > 0:
@@ -232,11 +233,15 @@ def _pairs(config: Config, target: Target, learned: int) -> int:
     return learned * (2 * pairs + 6) if possible and pairs >= _FEWEST_PAIRS else 0
 
 
+def _recorded(config: Config, target: Target) -> bool:
+    """The step will be a CUDA graph."""
+    wanted, elements = config.engine.cuda_graph, all_parameters(config, target).elements
+    if wanted == "auto":
+        leaves = config.memory.offload and config.hybrid.mode != "off"  # then the state does not stay where it was
+        wanted = not leaves and 6.0 * elements * config.batch_size * target.length < LAUNCH_BOUND_FLOPS
+    return target.cuda and bool(wanted)
+
+
 def _pool(config: Config, target: Target, step: Mapping[str, int]) -> int:
     """A recorded step keeps its activations and buffers for the next replay."""
-    wanted, elements = config.engine.cuda_graph, all_parameters(config, target).elements
-    leaves = config.memory.offload and config.hybrid.mode != "off"  # then the state does not stay where it was
-    wanted = False if wanted == "auto" and leaves else wanted
-    small = 6.0 * elements * config.batch_size * target.length < LAUNCH_BOUND_FLOPS
-    recorded = target.cuda and (small if wanted == "auto" else bool(wanted))
-    return sum(step.values()) - step["gradients"] if recorded else 0
+    return sum(step.values()) - step["gradients"] if _recorded(config, target) else 0
