@@ -8,42 +8,23 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+import time
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch.nn import functional as F
 
-from foretrain import environment, run
+from foretrain import environment
 from foretrain.config import from_mapping
-from foretrain.data.loader import Loader, TokenWindows, held_out_batches
-from foretrain.dynamics.hosted import HostedTrajectory
-from foretrain.dynamics.trajectory import Trajectory
+from foretrain.data.loader import held_out_batches
 from foretrain.engine.graph import GraphedStep
-from foretrain.engine.host import host_bytes
 from foretrain.models import kernels
 from foretrain.models.loss import linear_cross_entropy
 from foretrain.trainer import HybridTrainer
-
-TOKENS = np.random.default_rng(1).zipf(1.3, 400_000).clip(max=999).astype(np.uint16)
-
-
-def trainer(**settings: Any) -> tuple[HybridTrainer, Loader]:
-    """A small GPT on the GPU."""
-    values = {"device": "cuda", "max_steps": 40, "batch_size": 8, "model.width": 128, "model.context": 64}
-    values |= {"model.vocab_size": 1000, "optimizer.type": "adamw", "optimizer.learning_rate": 1e-3}
-    config = from_mapping({**values, **settings})
-    made = HybridTrainer(run.build_model(config), config=config)
-    return made, Loader(TokenWindows(TOKENS, 64, 1), config.batch_size, 1, pin_memory=True)
-
-
-def losses(steps: int, **settings: Any) -> list[float]:
-    made, loader = trainer(**settings)
-    batches = iter(loader)
-    return [made.step(next(batches)).loss for _ in range(steps)]
+from gpu_memory_checks import MEMORY_CHECKS
+from gpu_trainer import TOKENS, losses, trainer
 
 
 def kernel_equals_torch() -> str:
@@ -205,91 +186,6 @@ def moves_work() -> str:
     return f"{'; '.join(told)}; exact loss after 300 steps {final['leap']:.2e} against {final['off']:.2e} without leaps"
 
 
-def host_memory_equals_device() -> str:
-    """Snapshots, directions and the optimizer's state in host memory: the same weights, bit for bit, in all phases."""
-    places: tuple[dict[str, Any], ...] = (
-        {},
-        {"memory.snapshots": "pinned"},
-        {"memory.basis": "pinned"},
-        {"memory.offload": True},
-        {"memory.snapshots": "pinned", "memory.basis": "pinned", "memory.offload": True},
-        {"memory.snapshots": "pinned", "memory.offload": True, "memory.lookahead": 0},
-    )
-    told = []
-    for mode, optimizer in (("leap", "adamw"), ("rollout", "muon")):
-        settings = {"hybrid.mode": mode, "optimizer.type": optimizer, "hybrid.warmup_steps": 50, "max_steps": 600}
-        settings |= {"schedule.type": "constant", "hybrid.confidence_threshold": 0.0, "audit.time_budget": 0.2}
-        settings |= {"optimizer.learning_rate": 1e-4, "engine.deterministic": True, "engine.cuda_graph": False}
-        ends = []
-        for place in places:
-            made, loader = trainer(**settings, **{"engine.compile": False, "evaluation.ema_decay": 0.9}, **place)
-            for batch in loader:
-                made.step(batch)
-                if made.global_step >= 600 and not made.judging:
-                    break
-            weights = torch.nn.utils.parameters_to_vector(made.model.parameters()).detach()
-            ends.append((weights, made.summary()["moves"]))
-        assert sum(ends[0][1].values()) > 0, ends[0][1]
-        for place, (weights, moves) in zip(places, ends, strict=True):
-            assert torch.equal(weights, ends[0][0]), (mode, place, moves, ends[0][1])
-        told.append(f"{mode}, {optimizer}: {ends[0][1]}")
-    return f"{len(places)} ways, the same bits; {'; '.join(told)}"
-
-
-def directions_in_slices_equal_whole() -> str:
-    """Dot products of a slice may be added up by another kernel than those of the whole."""
-    worst, shapes = 0.0, ((3000, 700), (50,), (64, 9))
-    for dtype in (torch.float32, torch.bfloat16):
-        motions = []
-        for small in (False, True):
-            generator = torch.Generator("cuda").manual_seed(1)
-            weights = [torch.randn(shape, device="cuda", generator=generator) for shape in shapes]
-            kinds = {False: Trajectory, True: partial(HostedTrajectory, buffer_bytes=2**20)}
-            trajectory = kinds[small](weights, window=3, dtype=dtype)
-            for _ in range(36):
-                trajectory.before_step()
-                for weight in weights:
-                    weight.add_(0.01 * torch.randn(weight.shape, device="cuda", generator=generator) + 0.003)
-                if trajectory.after_step():
-                    motion = trajectory.close()
-            trajectory.move(np.full((3, 4), 0.1))
-            motions.append((motion, trajectory.state_dict(), weights))
-        (one, state, mine), (other, sliced, theirs) = motions
-        assert torch.equal(state["basis"].cpu(), sliced["basis"]), dtype
-        assert torch.equal(state["previous"].cpu(), sliced["previous"]), dtype
-        assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True)), dtype
-        worst = max(worst, float(np.max(np.abs(one.gram - other.gram) / np.abs(one.gram).max())))
-        assert worst < 1e-6, worst
-    return f"the same directions and moves; dot products differ by {worst:.1e} of the largest"
-
-
-def offload_frees_memory() -> str:
-    """What the optimizer's state and the gradients took is free while they are away; host memory does not grow."""
-    made, loader = trainer(**{"model.width": 1024, "memory.offload": True, "engine.compile": False})
-    batches = iter(loader)
-    for _ in range(3):
-        made.step(next(batches))
-    away, state = made.away, made.optimizer.state
-    assert away is not None
-    gradients = sum(p.grad.numel() * 4 for p in made.full_step.parameters if p.grad is not None)
-    size = sum(t.numel() * 4 for values in state.values() for t in values.values() if t.ndim)
-    expected = {p: values["exp_avg"].clone() for p, values in state.items()}
-    torch.cuda.synchronize()
-    before, used = torch.cuda.memory_allocated(), 0
-    for cycle in range(1000):
-        away.leave()
-        if cycle == 0:
-            freed, used = before - torch.cuda.memory_allocated(), host_bytes()
-        away.fetch()
-        away.back()
-    torch.cuda.synchronize()
-    assert freed >= 0.99 * (size + gradients), (freed, size, gradients)
-    assert host_bytes() == used
-    assert torch.cuda.memory_allocated() <= before
-    assert all(torch.equal(values["exp_avg"], expected[p]) for p, values in state.items())
-    return f"{freed / 2**20:.0f} MB of the device freed, {used / 2**20:.0f} MB of the host used, also after 1,000 times"
-
-
 def resume_is_exact() -> str:
     """With deterministic operations: 40 steps at once equal 20 steps, a new process state, and 20 more."""
     settings = {
@@ -335,10 +231,8 @@ def main() -> None:
         no_step_waits,
         idle_equals_plain,
         moves_work,
-        host_memory_equals_device,
-        directions_in_slices_equal_whole,
-        offload_frees_memory,
         resume_is_exact,
+        *MEMORY_CHECKS,
     )
     record: dict[str, Any] = {
         "date": f"{datetime.now().astimezone():%Y-%m-%d}",
@@ -352,12 +246,14 @@ def main() -> None:
             continue
         torch._dynamo.reset()
         torch.manual_seed(1)
+        started = time.perf_counter()
         try:
             record[check.__name__] = check()
         except Exception as error:  # noqa: BLE001 - every check is reported
             failed += 1
             record[check.__name__] = f"FAILED: {type(error).__name__}: {error}"
-        print(f"{check.__name__:26} {record[check.__name__]}", flush=True)
+        taken = time.perf_counter() - started
+        print(f"{check.__name__:32} {record[check.__name__]} ({taken:.0f} s)", flush=True)
     if len(sys.argv) > 1:
         (Path(sys.argv[1]) / f"{record['date']}-gpu-checks.json").write_text(json.dumps(record, indent=1) + "\n")
     sys.exit(failed > 0)

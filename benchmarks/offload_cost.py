@@ -146,28 +146,38 @@ def measure(settings: dict[str, Any], mode: str, arms: list[str], rounds: int, c
     steps = cycles * STEPS[mode]
     kept: dict[str, Arm] = {}
     seconds: dict[str, list[float]] = {name: [] for name in arms}
+    memories: dict[str, Any] = {}
+    moves: dict[str, Any] = {}
     for turn in range(rounds):
         for name in arms if turn % 2 == 0 else arms[::-1]:
+            before = host_bytes()
             arm = kept.get(name) or Arm({**settings, **ARMS[name]})
             seconds[name].append(arm.train(steps))
             if together:
                 kept[name] = arm
+            elif name not in memories:
+                memories[name] = memory(arm, mode, before)
+            moves[name] = dict(arm.trainer.pilot.counts.moves) if arm.trainer.pilot else {}
             del arm
-            gc.collect()
-    moves = {name: dict(arm.trainer.pilot.counts.moves) for name, arm in kept.items() if arm.trainer.pilot}
+            clear(settings["device"])
     kept.clear()
-    return steps, seconds, moves, {name: memory({**settings, **ARMS[name]}, mode) for name in arms}
+    for name in arms if together else ():
+        clear(settings["device"])
+        before = host_bytes()
+        memories[name] = memory(Arm({**settings, **ARMS[name]}), mode, before)
+    return steps, seconds, moves, memories
 
 
-def memory(settings: dict[str, Any], mode: str) -> dict[str, Any]:
-    """Of an arm that is alone on the device."""
-    gc.collect()
-    if settings["device"] == "cuda":
-        torch.cuda.empty_cache()
-    before = host_bytes()
-    arm = Arm(settings)
-    peaks = arm.peaks(2 * STEPS[mode]) if settings["device"] == "cuda" else {}
+def memory(arm: Arm, mode: str, before: int) -> dict[str, Any]:
+    """Of an arm that is alone on the device. before: host memory that others use."""
+    peaks = arm.peaks(STEPS[mode]) if arm.trainer.device.type == "cuda" else {}
     return {"peak_mb": peaks, "host_mb": round((host_bytes() - before) / 2**20, 1)}
+
+
+def clear(device: str) -> None:
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
 
 
 def report(mode: str, steps: int, seconds: dict[str, list[float]], memories: dict[str, Any]) -> dict[str, Any]:

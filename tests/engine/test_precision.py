@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from tests.planning.observed import Live
 from torch import nn
 
+from foretrain import run
 from foretrain.config import PrecisionConfig
 from foretrain.engine.precision import Precision, choose_device, choose_precision
 from foretrain.errors import ConfigError
@@ -73,6 +75,31 @@ def test_matrix_products_have_the_format_asked_for(name: str, dtype: torch.dtype
     with precision.autocast():
         assert nn.Linear(4, 4)(torch.ones(2, 4)).dtype is dtype
     assert precision.scaled is (name == "fp16")
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_narrow_copies_of_what_is_recomputed_are_not_kept(share: float, make_batch: Make, make_config: Make) -> None:
+    """The peak of a forward pass without gradients, with torch's cache of such copies and as it is."""
+    changes = {
+        "precision.type": "bf16",
+        "model.width": 128,
+        "model.vocab_size": 65,
+        "engine.activation_checkpointing": share,
+    }
+    config = make_config(changes)
+    trainer = HybridTrainer(run.build_model(config), config=config)
+    batch, autocast = make_batch(), trainer.precision.autocast
+
+    def peak() -> int:
+        live = Live()
+        live.ignore((*trainer.model.parameters(), *batch))
+        with live, torch.no_grad():
+            trainer.full_step.loss(batch)
+        return live.peak
+
+    found = peak()
+    trainer.precision.autocast = lambda cache=True: autocast()  # type: ignore[method-assign]
+    assert (found < 0.7 * peak()) is bool(share)
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp16"])

@@ -56,8 +56,10 @@ def model_and_batch(shape: GPT2Shape, rows: int, **options: Any) -> tuple[GPT2, 
     return model, tokens, tokens.clone()
 
 
-def autocast(precision: str) -> Any:
-    return torch.autocast("cpu", dtype=torch.bfloat16) if precision == "bf16" else nullcontext()
+def autocast(precision: str, model: GPT2) -> Any:
+    """As in a full step."""
+    cache = not model.recomputed
+    return torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=cache) if precision == "bf16" else nullcontext()
 
 
 @contextmanager
@@ -88,7 +90,7 @@ def saved_bytes(model: GPT2, tokens: Tensor, targets: Tensor, precision: str) ->
             kept.append(tensor)  # no storage is freed and its place used again while we count
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), autocast(precision):
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), autocast(precision, model):
         loss = model(tokens, targets)
     assert loss.requires_grad
     return sum(found.values())
@@ -102,7 +104,7 @@ def step_peak(model: GPT2, tokens: Tensor, targets: Tensor, precision: str, with
         if with_gradients:
             for p in model.parameters():
                 p.grad = torch.zeros_like(p)
-        with autocast(precision):
+        with autocast(precision, model):
             loss = model(tokens, targets)
         loss.backward()
     peak = live.peak
@@ -131,7 +133,7 @@ def compiled_bytes(model: GPT2, tokens: Tensor, targets: Tensor, precision: str)
         decompositions=select_decomp_table(),
     )
     torch._dynamo.reset()
-    with autocast(precision):
+    with autocast(precision, model):
         torch.compile(lambda: model(tokens, targets), backend=backend, dynamic=False)()
     outputs = next(node for node in graphs[0].graph.nodes if node.op == "output").args[0]
     return sum(_base_bytes(node) for node in {_base(node) for node in outputs[1:] if node is not None})

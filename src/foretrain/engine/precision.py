@@ -63,7 +63,8 @@ class Precision:
             torch.backends.cudnn.allow_tf32 = config.tf32
 
     def autocast(self, cache: bool = True) -> AbstractContextManager[Any]:
-        """Context of the forward pass."""
+        """Context of the forward pass. cache: narrow copies of weights are kept to its end, for those used repeatedly;
+        of what is recomputed later they need not be."""
         if self.forward == "fp32":
             return nullcontext()
         return torch.autocast(self.device.type, dtype=DTYPES[self.forward], cache_enabled=cache)

@@ -70,7 +70,7 @@ class FullStep:
 
     def loss(self, batch: Any) -> Tensor:
         """The forward pass alone, in the precision of training."""
-        with self._attention(), self.precision.autocast():
+        with self._attention(), self.precision.autocast(cache=not getattr(self.model, "recomputed", ())):
             return self._loss(batch)
 
     def gradient(self, batch: Any) -> Tensor:

@@ -221,10 +221,15 @@ class Pass:
         )
 
     @property
+    def cast_at_once(self) -> int:
+        """The largest narrow copy, where each is made when it is needed and freed after it."""
+        return HALF * self.largest_matrix if self.half else 0
+
+    @property
     def forward_alone(self) -> int:
         """A pass without gradients, as probes and evaluation make them, with its copies of weights."""
-        copies = self.shape.layers * self.casts_per_block if not self.compiled else HALF * self.largest_matrix
-        copies = copies if self.half else 0
+        cached = not self.compiled and not self.recomputed  # autocast keeps every copy to the end of the pass
+        copies = self.shape.layers * self.casts_per_block if cached else self.cast_at_once
         head = self.head_cast if not (self.compiles_loss or self.fuses) else 0
         loss = self.hidden_in_forward + head
         return copies + max(self.in_forward_alone, loss + self.loss_forward(learning=False))

@@ -58,9 +58,8 @@ def moments(
     activations, casts = work.kept_of_embedding, 0
     for layer in range(layers):
         activations += kept[layer]
-        # autocast's cache keeps every copy to the end of the forward pass; a compiled pass makes them where needed
-        casts += 0 if layer in again and work.compiled else work.casts_per_block
-        transient = work.in_forward_alone if layer in again else work.in_forward
+        casts += 0 if layer in again else work.casts_per_block
+        transient = work.in_forward_alone + work.cast_at_once if layer in again else work.in_forward
         found.append(Moment("forward", before, activations + transient, casts, 0, 0))
     hidden = activations + work.kept_of_hidden
     found.append(Moment("loss", before, hidden + work.hidden_in_forward, casts, work.loss_forward(), 0))
