@@ -20,8 +20,9 @@ from typing import Any
 import torch
 
 from foretrain import environment
-from foretrain.config import parse_override
+from foretrain.config import from_mapping, parse_override
 from foretrain.engine.host import host_bytes
+from foretrain.planning.budget import cap_allocator
 from offload_cost import CYCLE, MODELS, STEPS, Arm
 
 RUNGS: dict[str, dict[str, Any]] = {
@@ -56,6 +57,7 @@ def climb(settings: dict[str, Any], tokens: int, mode: str) -> dict[str, Any]:
     try:
         arm = Arm({**settings, **CYCLE, "hybrid.mode": mode})
         peaks = arm.peaks(STEPS[mode])
+        cycle = arm.train(STEPS[mode])
         while arm.trainer.phase.value != "full":
             arm.trainer.step(next(arm.batches))
         seconds = arm.train(8)
@@ -66,6 +68,7 @@ def climb(settings: dict[str, Any], tokens: int, mode: str) -> dict[str, Any]:
         "reserved_mb": round(torch.cuda.max_memory_reserved() / 2**20, 1),
         "host_mb": round((host_bytes() - before) / 2**20, 1),
         "tokens_per_second": round(8 * tokens / seconds),
+        "milliseconds_per_step_of_a_cycle": round(1000 * cycle / STEPS[mode], 2),
     }
 
 
@@ -81,8 +84,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("no CUDA GPU: there is no memory to measure")
     if options.budget:
-        total = torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction(1e9 * options.budget / total, 0)
+        cap_allocator(from_mapping({"device": "cuda"}), int(1e9 * options.budget), print)
     usual = {"device": "cuda", "optimizer.type": "adamw", "schedule.type": "constant", "max_steps": 100_000}
     given = {**usual, **MODELS[options.model], **dict(parse_override(text) for text in options.set)}
     results: dict[str, Any] = {}

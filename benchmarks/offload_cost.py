@@ -2,7 +2,7 @@
 
 python benchmarks/offload_cost.py                                      # tiny GPT on the CPU: time only
 python benchmarks/offload_cost.py --device cuda --model gpt2-small
-python benchmarks/offload_cost.py --device cuda --model gpt2-xl --arms offload everything --set batch_size=8
+python benchmarks/offload_cost.py --device cuda --model gpt2-xl --switch --rounds 2   # memory.offload alone
 
 Hybrid runs in which every cycle has a move that is kept, whatever it is worth, in rounds that alternate between the
 arms. Models other than tiny and small are in memory one at a time, so each round builds them anew.
@@ -168,6 +168,28 @@ def measure(settings: dict[str, Any], mode: str, arms: list[str], rounds: int, c
     return steps, seconds, moves, memories
 
 
+def switched(settings: dict[str, Any], mode: str, rounds: int, cycles: int) -> Any:
+    """The same of one trainer whose optimizer state leaves in every other round: for models that take long to build."""
+    settings = {**settings, **CYCLE, "hybrid.mode": mode, **ARMS["offload"]}
+    steps, before = cycles * STEPS[mode], host_bytes()
+    arm = Arm(settings)
+    trainer, leaving = arm.trainer, arm.trainer.away
+    seconds: dict[str, list[float]] = {"device": [], "offload": []}
+    memories: dict[str, Any] = {}
+    for turn in range(rounds):
+        for name in seconds if turn % 2 == 0 else list(seconds)[::-1]:
+            while trainer.phase.value != "full":
+                trainer.step(next(arm.batches))
+            trainer.away = leaving if name == "offload" else None
+            seconds[name].append(arm.train(steps))
+    for name in seconds:
+        while trainer.phase.value != "full":
+            trainer.step(next(arm.batches))
+        trainer.away = leaving if name == "offload" else None
+        memories[name] = memory(arm, mode, before)
+    return steps, seconds, dict(trainer.pilot.counts.moves) if trainer.pilot else {}, memories
+
+
 def memory(arm: Arm, mode: str, before: int) -> dict[str, Any]:
     """Of an arm that is alone on the device. before: host memory that others use."""
     peaks = arm.peaks(STEPS[mode]) if arm.trainer.device.type == "cuda" else {}
@@ -209,6 +231,7 @@ def main() -> None:
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--cycles", type=int, default=2, help="moves per round")
+    parser.add_argument("--switch", action="store_true", help="one trainer, whose state leaves in every other round")
     parser.add_argument("--set", nargs="*", default=[], help="key=value, for every arm")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -219,7 +242,10 @@ def main() -> None:
     results = {}
     for mode in options.modes:
         together = options.model in TOGETHER
-        steps, seconds, moves, memories = measure(settings, mode, arms, options.rounds, options.cycles, together)
+        if options.switch:
+            steps, seconds, moves, memories = switched(settings, mode, options.rounds, options.cycles)
+        else:
+            steps, seconds, moves, memories = measure(settings, mode, arms, options.rounds, options.cycles, together)
         results[mode] = {
             "steps_per_round": steps,
             "moves": moves,

@@ -46,6 +46,7 @@ from foretrain.events import (
     Tuned,
 )
 from foretrain.models import gpt2, huggingface
+from foretrain.models import loss as loss_module
 from foretrain.planning.estimate import estimate, target_of
 from foretrain.trainer import HybridTrainer
 
@@ -699,6 +700,25 @@ def _(bench: Bench) -> None:
     bench.patch.setattr(gpt2, "logits_bytes", lambda hidden, vocab_size: 2**60)
     model(*bench.make_batch())  # "auto", and the logits are too large now
     assert len(calls) == 1
+
+
+@effect("engine.loss_rows")
+def _(bench: Bench) -> None:
+    slices: list[int] = []
+    original = loss_module.softmax_gradient_
+
+    def counted(logits: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        slices.append(len(logits))
+        return original(logits, *arguments)
+
+    bench.patch.setattr(loss_module, "softmax_gradient_", counted)
+    losses = []
+    for wanted, expected in (("auto", [64]), (24, [24, 24, 16])):
+        slices.clear()
+        config = bench.config(engine__fused_loss=True, engine__loss_rows=wanted, model__vocab_size=64)
+        losses.append(run.build_model(config)(*bench.make_batch()).item())
+        assert slices == expected
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
 @effect("engine.activation_checkpointing")

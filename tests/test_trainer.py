@@ -165,6 +165,20 @@ def test_evaluation_weighs_batches_by_what_they_count(make_model: Make, make_bat
     assert trainer.evaluate(batches) == pytest.approx(expected, rel=1e-5)
 
 
+def test_an_evaluation_does_not_hold_gradients(make_model: Make, make_config: Make, make_batch: Make) -> None:
+    """The next step makes them anew: losses are those of a run that is not evaluated."""
+    losses = []
+    for evaluated in (False, True):
+        trainer = HybridTrainer(make_model(), config=make_config({"hybrid.mode": "off"}))
+        for step in range(4):
+            losses.append(trainer.step(make_batch(4, step)).loss)
+            assert all(p.grad is not None for p in trainer.model.parameters())
+            if evaluated:
+                trainer.evaluate([make_batch(4, 9)])
+                assert all(p.grad is None for p in trainer.model.parameters())
+    assert losses[:4] == losses[4:]
+
+
 def test_evaluation_drops_nothing_and_changes_nothing(make_model: Make, make_batch: Make, make_config: Make) -> None:
     trainer = HybridTrainer(make_model(dropout=0.5), config=make_config())
     expected = make_model().loss(make_batch()).item()

@@ -64,6 +64,7 @@ def build_model(config: Config) -> GPT2:
         config.seed,
         activation_checkpointing=config.engine.activation_checkpointing,
         fused_loss=config.engine.fused_loss,
+        loss_rows=config.engine.loss_rows,
         narrow_residual=config.precision.narrow_residual,
     )
     if config.model.weights:

@@ -223,6 +223,9 @@ class EngineConfig(Section):
     fused_loss: Switch = "auto"
     """Output layer and cross-entropy in slices, so that all logits never exist at once. `auto`: when they would take
     more than 256 MB on a CUDA GPU (where it is also faster) or 1 GB elsewhere."""
+    loss_rows: Count | Literal["auto"] = "auto"
+    """Tokens per slice of the fused loss: fewer take less memory, and a little longer. `auto`: 16384 on a CUDA GPU,
+    1024 elsewhere."""
     activation_checkpointing: Share = False
     """Recompute blocks in the backward pass instead of keeping their activations: all (`true`), none, or a share, such
     as 0.5, at least one block, evenly spread. Same bits, dropout included. For GPT-2 models."""
@@ -253,10 +256,10 @@ class MemoryConfig(Section):
     offload: bool = False
     """The optimizer's state leaves the device for pinned host memory while steps are predicted, and the gradients are
     dropped. Switches `engine.cuda_graph = "auto"` off, because a recorded step needs them where they were."""
-    lookahead: CountOrZero = 1
+    lookahead: CountOrZero = 5
     """With `offload`: predicted steps before its end at which the state begins to come back. 0: after the last of them,
-    beside the next full step's forward and backward pass, with the least memory. A leap is one step: 1 or more is
-    beside its last probe."""
+    beside the next full step's forward and backward pass; slower, but only so the peak of PREDICT is lower by the
+    state. A leap is one step: 1 or more is beside its last probe."""
     on_out_of_memory: Literal["stop", "retry"] = "stop"
     """`stop`: the run ends with exit code 3, says what to change, and can be resumed. `retry`: the same batch is done
     again in smaller parts (twice the `accumulation_steps`, then `engine.activation_checkpointing`), and a move that

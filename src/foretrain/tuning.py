@@ -156,6 +156,7 @@ def base_of(config: Config) -> Base:
         config.data.vocabulary,
         activation_checkpointing=config.engine.activation_checkpointing,
         fused_loss=config.engine.fused_loss,
+        loss_rows=config.engine.loss_rows,
         narrow_residual=config.precision.narrow_residual,
     )
     if base.adapter is not None:

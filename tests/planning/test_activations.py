@@ -124,8 +124,8 @@ def test_a_compiled_pass_keeps_what_is_planned(precision: str, narrow: bool, aga
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("rows", [256, 3000])
-def test_the_fused_loss_needs_what_is_planned(precision: str, rows: int) -> None:
+@pytest.mark.parametrize(("rows", "slices"), [(256, "auto"), (3000, "auto"), (3000, 200)])
+def test_the_fused_loss_needs_what_is_planned(precision: str, rows: int, slices: int | str) -> None:
     shape = GPT2Shape(1, 1, 64, rows, 3000)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     hidden, weight = torch.zeros(rows, 64, dtype=dtype), torch.zeros(shape.padded_vocab_size, 64, dtype=dtype)
@@ -133,9 +133,9 @@ def test_the_fused_loss_needs_what_is_planned(precision: str, rows: int) -> None
     live = observed.Live()
     live.ignore((hidden, weight, targets))
     with live, torch.no_grad():
-        slices = loss_module.SLICE_ROWS["cpu"]
-        loss_module._linear_cross_entropy._init_fn(hidden, weight, targets, shape.vocab_size, slices, True)
-    work = work_of(shape, 1, precision, fused=True)
+        at_once = loss_module.SLICE_ROWS["cpu"] if isinstance(slices, str) else slices
+        loss_module._linear_cross_entropy._init_fn(hidden, weight, targets, shape.vocab_size, at_once, True)
+    work = work_of(shape, 1, precision, fused=True, loss_rows=slices)
     near(work.loss_forward() - work.head_cast, live.peak)
 
 

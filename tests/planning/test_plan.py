@@ -98,6 +98,18 @@ def test_updates_in_the_backward_pass_come_with_what_they_need() -> None:
         assert not any("engine.update_in_backward" in choice.settings for choice in found)
 
 
+@pytest.mark.parametrize("change", [{"batch_size": 16}, {"hybrid.window_steps": 20}])
+def test_directions_in_main_memory_cost_the_less_the_more_is_done_between_two_windows(change: dict[str, Any]) -> None:
+    target = Target(GPT2Shape(12, 12, 768, 1024, 50257), True, "bf16", 1024)
+
+    def cost(changes: dict[str, Any]) -> float:
+        usual = {"batch_size": 8, "hybrid.window_steps": 10, "hybrid.mode": "leap"}
+        every = choices(from_mapping(usual | changes), frozenset(), target)
+        return next(one.cost for one in every if one.settings == {"memory.basis": "pinned"})
+
+    assert cost(change) == pytest.approx(cost({}) / 2)
+
+
 def test_without_a_gpu_nothing_is_moved_to_main_memory() -> None:
     config = from_mapping({"batch_size": 8})
     found = choices(config, named(config), Target(SHAPES[1], False, "fp32", 1024))

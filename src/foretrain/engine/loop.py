@@ -200,6 +200,8 @@ class Engine:
         batches = list(batches)
         if not batches:
             raise InputError("evaluation needs at least one held-out batch")
+        if not isinstance(self._run_step, GraphedStep):
+            self.optimizer.zero_grad(set_to_none=True)  # the next step makes gradients anew
         with self.averaged_weights():
             return float(self.forward_loss(batches))
 

@@ -172,12 +172,14 @@ class GPT2(nn.Module):
         *,
         activation_checkpointing: bool | float = False,
         fused_loss: bool | str = "auto",
+        loss_rows: int | str = "auto",
         narrow_residual: bool = True,
     ) -> None:
         super().__init__()
         self.shape = shape
         self.activation_checkpointing = activation_checkpointing
         self.fused_loss = fused_loss
+        self.loss_rows = None if isinstance(loss_rows, str) else loss_rows
         self.narrow_residual = narrow_residual
         self.token_embedding = nn.Embedding(shape.padded_vocab_size, shape.width)
         self.position_embedding = nn.Embedding(shape.context, shape.width)
@@ -237,7 +239,8 @@ class GPT2(nn.Module):
         weight = self.token_embedding.weight
         vocab_size = self.shape.vocab_size
         if targets is not None and self._use_fused_loss(hidden):
-            return linear_cross_entropy(hidden.flatten(0, 1), weight, targets.flatten(), vocab_size)
+            rows, goals = hidden.flatten(0, 1), targets.flatten()
+            return linear_cross_entropy(rows, weight, goals, vocab_size, self.loss_rows)
         logits = F.linear(hidden, weight)
         if vocab_size < weight.shape[0]:
             logits = logits[..., :vocab_size]

@@ -16,7 +16,7 @@ from foretrain.models.kernels import softmax_gradient_
 IGNORED = -100
 """Targets with this value do not count, as in `torch.nn.functional.cross_entropy`."""
 
-SLICE_ROWS = {"cuda": 4096, "cpu": 1024}
+SLICE_ROWS = {"cuda": 16384, "cpu": 1024}
 HALF_RANGE = 32768.0
 
 

@@ -31,6 +31,7 @@ class Pass:
     """Compiled, but block by block, so that gradients come in turn; the loss is then not compiled."""
     narrow: bool = True
     fused: bool | str = "auto"
+    loss_rows: int | str = "auto"
     recomputed: float = 0.0
     """Share of the blocks whose activations are not kept."""
     rank: int = 0
@@ -198,7 +199,7 @@ class Pass:
 
     @property
     def _slice(self) -> int:
-        return SLICE_ROWS["cuda" if self.cuda else "cpu"]
+        return SLICE_ROWS["cuda" if self.cuda else "cpu"] if isinstance(self.loss_rows, str) else self.loss_rows
 
     @property
     def loss_kept(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 import torch
@@ -55,6 +56,9 @@ _capped: set[int] = set()
 
 def _cap(device: torch.device, share: float) -> None:
     index = device.index if device.index is not None else torch.cuda.current_device()
+    if not any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
+        # Memory comes in pages that are put together at will. In segments of fixed size a third of 2 GB was lost.
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     torch.cuda.set_per_process_memory_fraction(share, index)
     _capped.add(index)
 

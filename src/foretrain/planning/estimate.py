@@ -26,6 +26,9 @@ counted by the allocator, the CUDA context is not."""
 RESERVE = 0.05
 """Share beyond the peak that a budget must leave: the allocator holds whole segments, a little more than it hands out.
 Measured peaks are compared without it."""
+PAGES = 160 * 2**20
+"""And so much on a CUDA device, whose memory comes in pages of 20 MiB that are partly used: GPT-2 124M under 2 GB had
+200 MB in them."""
 TOKEN_BYTES = 16
 """A token and its target, 8 bytes each."""
 BATCHES_AT_HAND = 5
@@ -58,6 +61,8 @@ class Estimate:
     """What a recorded CUDA graph keeps to itself while other phases run; reserved, but not allocated."""
     moment: str = ""
     """Of a full step, when it needs the most."""
+    pages: int = 0
+    """What the allocator cannot hand out of partly used pages."""
     host: int = 0
     """Main memory, locked, that stands in for the device's."""
 
@@ -74,7 +79,7 @@ class Estimate:
     def needed(self) -> int:
         """What a budget must allow for."""
         most = max(peak + (self.pool if phase not in ("full", "correct") else 0) for phase, peak in self.peaks.items())
-        return int(most * (1 + RESERVE))
+        return int(most * (1 + RESERVE)) + self.pages
 
     def as_dict(self) -> dict[str, object]:
         return {
@@ -117,6 +122,7 @@ def pass_of(config: Config, target: Target, precision: str = "same", rows: int =
         by_block=compiles(config, target) and config.engine.update_in_backward,
         narrow=config.precision.narrow_residual,
         fused=config.engine.fused_loss,
+        loss_rows=config.engine.loss_rows,
         recomputed=float(config.engine.activation_checkpointing),
         rank=config.lora.rank if target.adapters else 0,
     )
@@ -168,11 +174,13 @@ def estimate(config: Config, target: Target) -> Estimate:
     rows = target.evaluated_rows or work.rows
     shown = pass_of(config, target, rows=rows).forward_alone
     swapped = 2 * learned if config.evaluation.ema_decay else 0
-    phases["evaluate"] = always | {"gradients": gradients, "activations": shown, "weights put aside": swapped}
+    left = gradients if _recorded(config, target) else 0
+    phases["evaluate"] = always | {"gradients": left, "activations": shown, "weights put aside": swapped}
     return Estimate(
         {phase: phases[phase] for phase in _PHASES if phase in phases},
         _pool(config, target, step),
         moment.name,
+        PAGES if target.cuda else 0,
         _host(config, target, parameters, snapshot, state) if hybrid and target.cuda else 0,
     )
 

@@ -9,27 +9,33 @@ from typing import Any
 from foretrain.config import Config
 from foretrain.planning.estimate import Target
 
-RECOMPUTING = 1 / 3
-"""Of a step, when all blocks are recomputed: one more forward pass, and a backward pass is worth two of them."""
+RECOMPUTING = 0.28
+"""Of the part of a step that is spent in blocks, when all of them are recomputed. One more forward pass would be 1/3;
+GPT-2 124M on an H200 took 19 % longer, blocks being 69 % of its work (docs/results.md)."""
+BUS_TOKENS = 47_000
+"""Directions in main memory cross the bus at the end of a window, which takes as long as full steps on so many tokens.
+Both grow with the model, so that its size cancels out. Measured with 355M parameters on an H200 (docs/results.md)."""
 HALF_SPEED_TOKENS = 512
 """Tokens of a micro-batch at which kernels run at half their best speed. An assumption for large GPUs."""
 COSTS: dict[str, dict[Any, float]] = {
     "engine.fused_loss": {True: 0.01},  # faster where logits are large, a little slower where they are small
-    "optimizer.state_type": {"bf16": 0.005, "8bit": 0.01},  # reading and writing less, but converting
-    "engine.update_in_backward": {True: 0.05},  # one update per weight instead of one for all; compiled block by block
+    "engine.loss_rows": {4096: 0.02, 1024: 0.05},  # 0.02: 124M on an H200, 32 x 1024 tokens
+    "optimizer.state_type": {"bf16": 0.005, "8bit": 0.005},  # 0.002 in the same run
+    # one update per weight instead of one for all: 26 % at 124M, where launching them takes the time; less for larger
+    "engine.update_in_backward": {True: 0.1},
     "memory.snapshots": {"pinned": 0.005},  # a copy over the bus per move
-    # all directions cross the bus twice per window; at 1.5B with windows of 4 steps it took far more (docs/results.md)
-    "memory.basis": {"pinned": 0.02},
-    "memory.offload": {True: 0.01},  # a copy out and back per move, mostly hidden
+    "memory.offload": {True: 0.01},  # a copy out and back per move, mostly hidden; 0.007 at 124M on an H200
     "memory.lookahead": {0: 0.005},  # the way back is hidden by the next step only
 }
-"""Assumed share of a step's time. Where two plans fit, the one with the lower sum is proposed."""
+"""Share of a step's time, measured where it says so and assumed elsewhere. Where two plans fit, the one with the lower
+sum is proposed."""
 SHARES = (False, 0.25, 0.5, 0.75, True)
 """Of blocks that are recomputed."""
 EXPLANATIONS = {
     "accumulation_steps": "smaller parts of each batch go through the model at once; the result is the same",
     "engine.activation_checkpointing": "blocks are computed again in the backward pass instead of being kept",
     "engine.fused_loss": "logits are computed in slices and never all exist",
+    "engine.loss_rows": "fewer tokens per slice of the logits",
     "optimizer.state_type": "the optimizer's averages are stored in fewer bits",
     "engine.update_in_backward": "each gradient is used and freed at once",
     "optimizer.gradient_clip_norm": "what is updated in the backward pass cannot wait for the norm of all gradients",
@@ -54,9 +60,9 @@ class Choice:
 
 def choices(config: Config, given: frozenset[str], target: Target) -> list[Choice]:
     """All allowed combinations, the fastest first. Settings that were given stay as they are."""
-    values, length = _options(config, given, target), target.length
+    values = _options(config, given, target)
     combinations = product(*values.values())
-    found = [_choice(config, dict(zip(values, combination, strict=True)), length) for combination in combinations]
+    found = [_choice(config, dict(zip(values, combination, strict=True)), target) for combination in combinations]
     return sorted((choice for choice in found if choice is not None), key=lambda one: (one.cost, len(one.settings)))
 
 
@@ -79,6 +85,7 @@ def _options(config: Config, given: frozenset[str], target: Target) -> dict[str,
         "accumulation_steps": divisors,
         "engine.activation_checkpointing": list(SHARES),
         "engine.fused_loss": [True],
+        "engine.loss_rows": [4096, 1024] if target.cuda and target.length * config.batch_size > 1024 else [],
         "optimizer.state_type": ["bf16", "8bit"] if narrow else [],
         "engine.update_in_backward": [True] if in_backward else [],
         "memory.snapshots": ["pinned"] if leaves else [],
@@ -93,7 +100,7 @@ def _options(config: Config, given: frozenset[str], target: Target) -> dict[str,
     return found
 
 
-def _choice(config: Config, values: dict[str, Any], length: int) -> Choice | None:
+def _choice(config: Config, values: dict[str, Any], target: Target) -> Choice | None:
     parts, in_backward = values["accumulation_steps"], values["engine.update_in_backward"]
     if in_backward and parts > 1:
         return None  # nothing keeps the gradients that parts of a batch would add up to
@@ -102,16 +109,28 @@ def _choice(config: Config, values: dict[str, Any], length: int) -> Choice | Non
     settings = {name: value for name, value in values.items() if value != value_of(config, name)}
     if in_backward and config.optimizer.gradient_clip_norm > 0:
         settings["optimizer.gradient_clip_norm"] = 0.0
-    costs = {name: _cost(config, name, value, length) for name, value in settings.items()}
+    if "engine.loss_rows" in settings and not values["engine.fused_loss"]:
+        return None  # there are no slices
+    costs = {name: _cost(config, name, value, target) for name, value in settings.items()}
     return Choice(settings, sum(costs.values()), costs)
 
 
-def _cost(config: Config, name: str, value: Any, length: int) -> float:
+def _cost(config: Config, name: str, value: Any, target: Target) -> float:
+    length = target.length
     if name == "accumulation_steps":
         return _slowness(config, value, length) / _slowness(config, config.accumulation_steps, length) - 1
     if name == "engine.activation_checkpointing":
-        return RECOMPUTING * (float(value) - float(config.engine.activation_checkpointing))
+        more = float(value) - float(config.engine.activation_checkpointing)
+        return RECOMPUTING * more * _share_of_blocks(target)
+    if name == "memory.basis" and value == "pinned":
+        return BUS_TOKENS / (config.hybrid.window_steps * config.batch_size * length)
     return COSTS.get(name, {}).get(value, 0.0)
+
+
+def _share_of_blocks(target: Target) -> float:
+    """Of the multiplications of a pass, attention aside."""
+    blocks = 12 * target.shape.layers * target.shape.width
+    return blocks / (blocks + target.shape.padded_vocab_size)
 
 
 def _slowness(config: Config, parts: int, length: int) -> float:

@@ -43,8 +43,9 @@ def lever_table(plan: Plan) -> Table:
 
 def needed_line(estimate: Estimate) -> str:
     line = (
-        f"peak {format_size(estimate.peak)}; with {RESERVE:.0%} for what the allocator cannot hand out and what a "
-        f"recorded step keeps: {format_size(estimate.needed)}"
+        f"peak {format_size(estimate.peak)}; with {RESERVE:.0%}"
+        + (f" and {format_size(estimate.pages)}" if estimate.pages else "")
+        + f" for what the allocator cannot hand out and what a recorded step keeps: {format_size(estimate.needed)}"
     )
     return f"{line}; and {format_size(estimate.host)} of main memory, locked" if estimate.host else line
 
