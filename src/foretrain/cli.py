@@ -42,6 +42,7 @@ app = App(
     version=lambda: metadata.version("foretrain"),
     version_flags=["--version"],
     help_format="markdown",
+    suppress_keyboard_interrupt=False,
 )
 config_app = App(name="config", help="Write, show and check configuration files.")
 app.command(config_app)
