@@ -169,7 +169,8 @@ def end_run(
     elif level == "quiet":
         from foretrain.show.console import result_line
 
-        put(f"{result_line(summary)}; {files['folder']}")
+        how = ", go on with --resume" if summary["reason"] == "interrupted" else ""
+        put(f"{result_line(summary)}; {files['folder']}{how}")
     else:
         for line in results():
             put(line)
