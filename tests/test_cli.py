@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -185,7 +186,8 @@ def test_a_run_leaves_its_files(
     assert command("train", *tiny_settings, "--set", f"data.path={text_file}", "--out", out, "--json") == 0
     printed = json.loads(capsys.readouterr().out)
     summary = json.loads((out / "summary.json").read_text(encoding="utf-8"))
-    assert printed == summary
+    files = {"folder": str(out), "report": str(out / "report.html"), "model": str(out / "model")}
+    assert printed == summary | {"files": files}
     wanted = {"final_val_loss", "final_train_loss", "seconds", "tokens", "steps", "config", "environment"}
     assert wanted <= summary.keys()
     assert (summary["global_step"], summary["tokens"], summary["reason"]) == (6, 6 * 4 * 16, "finished")
@@ -225,12 +227,29 @@ def test_numbers_that_json_does_not_have_are_null_on_the_screen_too(
         assert json.loads(text, parse_constant=refuse)["final_val_loss"] is None
 
 
-def test_quiet_prints_nothing(
+def test_quiet_prints_the_result_in_one_line(
     command: Command, tmp_path: Path, text_file: Path, tiny_settings: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
     arguments = [*tiny_settings, "--set", f"data.path={text_file}", "--set", "data.domain=code"]
     assert command("train", *arguments, "--out", tmp_path / "run", "--quiet") == 0
-    assert capfd.readouterr() == ("", "")
+    shown = capfd.readouterr()
+    assert re.fullmatch(r"finished: held-out loss \d\.\d{4}, 6 steps in \d+:\d\d; (.*)\n", shown.out)[1] == str(
+        tmp_path / "run"
+    )
+    assert shown.err == ""
+
+
+def test_verbose_tells_everything_and_its_opposite_is_refused(
+    command: Command, tmp_path: Path, text_file: Path, tiny_settings: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [*tiny_settings, "--set", f"data.path={text_file}", "--set", "log.console=quiet"]
+    assert command("train", *arguments, "--out", tmp_path / "run", "--verbose") == 0
+    said = capfd.readouterr().err
+    for words_of_it in ("looked at 15 layers", "memory after", "saved ", "step 6/6"):
+        assert words_of_it in said
+    assert load(tmp_path / "run" / "config.toml").config.log.console == "quiet", "a flag is for this call alone"
+    assert command("train", "--quiet", "--verbose") == 2
+    assert "contradict each other" in capfd.readouterr().err
 
 
 def test_progress_goes_to_standard_error(
@@ -242,6 +261,9 @@ def test_progress_goes_to_standard_error(
     assert output.out == ""
     for words in ("note: data.domain has no effect", "step 6/6", "held-out loss", "run finished"):
         assert words in output.err
+    assert f"report   {tmp_path / 'run' / 'report.html'}  (open it in a browser)\n" in output.err
+    assert f"live    foretrain watch {tmp_path / 'run'} --open\n" in output.err
+    assert "\x1b" not in output.err
 
 
 def test_a_run_from_a_file_with_overrides(
@@ -331,6 +353,7 @@ def test_export_writes_the_newest_checkpoint_and_a_named_one(
     out = tmp_path / "run"
     arguments = ["--set", f"data.path={text_file}", "--set", "checkpoint.interval=5", "--out", out, "--quiet"]
     assert command("train", *tiny_settings, *arguments) == 0
+    capsys.readouterr()
     assert command("export", out, tmp_path / "newest") == 0
     assert capsys.readouterr().out == f"{tmp_path / 'newest'}\n"
     assert command("export", out / "checkpoints" / "step-00000005", tmp_path / "older") == 0

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import io
 import itertools
 import json
 import math
@@ -946,6 +948,15 @@ def _(bench: Bench) -> None:
         assert [line["step"] for line in lines if line["event"] == "Progress"] == steps
         losses = [event.loss for event in events if isinstance(event, Progress)]
         assert np.isfinite(losses).all()
+
+
+@effect("log.console")
+def _(bench: Bench) -> None:
+    for level, (least, most) in {"quiet": (0, 0), "normal": (10, 40), "verbose": (20, 80)}.items():
+        with contextlib.redirect_stderr(io.StringIO()) as said:
+            run.train(bench.config(data__path=str(bench.text_file), log__console=level), bench.folder / level)
+        assert least <= said.getvalue().count("\n") <= most, level
+        assert ("looked at" in said.getvalue()) is (level == "verbose")
 
 
 @effect("log.report")

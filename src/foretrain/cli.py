@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
+import shlex
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -16,7 +16,23 @@ from foretrain.cli_models import adapters_app, finetune, generate
 from foretrain.cli_plan import plan
 from foretrain.cli_report import report, watch
 from foretrain.errors import ConfigError, ForetrainError, InputError, OutOfMemory, is_out_of_memory
-from foretrain.terminal import Json, Settings, check_resume, flag, leave, put, say, silent, warn
+from foretrain.terminal import (
+    Document,
+    Json,
+    Quiet,
+    Settings,
+    Verbose,
+    check_resume,
+    chosen_level,
+    end_run,
+    flag,
+    put,
+    put_beside,
+    put_json,
+    put_written,
+    say,
+    silent,
+)
 
 app = App(
     name="foretrain",
@@ -26,6 +42,7 @@ app = App(
     version=lambda: metadata.version("foretrain"),
     version_flags=["--version"],
     help_format="markdown",
+    suppress_keyboard_interrupt=False,
 )
 config_app = App(name="config", help="Write, show and check configuration files.")
 app.command(config_app)
@@ -53,7 +70,8 @@ def train(
     out: Annotated[Path | None, Parameter(help="Run folder. Unset: a new one in `runs/`.")] = None,
     resume: Annotated[bool, flag("Go on from the newest intact checkpoint in `--out`.")] = False,
     overwrite: Annotated[bool, flag("Replace an earlier run in `--out`.")] = False,
-    quiet: Annotated[bool, flag("No progress, only warnings and errors.")] = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
     json_: Json = False,
 ) -> None:
     """Train a model.
@@ -64,12 +82,15 @@ def train(
 
     `foretrain train --set data.path=book.txt --set max_steps=2000` trains on your text.
 
+    `foretrain watch runs/mine --open`, in a second terminal, shows it live; at its end `report.html` is in its folder.
+
     Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP stop it after the step it is in: everything is saved, and the exit code is 128
     plus the signal's number (Ctrl-C 130, SIGTERM 143). A second signal ends it at once. Out of memory: exit code 3, and
     `--resume` goes on with smaller settings.
     """
     from foretrain.config import load
 
+    level = chosen_level(quiet, verbose)
     check_resume(resume, overwrite, out)
     if resume and config is None and out is not None:
         if (out / "config.toml").is_file():
@@ -81,19 +102,16 @@ def train(
     loaded = load(config, set_ or ())
     if resume and loaded.config.preset == "finetune":
         raise InputError(f"--out {out}: a fine-tuning run; go on with `foretrain finetune --out {out} --resume`")
-    tell = silent if quiet else say
+    level = level or loaded.config.log.console
+    tell = silent if level == "quiet" else say
     for text in loaded.notices:
         tell(f"note: {text}")
-    from foretrain.engine.runfolder import finite
+    from foretrain.run import default_folder
     from foretrain.run import train as run
 
-    listeners = [warn] if quiet else []
-    summary = run(
-        loaded.config, out, resume=resume, overwrite=overwrite, progress=not quiet, listeners=listeners, say=tell
-    )
-    if json_:
-        put(json.dumps(finite(summary), indent=2))
-    leave(summary)
+    folder = out or default_folder(loaded.config)
+    summary = run(loaded.config, folder, resume=resume, overwrite=overwrite, progress=level, say=tell)
+    end_run(summary, folder, level, json_)
 
 
 @app.command
@@ -101,11 +119,13 @@ def export(
     source: Annotated[Path, Parameter(help="A run folder (its newest checkpoint is taken) or one checkpoint folder.")],
     folder: Annotated[Path, Parameter(help="Where to write.")],
     /,
+    *,
+    json_: Json = False,
 ) -> None:
     """Write a checkpoint as a Hugging Face GPT-2 folder (config.json, model.safetensors)."""
     from foretrain.run import export_checkpoint
 
-    put(str(export_checkpoint(source, folder)))
+    put_written(export_checkpoint(source, folder), json_)
 
 
 @app.command
@@ -141,6 +161,8 @@ def compare(
     minutes: Annotated[
         float | None, Parameter(help="Start no further run after this time; call again to go on.")
     ] = None,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
     json_: Json = False,
 ) -> None:
     """Measure whether a configuration is faster than the plain loop, to the same loss, tuned as hard.
@@ -152,13 +174,17 @@ def compare(
     `foretrain compare my.toml --set max_steps=2000 --minutes 30` measures your own run, half an hour at a time. A file
     with `preset = "finetune"` is compared as `foretrain finetune` would train it.
     """
+    level = chosen_level(quiet, verbose)
     from foretrain.measure.commands import run_comparison
 
-    result, page = run_comparison(
-        config, set_ or (), out, seeds, rates, budgets, arm or (), ladder, minutes, ["compare", *sys.argv[2:]]
+    result, page, level = run_comparison(
+        config, set_ or (), out, seeds, rates, budgets, arm or (), ladder, minutes, ["compare", *sys.argv[2:]], level
     )
     if json_:
-        put(json.dumps(result))
+        put_json(result | {"page": str(page)})
+        return
+    if level == "quiet":
+        put(f"{result['analysis']['sentence']} ({page})")
         return
     from foretrain.show.comparison import print_comparison
 
@@ -175,11 +201,11 @@ def doctor(*, json_: Json = False) -> None:
 
     findings = examine()
     if json_:
-        put(json.dumps([vars(finding) for finding in findings], indent=2))
+        put_json([vars(finding) for finding in findings])
     else:
         marks = {"ok": "ok  ", "note": "note", "problem": "!!! "}
         for finding in findings:
-            put(f"{marks[finding.level]} {finding.name:<10} {finding.text}")
+            put_beside(f"{marks[finding.level]} {finding.name:<10} ", finding.text)
     if any(finding.level == "problem" for finding in findings):
         sys.exit(1)
 
@@ -197,12 +223,12 @@ def predictors(
 
         rows = [{"index": f.index, "group": f.group, "name": f.name, "meaning": f.meaning} for f in FEATURES]
     if json_:
-        put(json.dumps(rows, indent=2))
+        put_json(rows)
         return
-    widths = {key: max(len(str(row[key])) for row in rows) for key in rows[0]}
-    last = list(widths)[-1]
+    *names, last = rows[0]
+    widths = {name: max(len(str(row[name])) for row in rows) for name in names}
     for row in rows:
-        put("  ".join(str(row[key]) if key == last else f"{row[key]!s:<{widths[key]}}" for key in widths))
+        put_beside("".join(f"{row[name]!s:<{width}}  " for name, width in widths.items()), str(row[last]))
 
 
 @config_app.command
@@ -212,6 +238,7 @@ def init(
     *,
     preset: Annotated[str, Parameter(help="Preset to start from.")] = "measured",
     set_: Settings = None,
+    json_: Json = False,
 ) -> None:
     """Write a configuration file with every setting, its default and its meaning."""
     from foretrain.config import load, to_toml
@@ -224,8 +251,11 @@ def init(
         raise InputError(f"{file} exists already; choose another name or delete it first") from None
     except OSError as error:
         raise InputError(f"{file}: cannot be written ({error.strerror})") from None
-    command = "finetune" if preset == "finetune" else "train"
-    put(f"wrote {file}; train it with: foretrain {command} {file}")
+    command = f"foretrain {'finetune' if preset == 'finetune' else 'train'} {shlex.quote(str(file))}"
+    if json_:
+        put_json({"written": str(file), "command": command})
+    else:
+        put(f"wrote {file}; train it with: {command}")
 
 
 @config_app.command
@@ -234,7 +264,10 @@ def show(file: Path | None = None, /, *, set_: Settings = None, json_: Json = Fa
     from foretrain.config import load, to_mapping, to_toml
 
     config = load(file, set_ or ()).config
-    put(json.dumps(to_mapping(config), indent=2) if json_ else to_toml(config).rstrip())
+    if json_:
+        put_json(to_mapping(config))
+    else:
+        put(to_toml(config).rstrip())
 
 
 @config_app.command
@@ -245,44 +278,60 @@ def check(file: Path, /, *, set_: Settings = None, json_: Json = False) -> None:
     try:
         loaded = load(file, set_ or ())
     except ConfigError as error:
-        if json_:
-            put(json.dumps({"ok": False, "error": str(error)}))
+        error.facts = {"ok": False}
         raise
     if json_:
-        put(json.dumps({"ok": True, "notices": list(loaded.notices)}))
+        put_json({"ok": True, "notices": list(loaded.notices)})
         return
     for text in loaded.notices:
         put(f"note: {text}")
     put(f"{file}: ok")
 
 
-def _fail(error: Exception, advice: str = "") -> None:
-    say(f"error: {' '.join(str(error).split())}{advice}")
-
-
 def main(arguments: list[str] | None = None) -> Any:
     """Entry point. Errors of ours are one line and an exit code, never a traceback: 2 for what was handed in, 3 for a
-    lack of memory, 1 for any other run that failed."""
+    lack of memory, 1 for any other run that failed. With `--json` they are a document as well."""
+    given = sys.argv[1:] if arguments is None else arguments
+    try:
+        with Document.wanted(given) as document:
+            code = _carry_out(given, document)
+    except BrokenPipeError:  # the reader of our output went away, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 1
+    sys.exit(code)
+
+
+def _carry_out(arguments: list[str], document: Document | None) -> int:
+    """The exit code."""
+
+    def fail(error: BaseException, text: str, code: int) -> int:
+        text = " ".join(text.split())
+        if document is not None:
+            document.fail(error, text, code)
+        say(f"error: {text}")
+        return code
+
     try:
         app(arguments, print_error=False, exit_on_error=False)
     except CycloptsError as error:
-        _fail(error, " `foretrain --help` lists what there is.")
-        sys.exit(2)
+        return fail(error, f"{error} `foretrain --help` lists what there is.", 2)
     except ForetrainError as error:
-        _fail(error)
-        sys.exit(error.exit_code)
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        _fail(error, " Out of memory outside of the run's steps: use a smaller model or batch_size, or another device.")
-        sys.exit(OutOfMemory.exit_code)
-    except KeyboardInterrupt:
+        return fail(error, str(error), error.exit_code)
+    except KeyboardInterrupt as error:
+        if document is not None:
+            document.fail(error, "interrupted", 130)
         say("interrupted")
-        sys.exit(130)
-    except BrokenPipeError:  # the reader of our output went away, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
-    sys.exit(0)
+        return 130
+    except BrokenPipeError:
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):
+            where = "Out of memory outside of the run's steps: use a smaller model or batch_size, or another device."
+            return fail(error, f"{error} {where}", OutOfMemory.exit_code)
+        if document is not None:  # a fault of ours: the program that reads us is told, and the traceback follows
+            document.fail(error, f"{type(error).__name__}: {error}", 1)
+        raise
+    return 0
 
 
 if __name__ == "__main__":

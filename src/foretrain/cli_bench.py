@@ -6,12 +6,15 @@ import json
 import sys
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
 from foretrain.errors import InputError
-from foretrain.terminal import Json, put
+from foretrain.terminal import Json, Quiet, Verbose, chosen_level, put, put_json, say
+
+if TYPE_CHECKING:
+    from foretrain.schema import Level
 
 bench_app = App(
     name="bench",
@@ -44,6 +47,8 @@ def run(
             "are timed in turns, then compared: A is the other, B this one. The other's file is `OUT-against.json`."
         ),
     ] = None,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
     json_: Json = False,
 ) -> None:
     """Time the hot paths, each in several processes.
@@ -54,7 +59,9 @@ def run(
     """
     from foretrain.measure import bench, bench_tables, formats
     from foretrain.measure.verdict import FEWEST, fewest_processes
+    from foretrain.show.screen import screen
 
+    level = chosen_level(quiet, verbose) or "normal"
     names = bench.choose(only)
     if processes is None:
         processes = FEWEST if against is None else fewest_processes(len(names))
@@ -65,7 +72,7 @@ def run(
     out = out or Path("bench") / f"{datetime.now().astimezone():%Y-%m-%dT%H-%M-%S}.json"
     _make_room(out)
     plan = bench.Plan(names, processes, device, threads)
-    with bench_tables.RunProgress() as progress:
+    with bench_tables.RunProgress(level=level) as progress:
         measured = bench.run(plan, versions, progress)
     together = bench.new_token() if against is not None else None
     command = _command(only, processes, device, threads, against)
@@ -74,14 +81,18 @@ def run(
     for file, one, record in zip(files, measured, records, strict=True):
         _write(file, record)
         for name, reason in one.failures.items():
-            _say(f"note: {name} could not be timed in {one.version.label!r} and is left out: {reason}")
-    _say(f"wrote {' and '.join(str(file) for file in files)}")
+            say(f"warning: {name} could not be timed in {one.version.label!r} and is left out: {reason}")
+    wrote = f"wrote {' and '.join(str(file) for file in files)}"
     if against is not None:
-        _compare(formats.read(files[0]), formats.read(files[1]), None, json_)
-    elif json_:
-        put(json.dumps(records[0], indent=2))
+        _compare(formats.read(files[0]), formats.read(files[1]), None, json_, level, wrote)
+        return
+    if json_:
+        put_json(records[0] | {"written": str(out)})
+    elif level == "quiet":
+        put(f"{len(records[0]['benchmarks'])} benchmarks timed; {wrote}")
     else:
-        _show(bench_tables.run_table(records[0]))
+        say(wrote)
+        screen().print(bench_tables.run_table(records[0]))
 
 
 @bench_app.command
@@ -110,20 +121,23 @@ def history(*files: Annotated[Path, Parameter(help="Result files, or folders of 
     """Show how each benchmark went over many result files, and where it stepped."""
     from foretrain.measure import bench_tables
     from foretrain.measure.history import read_all, series
+    from foretrain.show.screen import screen
 
     found = series(read_all(files))
     if json_:
-        put(json.dumps(bench_tables.history_json(found), indent=2))
+        put_json(bench_tables.history_json(found))
         return
-    _show(bench_tables.history_table(found))
+    screen().print(bench_tables.history_table(found))
     most = max(len(one.files) for one in found.values())
     if most < 4:
-        _say("note: a step needs two files on either side; with fewer than four files none can be found")
+        say("note: a step needs two files on either side; with fewer than four files none can be found")
 
 
-def _compare(a: Any, b: Any, delta: float | None, json_: bool) -> None:
+def _compare(a: Any, b: Any, delta: float | None, json_: bool, level: Level = "normal", wrote: str = "") -> None:
+    """wrote: what to say of the files that were made for it."""
     from foretrain.measure import bench_tables
     from foretrain.measure.verdict import DELTA, judge
+    from foretrain.show.screen import screen
 
     names = [name for name in a.benchmarks if name in b.benchmarks]
     if not names:
@@ -133,16 +147,20 @@ def _compare(a: Any, b: Any, delta: float | None, json_: bool) -> None:
             f"{a.source} and {b.source}: one is in seconds, the other has no unit; use one format for both"
         )
     verdicts = judge({name: (a.benchmarks[name], b.benchmarks[name]) for name in names}, delta or DELTA)
+    if wrote and level != "quiet":
+        say(wrote)
     if json_:
-        put(json.dumps(bench_tables.comparison_json(verdicts), indent=2))
+        put_json(bench_tables.comparison_json(verdicts))
+    elif level == "quiet":
+        put(f"{bench_tables.comparison_line(verdicts)}; {wrote}")
     else:
         one, other = (Path(side.source).name for side in (a, b))
         if one == other:
             one, other = str(a.source), str(b.source)
-        console = _console()
+        console = screen()
         console.print(bench_tables.comparison_table(verdicts, a.seconds, one, other, console.width))
-    for note in bench_tables.comparison_notes(a, b, verdicts):
-        _say(f"note: {note}")
+    for note in bench_tables.comparison_notes(a, b, verdicts) if level != "quiet" else ():
+        say(f"note: {note}")
     if any(verdict.verdict == "regressed" for verdict in verdicts.values()):
         sys.exit(1)
 
@@ -185,19 +203,3 @@ def _write(file: Path, record: dict[str, Any]) -> None:
     except OSError as error:
         cause, advice = explain_failed_write(error)
         raise SaveError(f"{file}: {cause}. {advice}") from None
-
-
-def _show(table: Any) -> None:
-    _console().print(table)
-
-
-def _console() -> Any:
-    """Tables keep their columns whole where there is no terminal to fit into."""
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=160)
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(text + "\n")

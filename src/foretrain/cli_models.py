@@ -10,7 +10,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import App, Parameter
 
 from foretrain.errors import ForetrainError, InputError
-from foretrain.terminal import Json, Settings, check_resume, check_target, flag, leave, put, say, silent, warn
+from foretrain.terminal import (
+    Json,
+    Quiet,
+    Settings,
+    Verbose,
+    check_resume,
+    check_target,
+    chosen_level,
+    end_run,
+    flag,
+    put,
+    put_json,
+    put_written,
+    say,
+    silent,
+)
 
 if TYPE_CHECKING:
     from foretrain.base import Base
@@ -42,7 +57,8 @@ def finetune(
     out: Annotated[Path | None, Parameter(help="Run folder. Unset: a new one in `runs/`.")] = None,
     resume: Annotated[bool, flag("Go on from the newest intact checkpoint in `--out`.")] = False,
     overwrite: Annotated[bool, flag("Replace an earlier run in `--out`.")] = False,
-    quiet: Annotated[bool, flag("No progress, only warnings and errors.")] = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
     json_: Json = False,
 ) -> None:
     """Fine-tune a model with an adapter (LoRA) on your examples.
@@ -52,11 +68,12 @@ def finetune(
     and `data.answer`. Only the answers are learned.
 
     `foretrain generate runs/tuned --prompt "..."` asks the result. `runs/tuned/adapter` is in PEFT's format.
+
+    `foretrain watch runs/tuned --open`, in a second terminal, shows it live; at its end `report.html` is in its folder.
     """
     from foretrain.config import load
-    from foretrain.engine.runfolder import finite
-    from foretrain.tuning import finetune as run
 
+    level = chosen_level(quiet, verbose)
     check_resume(resume, overwrite, out)
     if resume and config is None and out is not None and (out / "config.toml").is_file():
         config = out / "config.toml"
@@ -69,19 +86,17 @@ def finetune(
     named = [("model.weights", base), ("data.path", data)]
     overrides = [f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in named if value] + (set_ or [])
     loaded = load(config, overrides, preset="finetune")
-    tell = silent if quiet else say
+    level = level or loaded.config.log.console
+    tell = silent if level == "quiet" else say
     for text in loaded.notices:
         tell(f"note: {text}")
-    listeners = [warn] if quiet else []
-    summary = run(
-        loaded.config, out, resume=resume, overwrite=overwrite, progress=not quiet, listeners=listeners, say=tell
-    )
-    if json_:
-        put(json.dumps(finite(summary), indent=2))
-    elif not quiet:
-        for line in _result_lines(summary):
-            put(line)
-    leave(summary)
+    from foretrain.tuning import check, default_folder
+    from foretrain.tuning import finetune as run
+
+    check(loaded.config)
+    folder = out or default_folder(loaded.config)
+    summary = run(loaded.config, folder, resume=resume, overwrite=overwrite, progress=level, say=tell)
+    end_run(summary, folder, level, json_, lambda: _result_lines(summary))
 
 
 def _result_lines(summary: dict[str, Any]) -> list[str]:
@@ -184,7 +199,7 @@ def _write(
             {"prompt": text, **{key: getattr(found, key) for key in keys}}
             for text, found in zip(prompts, completions, strict=True)
         ]
-        put(json.dumps(rows, indent=2, ensure_ascii=False))
+        put_json(rows)
         return
     for number, completion in enumerate(completions):
         if number:
@@ -222,13 +237,14 @@ def list_(
             }
         )
     if json_:
-        put(json.dumps(rows, indent=2))
+        put_json(rows)
         return
     if not rows:
         put(f"no adapters in {folder}")
         return
-    from rich.console import Console
     from rich.table import Table
+
+    from foretrain.show.screen import screen
 
     table = Table("folder", "rank", "alpha", "layers", "parameters", "base", box=None, pad_edge=False)
     for row in rows:
@@ -240,7 +256,7 @@ def list_(
             f"{row['parameters']:,}",
             row["base"],
         )
-    Console(width=None if sys.stdout.isatty() else 200).print(table)
+    screen().print(table)
 
 
 @adapters_app.command
@@ -251,6 +267,7 @@ def merge(
     *,
     base: Annotated[str, Parameter(help="The model it belongs to. Unset: as the adapter says.")] = "",
     overwrite: Overwrite = False,
+    json_: Json = False,
 ) -> None:
     """Add an adapter to its model and write the result as a Hugging Face GPT-2 folder."""
     from foretrain.base import open_base
@@ -275,7 +292,7 @@ def merge(
     lora.detach(opened.model, keep_merged=True)
     write_model(opened.model, folder, "merge it again")
     (folder / "tokenizer.json").write_text(opened.tokenizer.to_json(), encoding="utf-8")
-    put(str(folder))
+    put_written(folder, json_)
 
 
 @adapters_app.command
@@ -285,12 +302,13 @@ def export(
     /,
     *,
     overwrite: Overwrite = False,
+    json_: Json = False,
 ) -> None:
     """Write the adapter of a run's newest checkpoint in PEFT's format, also while the run goes on."""
     from foretrain.tuning import export_adapter
 
     check_target(folder, overwrite)
-    put(str(export_adapter(source, folder)))
+    put_written(export_adapter(source, folder), json_)
 
 
 def _adapter_folder(path: Path) -> Path:

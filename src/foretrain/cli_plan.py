@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from foretrain.errors import InputError
-from foretrain.terminal import Json, Settings, flag, put, say
+from foretrain.terminal import Json, Settings, flag, put, put_json, say
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -57,18 +55,17 @@ def plan(
     limit = _budget(loaded.config, budget, target)
     if limit is None:
         if json_:
-            put(json.dumps({"fits": None, "budget_bytes": None, "estimate": found.as_dict()}, indent=2))
+            put_json({"fits": None, "budget_bytes": None, "estimate": found.as_dict()})
         else:
             _print_estimate(found)
         return
     try:
         made = make_plan(loaded.config, target, limit, given(loaded.config))
     except NothingFitsError as error:
-        if json_:
-            put(json.dumps({"fits": False, "error": str(error)} | _smallest(error.smallest), indent=2))
+        error.facts = {"fits": False} | _smallest(error.smallest)
         raise
     if json_:
-        put(json.dumps({"fits": True} | made.as_dict(), indent=2))
+        put_json({"fits": True} | made.as_dict())
         return
     _print_estimate(found)
     _print_plan(made)
@@ -161,6 +158,6 @@ def _print_plan(plan: Plan) -> None:
 
 
 def _print(table: Table) -> None:
-    from rich.console import Console
+    from foretrain.show.screen import screen
 
-    Console(width=None if sys.stdout.isatty() else 200).print(table)
+    screen().print(table)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
 
 from foretrain.errors import InputError
-from foretrain.terminal import Json, flag, put, say
+from foretrain.terminal import Json, flag, put, put_json, say
 
 
 def report(
@@ -45,7 +43,7 @@ def report(
         told = [
             {"name": record.name, "state": record.state, "sentence": sentence(record)} for record in read_runs(runs)
         ]
-        put(json.dumps({"page": str(target), "bytes": size, "runs": told}, indent=2))
+        put_json({"page": str(target), "bytes": size, "runs": told})
         return
     put(str(target))
 
@@ -68,10 +66,10 @@ def watch(
 
     server = WatchServer(run, port)
     if json_:
-        put(json.dumps({"address": server.address, "port": server.port}))
+        put_json({"address": server.address, "port": server.port})
     else:
         put(server.address)
-    sys.stdout.flush()
+        say("open this address in a browser on this machine; Ctrl-C ends it, the run goes on")
     if open_:
         import webbrowser
 

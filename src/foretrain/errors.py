@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
 
 class ForetrainError(Exception):
     """Base of every error foretrain raises on purpose."""
 
     exit_code = 1
+    facts: Mapping[str, Any] = MappingProxyType({})
+    """What else was found out, for programs that read errors as JSON."""
 
 
 class InputError(ForetrainError):

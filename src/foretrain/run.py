@@ -27,6 +27,8 @@ from foretrain.models import gpt2, huggingface
 from foretrain.models.gpt2 import GPT2
 from foretrain.planning.budget import within_budget
 from foretrain.planning.estimate import target_of
+from foretrain.schema import Level
+from foretrain.show import report
 from foretrain.trainer import HybridTrainer
 
 
@@ -88,13 +90,21 @@ def default_folder(config: Config) -> Path:
     return Path("runs") / f"{config.model.type}-{datetime.now().astimezone():%Y%m%d-%H%M%S}"
 
 
+def written(folder: Path) -> dict[str, str]:
+    """What a run has left in its folder for people and other programs."""
+    parts = {"report": report.NAME, "model": "model", "adapter": "adapter"}
+    return {"folder": str(folder)} | {
+        name: str(folder / part) for name, part in parts.items() if (folder / part).exists()
+    }
+
+
 def train(
     config: Config,
     out: str | Path | None = None,
     *,
     resume: bool = False,
     overwrite: bool = False,
-    progress: bool = True,
+    progress: bool | Level = True,
     listeners: Sequence[Listener] = (),
     say: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:

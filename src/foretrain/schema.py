@@ -17,6 +17,7 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
 Switch = Literal["auto", True, False]
+Level = Literal["quiet", "normal", "verbose"]
 Share = bool | Annotated[float, Field(ge=0, le=1)]
 
 
@@ -429,6 +430,10 @@ class LogConfig(Section):
 
     interval: Count = 10
     """Steps between entries in `metrics.jsonl` and updates of the progress line."""
+    console: Level = "normal"
+    """How much of the run is shown: `quiet` what needs attention, and the result; `normal` also progress and the first
+    moves; `verbose` everything: each phase, move, checkpoint, memory peak and look at the layers. `--quiet` and
+    `--verbose` go before it."""
     report: bool = True
     """Write `report.html`, the run as one page, into the run folder when the run ends."""
 

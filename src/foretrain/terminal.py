@@ -1,16 +1,24 @@
-"""What all commands share: options, and the three ways to say something."""
+"""What all commands share: options, and the ways to say something: a result, one JSON document, or what happens."""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import shlex
+import shutil
 import signal
 import sys
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 from cyclopts import Parameter
 
 from foretrain.errors import InputError
-from foretrain.events import CheckpointRejected, Event, Notice, Recovered
+
+if TYPE_CHECKING:
+    from foretrain.schema import Level
 
 
 def flag(text: str, name: str | None = None) -> Parameter:
@@ -25,7 +33,17 @@ Settings = Annotated[
         help="Change one setting, for example `--set optimizer.learning_rate=3e-4`. Repeatable.",
     ),
 ]
-Json = Annotated[bool, flag("Print the result as JSON on standard output.", "--json")]
+JSON_FLAG = "--json"
+Json = Annotated[bool, flag("Print the result as one JSON document; an error too.", JSON_FLAG)]
+Quiet = Annotated[bool, flag("Only warnings, findings and errors, and the result in one line.")]
+Verbose = Annotated[bool, flag("Everything that happens.")]
+
+
+def chosen_level(quiet: bool, verbose: bool) -> Level | None:
+    """None: as `log.console` says."""
+    if quiet and verbose:
+        raise InputError("--quiet and --verbose contradict each other; keep one of them")
+    return "quiet" if quiet else "verbose" if verbose else None
 
 
 def check_resume(resume: bool, overwrite: bool, out: Path | None) -> None:
@@ -46,15 +64,21 @@ def check_target(folder: Path, overwrite: bool) -> None:
         )
 
 
-def leave(summary: dict[str, Any]) -> None:
-    """A run that is saved but not finished: a shell's `&&` and a scheduler must know."""
-    if summary["reason"] == "interrupted":
-        sys.exit(128 + signal.Signals[summary["signal"]])
+# --- saying something -------------------------------------------------------------------------------------------------
 
 
 def put(text: str) -> None:
     """A result, on standard output."""
     sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def put_beside(start: str, text: str) -> None:
+    """A result that begins with a name or a mark: on a terminal, further lines of the text stay beside it."""
+    if sys.stdout.isatty():
+        width = shutil.get_terminal_size().columns
+        text = textwrap.fill(text, max(20, width - len(start)), break_long_words=False, break_on_hyphens=False)
+    put(start + text.replace("\n", "\n" + " " * len(start)))
 
 
 def say(text: str) -> None:
@@ -67,11 +91,93 @@ def silent(text: str) -> None:
     return
 
 
-def warn(event: Event) -> None:
-    """What even a quiet run must say."""
-    if isinstance(event, CheckpointRejected):
-        say(f"warning: damaged checkpoint put aside as {event.path}: {event.reason}")
-    elif isinstance(event, Notice) and event.level == "warning":
-        say(f"warning: {event.message}")
-    elif isinstance(event, Recovered) and event.action in ("roll_back", "abort", "out_of_memory"):
-        say(f"warning: step {event.step}: {event.text}")
+class Document:
+    """The one JSON document of a command that was called with `--json`.
+
+    While it is open, standard output is for the document alone: whatever else is printed goes to standard error.
+    """
+
+    _open: Document | None = None
+
+    def __init__(self, target: TextIO) -> None:
+        self.target = target
+        self.printed = False
+
+    @classmethod
+    @contextlib.contextmanager
+    def wanted(cls, arguments: list[str]) -> Iterator[Document | None]:
+        """A document if the arguments ask for one."""
+        if JSON_FLAG not in arguments:
+            yield None
+            return
+        cls._open = cls(sys.stdout)
+        try:
+            with contextlib.redirect_stdout(sys.stderr):
+                yield cls._open
+        finally:
+            cls._open = None
+
+    def put(self, value: Any) -> None:
+        """Once: a second one would make the output unreadable."""
+        if self.printed:
+            return
+        self.printed = True
+        self.target.write(as_json(value) + "\n")
+        self.target.flush()
+
+    def fail(self, error: BaseException, text: str, exit_code: int) -> None:
+        """An error as a document. What its raiser had found out is beside it."""
+        facts = dict(getattr(error, "facts", {}))
+        self.put(facts | {"error": text, "type": type(error).__name__, "exit_code": exit_code})
+
+
+def put_json(value: Any) -> None:
+    """The result of a command that was called with `--json`."""
+    (Document._open or Document(sys.stdout)).put(value)
+
+
+def put_written(path: Path, json_: bool) -> None:
+    """The result of a command that wrote something: where it is."""
+    if json_:
+        put_json({"written": str(path)})
+    else:
+        put(str(path))
+
+
+def as_json(value: Any) -> str:
+    """Valid everywhere: numbers in full, null for those that JSON does not have, ASCII only."""
+    from foretrain.engine.runfolder import finite
+
+    return json.dumps(finite(value), indent=2, allow_nan=False)
+
+
+# --- the end of a run -------------------------------------------------------------------------------------------------
+
+
+def end_run(
+    summary: Mapping[str, Any], folder: Path, level: Level, json_: bool, results: Callable[[], list[str]] = list
+) -> None:
+    """Say what came of a run and where it is, then exit as its end demands.
+
+    results: further lines on standard output.
+    """
+    from foretrain.run import written
+
+    files = written(folder)
+    if json_:
+        put_json({**summary, "files": files})
+    elif level == "quiet":
+        from foretrain.show.console import result_line
+
+        how = ", go on with --resume" if summary["reason"] == "interrupted" else ""
+        put(f"{result_line(summary)}; {files['folder']}{how}")
+    else:
+        for line in results():
+            put(line)
+        run = shlex.quote(files["folder"])
+        advice = {"report": "open it in a browser", "model": f'foretrain generate {run} --prompt "..."'}
+        advice["adapter"] = advice["model"]
+        for name, path in files.items():
+            say(f"{name:<7}  {path}" + (f"  ({advice[name]})" if name in advice else ""))
+    if summary["reason"] == "interrupted":  # saved but not finished: a shell's `&&` and a scheduler must know
+        sys.exit(128 + signal.Signals[summary["signal"]])

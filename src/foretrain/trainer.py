@@ -36,6 +36,7 @@ from foretrain.engine.step import LossFunction, StepOutput
 from foretrain.errors import ConfigError, DivergenceError
 from foretrain.events import Bus, PhaseChanged, Recovered
 from foretrain.fit import Run
+from foretrain.schema import Level
 from foretrain.show.console import Console
 from foretrain.show.jsonl import JsonlLog
 from foretrain.show.report import ReportWriter
@@ -430,7 +431,7 @@ class HybridTrainer(Engine):
         *,
         out: str | Path | RunFolder | None = None,
         resume: bool = False,
-        progress: bool = True,
+        progress: bool | Level = True,
         title: str = "",
         details: dict[str, str] | None = None,
         data_fingerprint: str = "",
@@ -439,13 +440,14 @@ class HybridTrainer(Engine):
 
         loader: batches. One with `seek(position)` (such as `foretrain.Loader`) resumes at once; any other iterable is
         read again from its start up to the saved position. out: the run folder; without one nothing is written.
+        progress: how much is shown; True: as `log.console` says, False: nothing.
         """
         with ExitStack() as stack:
             folder = (
                 out if isinstance(out, RunFolder) or out is None else stack.enter_context(RunFolder(Path(out), resume))
             )
             if progress:
-                console = Console()
+                console = Console(level=self.config.log.console if progress is True else progress)
                 stack.callback(self.bus.subscribe(console))
                 stack.callback(console.close)
             if folder is not None:

@@ -27,6 +27,7 @@ from foretrain.models.lora import LoraSettings
 from foretrain.planning.budget import within_budget
 from foretrain.planning.estimate import target_of
 from foretrain.run import read_checkpoint
+from foretrain.schema import Level
 from foretrain.serve.generate import TextGenerator
 from foretrain.serve.sampling import Sampling
 from foretrain.serve.scoring import ClassScorer, exact_match
@@ -57,7 +58,7 @@ def finetune(
     *,
     resume: bool = False,
     overwrite: bool = False,
-    progress: bool = True,
+    progress: bool | Level = True,
     listeners: Sequence[Listener] = (),
     say: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
@@ -168,8 +169,8 @@ def base_of(config: Config) -> Base:
 
 
 def default_folder(config: Config) -> Path:
-    name = Path(config.model.weights).name
-    name = Path(config.model.weights).parent.name if name == "model" else name
+    weights = Path(config.model.weights).expanduser().resolve()
+    name = weights.parent.name if weights.name == "model" else weights.name
     return Path("runs") / f"{name}-adapter-{datetime.now().astimezone():%Y%m%d-%H%M%S}"
 
 

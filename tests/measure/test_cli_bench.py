@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 import foretrain
 from foretrain import cli
+from foretrain.measure import bench_tables
 
 TIGHT = [1.0, 1.002, 0.998, 1.001, 0.999]
 
@@ -155,6 +160,33 @@ class TestRun:
         assert record["environment"]["torch"]
         assert str(tmp_path) not in out_file.read_text(encoding="utf-8")
         assert run("compare", out_file, out_file)[0] == 0
+
+    def test_quiet_is_one_line(self, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        measured = SimpleNamespace(failures={})
+        monkeypatch.setattr("foretrain.measure.bench.run", lambda plan, versions, progress: [measured, measured])
+        monkeypatch.setattr("foretrain.measure.bench.record", lambda *_: {})
+        monkeypatch.setattr("foretrain.cli_bench._write", lambda *_: None)
+        (tmp_path / "old" / "foretrain").mkdir(parents=True)
+        (tmp_path / "old" / "foretrain" / "__init__.py").touch()
+        for name, factor in (("x.json", 1.3), ("x-against.json", 1.0)):
+            times = {"slow": [factor * time for time in TIGHT], "same": TIGHT}
+            (tmp_path / name).write_text(json.dumps(times), encoding="utf-8")
+        code, out, err = run("run", "--out", tmp_path / "x.json", "--against", tmp_path / "old", "--quiet")
+        assert (code, err) == (1, "")
+        files = f"{tmp_path / 'x-against.json'} and {tmp_path / 'x.json'}"
+        assert out == f"1 of 2 benchmarks regressed: slow; wrote {files}\n"
+
+    @pytest.mark.parametrize(("level", "lines"), [("quiet", 0), ("normal", 21), ("verbose", 101)])
+    def test_progress(self, level: Any, lines: int) -> None:
+        for terminal in (False, True):
+            text = io.StringIO()
+            console = Console(file=text, force_terminal=terminal, width=120, color_system=None)
+            with bench_tables.RunProgress(console, level) as progress:
+                for done in range(101):
+                    progress(done, 100, "step")
+            said = re.findall(r"process \d+/100 \| step", text.getvalue())
+            assert len(said) == (0 if terminal and level == "normal" else lines)
+            assert ("\x1b" in text.getvalue()) is (terminal and level != "quiet")
 
     def test_against(self, run: Run, tmp_path: Path) -> None:
         (tmp_path / "old").mkdir()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,14 +18,20 @@ from foretrain.events import (
     Evaluated,
     Event,
     HealthFound,
+    HealthMeasured,
+    MemoryUsed,
+    Moved,
     Notice,
+    PhaseChanged,
     Progress,
+    Recovered,
     Resumed,
     RunEnded,
     RunStarted,
     Tuned,
 )
-from foretrain.show.console import Console, duration, short, summary_table
+from foretrain.schema import Level
+from foretrain.show.console import Console, duration, result_line, short, summary_table
 
 SUMMARY: dict[str, Any] = {
     "final_val_loss": 1.23456,
@@ -48,10 +55,10 @@ def started(max_steps: int = 1000, **details: str) -> RunStarted:
     return RunStarted(0, max_steps, 124439808, 124439808, "cpu", "fp32", "gpt2-small", details)
 
 
-def shown(events: list[Event], terminal: bool = False, width: int = 200) -> str:
+def shown(events: list[Event], terminal: bool = False, width: int = 200, level: Level = "normal") -> str:
     text = io.StringIO()
     console = RichConsole(file=text, force_terminal=terminal, width=width, highlight=False, color_system=None)
-    listener = Console(console)
+    listener = Console(console, level)
     for event in events:
         listener(event)
     listener.close()
@@ -164,10 +171,37 @@ def test_a_live_line_on_a_terminal() -> None:
     )
     assert "\x1b[" in text  # it moves the cursor
     assert "step 8/10" in text
-    assert "full | loss 2.5000 | val 2.2500 | eta " in text
+    assert "full | loss 2.5000 | val 2.2500 | 12.3k tok/s | lr 3.00e-04 | eta " in text
     assert "━" in text
     assert "run interrupted" in text
     assert "step 4: held-out loss" not in text  # it is in the live line
+
+
+@pytest.mark.parametrize(
+    ("width", "there"),
+    [(60, ""), (80, "val"), (150, "val tok/s confidence lr"), (200, "val tok/s confidence predicted lr")],
+)
+def test_the_live_line_fits_and_always_has_loss_and_time_left(width: int, there: str) -> None:
+    event = replace(
+        progress(800, 30.0), phase="correct", predicted_loss=2.4, smoothed_loss=2.45, confidence=0.8, kept=3, refused=1
+    )
+    text = shown([started(1000), Evaluated(790, 2.25, 0.1, False, True), event], terminal=True, width=width)
+    line = re.split(r"\r|\x1b\[[0-9;?]*[A-Za-z]|\n", text)
+    [*_, last] = [part.rstrip() for part in line if part.startswith("step 800/1000")]
+    assert len(last) <= width
+    assert "…" not in last
+    assert "correct | loss 2.5000" in last
+    assert last.endswith(" | eta 0:08")
+    for word in ("val", "tok/s", "confidence", "predicted", "lr"):
+        assert (f"{word} " in f"{last} ") is (word in there.split()), word
+
+
+def test_a_dumb_terminal_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    text = shown([started(10), progress(4), RunEnded(10, "finished", SUMMARY)], terminal=True)
+    assert "\x1b" not in text
+    assert "\r" not in text
+    assert "step  4/10  40% | full    | loss 2.5000" in text
 
 
 def test_warnings_appear_above_the_live_line() -> None:
@@ -180,6 +214,67 @@ def test_closing_ends_the_live_line_and_may_be_repeated() -> None:
     console(started(10))
     console.close()
     console.close()
+
+
+# --- levels --------------------------------------------------------------------------------------------------------
+
+FOUND = HealthFound("plateau", 4, "loss", "run", 1.0, "falling", "warning", "it stands still", {"seed": 2})
+
+
+def moved(step: int) -> Moved:
+    return Moved(step, 10, "rolled back", 1.0, True, False, 2.5, 2.4, 2.6, 0.75, -0.3, 4.0, "the loss rose")
+
+
+WHOLE_RUN = [
+    started(1000, folder="runs/mine"),
+    Notice("look out"),
+    Notice("by the way", level="info"),
+    MemoryUsed(1, "full", resident_peak=700_000_000),
+    HealthMeasured(1, 2.5, 0.1, 0.01, {"a": {}, "b": {}}, 0.5),
+    FOUND,
+    *(event for step in range(20) for event in (PhaseChanged(step, "predict", "it pays"), moved(step))),
+    *(progress(step) for step in range(10, 1001, 10)),
+    CheckpointSaved(500, "step-500", 12.5, 0.25),
+    Recovered(500, "roll_back", "back to step 400"),
+    Recovered(500, "reset", "momentum is reset"),
+    RunEnded(1000, "finished", SUMMARY),
+]
+
+
+def test_a_quiet_run_says_only_what_needs_attention() -> None:
+    for terminal in (False, True):
+        assert shown(WHOLE_RUN, terminal, level="quiet").splitlines() == [
+            "warning: look out",
+            "step 4, plateau: it stands still (loss 1, healthy falling)",
+            "    set seed = 2",
+            "step 500, roll back: back to step 400",
+        ]
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_verbose_run_says_everything(terminal: bool) -> None:
+    normal, verbose = (shown(WHOLE_RUN, terminal, level=level) for level in ("normal", "verbose"))
+    assert (normal.count("audited move"), verbose.count("audited move")) == (12, 20)
+    assert (normal.count("PREDICT"), verbose.count("PREDICT")) == (12, 20)
+    assert ("--verbose shows them all" in normal, "--verbose" in verbose) == (True, False)
+    for words in (
+        "step 1: memory after full: the process held 700 MB at the most",
+        "step 1: looked at 2 layers: gradient norm 2.5, gradient/weight 0.1, update/weight 0.01, mean loss 0.5 sigmas",
+        "rolled back (loss 2.5000 -> 2.6000, worth 0 steps, confidence 0.75): the loss rose",
+        "step 500: saved step-500 (12.5 MB in 0.25 s)",
+    ):
+        assert words in verbose
+        assert words not in normal
+    if not terminal:
+        assert len(re.findall(r"^step .*%", verbose, flags=re.MULTILINE)) == 100
+
+
+def test_the_result_in_one_line() -> None:
+    summary = SUMMARY | {"reason": "finished"}
+    assert result_line(summary) == "finished: held-out loss 1.2346, 1,000 steps in 1:16"
+    assert result_line(summary | {"final_val_loss": None}) == "finished: training loss 1.1000, 1,000 steps in 1:16"
+    assert "accuracy 93.0%, 1,000" in result_line(summary | {"accuracy": 0.93})
+    assert "exact match 50.0%, 1,000" in result_line(summary | {"exact_match": 0.5})
 
 
 # --- text as it is -------------------------------------------------------------------------------------------------

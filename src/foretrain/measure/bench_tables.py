@@ -16,7 +16,9 @@ from rich.table import Table
 from foretrain.measure.formats import Results
 from foretrain.measure.history import Series, sparkline
 from foretrain.measure.verdict import FEWEST, MOST_RUNS, Verdict
+from foretrain.schema import Level
 from foretrain.show.console import duration
+from foretrain.show.screen import screen
 
 _LINES = 20
 _COLOURS = {"regressed": "red", "improved": "green", "equivalent": "default", "inconclusive": "yellow"}
@@ -37,13 +39,17 @@ def percent(ratio: float) -> str:
 
 
 class RunProgress:
-    """A bar on a terminal, some twenty plain lines elsewhere; both with the time left. Use as a context manager."""
+    """A bar on a terminal, some twenty plain lines elsewhere; both with the time left. Use as a context manager.
 
-    def __init__(self, console: Console | None = None) -> None:
-        self.console = console or Console(stderr=True, highlight=False)
+    level: "quiet" shows nothing, "verbose" a line for every process.
+    """
+
+    def __init__(self, console: Console | None = None, level: Level = "normal") -> None:
+        self.console = console or screen("stderr")
+        self.level = level
         self.bar: ProgressBar | None = None
         self.started = time.monotonic()
-        if self.console.is_terminal:
+        if self.console.is_interactive and level != "quiet":
             left = TimeRemainingColumn(compact=True)
             self.bar = ProgressBar(
                 TextColumn("process"), MofNCompleteColumn(), BarColumn(20), TextColumn("eta"), left,
@@ -61,9 +67,12 @@ class RunProgress:
             self.bar.stop()
 
     def __call__(self, done: int, total: int, what: str) -> None:
+        if self.level == "quiet":
+            return
         if self.bar is not None:
             self.bar.update(self.task, completed=done, total=total, description=what)
-        elif done % max(1, total // _LINES) == 0 or done == total:
+        due = done % max(1, total // _LINES) == 0 or done == total
+        if self.level == "verbose" or (due and self.bar is None):
             left = (time.monotonic() - self.started) / done * (total - done) if done else None
             eta = f" | eta {duration(left)}" if left else ""
             self.console.print(f"process {done}/{total} | {what}{eta}", soft_wrap=True)
@@ -100,7 +109,7 @@ def _counts(record: Mapping[str, Any]) -> str:
 
 def comparison_table(verdicts: Mapping[str, Verdict], seconds: bool, a: str, b: str, width: int = 120) -> Table:
     """Narrow terminals get the verdict and the interval before all else."""
-    medians, delta = ["A", "B"] if width >= 80 else [], ["delta"] if width >= 100 else []
+    medians, delta = (["A", "B"], ["delta"]) if width >= 100 else ([], [])
     table = _table(f"A = {a}\nB = {b}", ["benchmark"], [*medians, "B / A", "95 % interval", *delta])
     table.add_column("verdict", no_wrap=True, min_width=len("inconclusive"))
     table.add_column("needed" if width < 100 else "runs needed", justify="right")
@@ -119,6 +128,13 @@ def comparison_table(verdicts: Mapping[str, Verdict], seconds: bool, a: str, b: 
             needed,
         )
     return table
+
+
+def comparison_line(verdicts: Mapping[str, Verdict]) -> str:
+    """2 of 12 benchmarks regressed: full step, forecast."""
+    worse = [name for name, verdict in verdicts.items() if verdict.verdict == "regressed"]
+    names = f": {', '.join(worse)}" if worse else ""
+    return f"{len(worse)} of {len(verdicts)} benchmarks regressed{names}"
 
 
 def comparison_json(verdicts: Mapping[str, Verdict]) -> dict[str, dict[str, Any]]:

@@ -17,6 +17,7 @@ from foretrain.measure.compare import PAGE, compare
 from foretrain.measure.ladder import rungs
 from foretrain.measure.plan import Arm, Options
 from foretrain.measure.tasks import FinetuneTask, Task, TextTask
+from foretrain.schema import Level
 from foretrain.show.comparison import ComparisonConsole
 
 DEMO = (
@@ -41,11 +42,14 @@ def run_comparison(
     ladder: bool,
     minutes: float | None,
     arguments: Sequence[str],
-) -> tuple[dict[str, Any], Path]:
-    """The result and the path of its page."""
+    level: Level | None = None,
+) -> tuple[dict[str, Any], Path, Level]:
+    """The result, the path of its page, and how much is to be shown: as `level` says, or the configuration."""
     if minutes is not None and not 0 <= minutes < math.inf:
         raise InputError(f"--minutes {minutes}: give a number of minutes, for example --minutes 30")
     config = configuration.load(path, [*(DEMO if path is None else ()), *settings]).config
+    level = level or config.log.console
+    config = configuration.changed(config, {"log.console": "normal"})  # shown otherwise, it is the same comparison
     if config.optimizer.learning_rate == "auto":
         raise InputError(
             "optimizer.learning_rate = 'auto': the plain loop has no such rate; set a number, and add "
@@ -66,7 +70,7 @@ def run_comparison(
         arms=further,
     )
     folder = out or default_folder(config)
-    console = ComparisonConsole()
+    console = ComparisonConsole(level=level)
     try:
         command = "foretrain " + shlex.join(arguments)
         task: Task = FinetuneTask(config) if config.preset == "finetune" else TextTask(config)
@@ -76,7 +80,7 @@ def run_comparison(
         raise
     finally:
         console.close()
-    return result, folder / PAGE
+    return result, folder / PAGE, level
 
 
 def default_folder(config: Config) -> Path:

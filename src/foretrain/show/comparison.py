@@ -6,17 +6,25 @@ from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from foretrain import events
+from foretrain.schema import Level
+from foretrain.show import narration
+from foretrain.show.screen import screen
 
 
 class ComparisonConsole:
-    """One bar over all runs; plain lines where there is no terminal."""
+    """One bar over all runs; plain lines where there is no terminal.
 
-    def __init__(self, console: Console | None = None) -> None:
-        self._console = console or Console(stderr=True)
+    level: "quiet" shows runs that failed, and no others; "verbose" also what happens in each.
+    """
+
+    def __init__(self, console: Console | None = None, level: Level = "normal") -> None:
+        self._console = console or screen("stderr")
+        self._level = level
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),
@@ -28,7 +36,7 @@ class ComparisonConsole:
             transient=True,
             speed_estimate_period=300,
         )
-        self._live = self._console.is_terminal
+        self._live = self._console.is_interactive and level != "quiet"
         self._bar = self._progress.add_task("comparing", total=None)
         self._done = 0
         self._run_steps = 0
@@ -45,15 +53,19 @@ class ComparisonConsole:
     def happens(self, event: events.Event) -> None:
         if isinstance(event, events.Progress):
             self._progress.update(self._bar, completed=self._done + min(event.step, self._run_steps))
+        elif self._level == "verbose" and (text := narration.line(event, verbose=True)) is not None:
+            self._console.print(f"  {text}", soft_wrap=True)
 
     def ended(self, spec: Any, result: Mapping[str, Any]) -> None:
         self._done += self._run_steps
+        if self._level == "quiet" and result["loss"] is not None:
+            return
         outcome = f"failed: {result['failed']}" if result["loss"] is None else f"loss {result['loss']:.4f}"
         seconds = "" if result["loss"] is None else f", {result['seconds']:.1f} s"
         self.say(f"{_name(spec)}: {outcome}{seconds}")
 
     def say(self, text: str) -> None:
-        self._console.print(text, highlight=False, soft_wrap=True)
+        self._console.print(text, markup=False, soft_wrap=True)
 
     def close(self) -> None:
         if self._live:
@@ -66,9 +78,9 @@ def _name(spec: Any) -> str:
 
 def print_comparison(result: Mapping[str, Any], page: str, console: Console | None = None) -> None:
     """The verdict, then every arm in a row."""
-    console = console or Console()
+    console = console or screen()
     analysis = result["analysis"]
-    console.print(f"\n[bold]{analysis['sentence']}[/bold]", highlight=False)
+    console.print(f"\n[bold]{escape(analysis['sentence'])}[/bold]")
     console.print(_arms(analysis["arms"], wide=console.width >= 110))
     if analysis["ladder"]:
         console.print(_ladder(analysis["ladder"]))
@@ -77,10 +89,10 @@ def print_comparison(result: Mapping[str, Any], page: str, console: Console | No
         if arm["note"]:
             notes.setdefault(arm["note"], []).append(arm["label"])
     for note, labels in notes.items():
-        console.print(f"{'; '.join(labels)}: {note}", style="dim", highlight=False)
+        console.print(f"{'; '.join(labels)}: {note}", style="dim", markup=False)
     if not result["complete"]:
-        console.print(f"At least {len(result['missing'])} runs are still to do.", highlight=False)
-    console.print(f"page: {page}", highlight=False, soft_wrap=True)
+        console.print(f"At least {len(result['missing'])} runs are still to do.")
+    console.print(f"page: {page}", markup=False, soft_wrap=True)
 
 
 def _arms(arms: list[dict[str, Any]], wide: bool) -> Table:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
+import shlex
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,27 +14,24 @@ from rich.progress import Progress as ProgressBar
 from rich.table import Table
 
 from foretrain.events import (
-    CheckpointRejected,
     CheckpointSaved,
     Evaluated,
     Event,
-    HealthFound,
     Moved,
-    Notice,
     PhaseChanged,
     Progress,
-    RateTried,
-    Recovered,
-    Resumed,
     RunEnded,
     RunStarted,
-    Tuned,
     in_words,
 )
+from foretrain.schema import Level
+from foretrain.show import narration
+from foretrain.show.screen import screen
 
 _LINES_PER_RUN = 40
 _MOVES_PER_RUN = 12
-"""Lines about single moves; all of them are in `metrics.jsonl`."""
+"""Lines about single moves, unless the run is verbose; all of them are in `metrics.jsonl`."""
+_BAR = 10
 
 
 def short(number: float) -> str:
@@ -54,79 +51,83 @@ def duration(seconds: float) -> str:
 
 
 class Console:
-    """Listens to a run and shows it. Without a terminal it prints some forty plain lines per run, with time left."""
+    """Listens to a run and shows it, on standard error. Without a terminal it prints some forty plain lines per run,
+    with time left.
 
-    def __init__(self, console: RichConsole | None = None) -> None:
-        self.console = console or RichConsole(stderr=True, highlight=False)
+    level: "quiet" shows what needs attention; "verbose" every event, and a line per `log.interval`.
+    """
+
+    def __init__(self, console: RichConsole | None = None, level: Level = "normal") -> None:
+        self.console = console or screen("stderr", wide=False)
+        self.level = level
         self._bar: ProgressBar | None = None
         self._task = TaskID(0)
         self._max_steps = 0
         self._first: tuple[int, float] | None = None
         self._next_line = 0
         self._val = math.nan
-        self._folder: str | None = None
-        self._phase = "warmup"
         self._moves = 0
 
     def __call__(self, event: Event) -> None:
+        if self.level == "quiet":
+            if narration.needs_attention(event):
+                self._tell(event)
+            return
         match event:
             case RunStarted():
                 self._start(event)
             case Progress():
                 self._progress(event)
-            case Evaluated():
-                self._val = event.loss
-                if self._bar is None:
-                    best = " (best so far)" if event.best else ""
-                    self._print(f"step {event.step}: held-out loss {event.loss:.4f}{best}")
-            case CheckpointSaved():
-                if self._bar is None:
-                    self._print(f"step {event.step}: saved {escape(event.path)} ({event.megabytes:.1f} MB)")
-            case CheckpointRejected():
-                self._print(f"[yellow]damaged checkpoint put aside as {escape(event.path)}:[/] {escape(event.reason)}")
-            case Resumed():
-                self._print(f"resumed from step {event.step} ({escape(event.path)})")
-            case PhaseChanged():
-                self._changed(event)
-            case Moved():
-                self._moved(event)
-            case RateTried():
-                found = ", the best so far" if event.best else ""
-                rate, loss = f"learning rate {event.learning_rate:.2g}", f"held-out loss {event.loss:.4f}"
-                self._print(f"{rate}: {loss} after {event.steps} steps{found}")
-            case Recovered():
-                kind = event.action.replace("_", " ")
-                self._print(f"[yellow]step {event.step}, {kind}:[/] {escape(event.text)}")
-            case HealthFound():
-                self._found(event)
-            case Tuned():
-                self._print(f"[yellow]step {event.step}, tuned:[/] {escape(_settings(event.change))} ({event.ailment})")
-            case Notice():
-                text = escape(event.message)
-                self._print(f"[yellow]warning:[/] {text}" if event.level == "warning" else text)
             case RunEnded():
                 self.close()
                 if event.reason != "failed":
-                    self.console.print(summary_table(event.summary, event.reason, self._folder))
+                    self.console.print(summary_table(event.summary, event.reason))
+            case Evaluated():
+                self._val = event.loss
+                if self._bar is None or self.level == "verbose":
+                    self._tell(event)
+            case _ if self.level == "verbose" or self._is_of_interest(event):
+                self._tell(event)
+
+    def _is_of_interest(self, event: Event) -> bool:
+        """In a normal run. Every move and change of phase is said until there were enough of them."""
+        match event:
+            case CheckpointSaved():
+                return self._bar is None
+            case PhaseChanged():
+                return self._moves < _MOVES_PER_RUN
+            case Moved():
+                return self._moves < _MOVES_PER_RUN
+        return not narration.is_detail(event)
+
+    def _tell(self, event: Event) -> None:
+        text = narration.line(event, self.level == "verbose")
+        if text is not None:
+            self._print(text)
+        if isinstance(event, Moved):
+            self._moves += 1
+            if self._moves == _MOVES_PER_RUN and self.level == "normal":
+                self._print("further moves are in metrics.jsonl; --verbose shows them all")
 
     def _print(self, text: str) -> None:
         self.console.print(text, soft_wrap=True)
 
     def _start(self, event: RunStarted) -> None:
         self._max_steps = event.max_steps
-        self._folder = event.details.get("folder")
         self._next_line = event.step
         facts = {"model": f"{event.title}, {short(event.parameters)} parameters", **event.details}
         facts["device"] = f"{event.device}, {event.precision}"
+        if "folder" in event.details:
+            facts["live"] = f"foretrain watch {shlex.quote(event.details['folder'])} --open"
         width = max(len(name) for name in facts)
         for name, text in facts.items():
             self._print(f"[bold]{name:<{width}}[/]  {escape(text)}")
-        if not self.console.is_terminal:
+        if not self.console.is_interactive:
             return
         self._bar = ProgressBar(
             TextColumn("step {task.completed}/{task.total}"),
-            BarColumn(bar_width=10),
-            TextColumn("{task.fields[numbers]}"),
+            BarColumn(bar_width=_BAR),
+            TextColumn("{task.fields[numbers]}", markup=False),
             console=self.console,
             transient=False,
         )
@@ -136,57 +137,31 @@ class Console:
     def _progress(self, event: Progress) -> None:
         if self._first is None:
             self._first = (event.step, event.seconds)
-        self._phase = event.phase
-        val = "" if math.isnan(self._val) else f" | val {self._val:.4f}"
         if self._bar is not None:
-            numbers = f"{event.phase} | loss {event.loss:.4f}{_forecast(event)}{val}"
-            self._bar.update(self._task, completed=event.step, numbers=f"{numbers} | eta {self._eta(event)}")
-            return
-        if event.step < self._next_line and event.step < self._max_steps:
-            return
-        self._next_line = event.step + max(1, self._max_steps // _LINES_PER_RUN)
-        numbers = f"{event.phase:<7} | loss {event.loss:.4f}{_forecast(event)}{val}{_moves(event)}"
-        numbers += f" | {short(event.tokens_per_second)} tok/s"
-        share = 100 * event.step / max(1, self._max_steps)
-        width = len(str(self._max_steps))
-        self._print(
-            f"step {event.step:>{width}}/{self._max_steps} {share:3.0f}% | {numbers} | lr {event.learning_rate:.2e} | "
-            f"eta {self._eta(event)}"
-        )
+            room = self.console.width - len(f"step {event.step}/{self._max_steps}") - _BAR - 2
+            self._bar.update(self._task, completed=event.step, numbers=self._numbers(event, room))
+        elif self.level == "verbose" or event.step >= min(self._next_line, self._max_steps):
+            self._next_line = event.step + max(1, self._max_steps // _LINES_PER_RUN)
+            share = 100 * event.step / max(1, self._max_steps)
+            width = len(str(self._max_steps))
+            self._print(f"step {event.step:>{width}}/{self._max_steps} {share:3.0f}% | {self._numbers(event)}")
 
-    def _changed(self, event: PhaseChanged) -> None:
-        """Every change of phase is said until there were enough of them."""
-        self._phase = event.phase
-        if self._moves < _MOVES_PER_RUN:
-            self._print(f"step {event.step}: [bold]{event.phase.upper()}[/] ({escape(event.reason)})")
-
-    def _moved(self, event: Moved) -> None:
-        self._moves += 1
-        if self._moves > _MOVES_PER_RUN:
-            return
-        how = "audited move" if event.audited else "move"
-        result = f"loss {event.anchor:.4f} -> {event.loss:.4f}, worth {event.worth_steps:.0f} steps"
-        if event.verdict == "refused":
-            result = f"loss before {event.anchor:.4f}"
-        colour = "green" if event.verdict in ("kept", "shrunk") else "yellow"
-        self._print(
-            f"step {event.step}: {how} {event.horizon} steps ahead [{colour}]{event.verdict}[/] ({result}, "
-            f"confidence {event.confidence:.2f})"
-        )
-        if self._moves == _MOVES_PER_RUN:
-            self._print("further moves are in metrics.jsonl")
-
-    def _found(self, event: HealthFound) -> None:
-        """What ails the run, and what to set."""
-        colour = "red" if event.level == "critical" else "yellow"
-        place = "" if event.place == "run" else f" in {event.place}"
-        value = "not finite" if event.value is None else f"{event.value:.3g}"
-        self._print(
-            f"[{colour}]step {event.step}, {event.ailment}{escape(place)}:[/] {escape(event.meaning)} ({event.measure} "
-            f"{value}, healthy {escape(event.healthy)})"
-        )
-        if event.change:
-            self._print(f"    [bold]set {escape(_settings(event.change))}[/]")
+    def _numbers(self, event: Progress, room: int | None = None) -> str:
+        """Phase, loss and time left, and of the rest what there is room for, in order of weight."""
+        phase = event.phase if room is not None else f"{event.phase:<7}"
+        loss = f"{phase} | loss {event.loss:.4f}"
+        ends = f" | eta {self._eta(event)}"
+        val = "" if math.isnan(self._val) else f" | val {self._val:.4f}"
+        speed = f" | {short(event.tokens_per_second)} tok/s"
+        rate = f" | lr {event.learning_rate:.2e}"
+        parts = {"forecast": _forecast(event), "val": val, "moves": _moves(event), "speed": speed, "rate": rate}
+        if room is not None:
+            room -= len(loss) + len(ends)
+            for name in ("val", "speed", "moves", "forecast", "rate"):
+                if len(parts[name]) > room:
+                    parts[name] = ""
+                room -= len(parts[name])
+        return loss + "".join(parts.values()) + ends
 
     def _eta(self, event: Progress) -> str:
         first_step, first_seconds = self._first or (event.step, event.seconds)
@@ -202,7 +177,19 @@ class Console:
             self._bar = None
 
 
-def summary_table(summary: Mapping[str, Any], reason: str, folder: str | None = None) -> Table:
+def result_line(summary: Mapping[str, Any]) -> str:
+    """The end of a run in one line, for a quiet one."""
+    losses = {"held-out loss": summary.get("final_val_loss"), "training loss": summary.get("final_train_loss")}
+    known = [f"{name} {loss:.4f}" for name, loss in losses.items() if loss is not None][:1]
+    if "accuracy" in summary:
+        known.append(f"accuracy {summary['accuracy']:.1%}")
+    if "exact_match" in summary:
+        known.append(f"exact match {summary['exact_match']:.1%}")
+    known.append(f"{summary['global_step']:,} steps in {duration(summary['seconds'])}")
+    return f"{summary['reason']}: {', '.join(known)}"
+
+
+def summary_table(summary: Mapping[str, Any], reason: str) -> Table:
     """The end of a run in one table."""
     table = Table(title=f"run {reason}", show_header=False, title_justify="left")
     rows = {
@@ -219,17 +206,11 @@ def summary_table(summary: Mapping[str, Any], reason: str, folder: str | None = 
         "memory": _memory(summary.get("memory") or {}),
         "out of memory": _made_smaller(summary.get("out_of_memory") or {}),
         **_prediction(summary),
-        "run folder": folder,
     }
     for name, value in rows.items():
         if value is not None:
             table.add_row(name, escape(value))
     return table
-
-
-def _settings(change: Mapping[str, Any]) -> str:
-    """As in a configuration file: optimizer.learning_rate = 0.0003."""
-    return ", ".join(f"{name} = {json.dumps(value)}" for name, value in change.items())
 
 
 def _number(value: float | None) -> str | None:

@@ -1,0 +1,139 @@
+"""Events in words: one line each, with markup for colours."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from rich.markup import escape
+
+from foretrain.events import (
+    CheckpointRejected,
+    CheckpointSaved,
+    Evaluated,
+    Event,
+    HealthFound,
+    HealthMeasured,
+    MemoryUsed,
+    Moved,
+    Notice,
+    PhaseChanged,
+    RateTried,
+    Recovered,
+    Resumed,
+    Tuned,
+    in_words,
+)
+
+
+def needs_attention(event: Event) -> bool:
+    """What even a quiet run must say: something went wrong, or somebody should change something."""
+    match event:
+        case HealthFound() | CheckpointRejected():
+            return True
+        case Notice():
+            return event.level == "warning"
+        case Recovered():
+            return event.action in ("roll_back", "abort", "out_of_memory")
+    return False
+
+
+def is_detail(event: Event) -> bool:
+    """What only a verbose run says."""
+    return isinstance(event, (MemoryUsed, HealthMeasured))
+
+
+def line(event: Event, verbose: bool = False) -> str | None:
+    """An event in words; None for those that are shown in another way: progress, start and end."""
+    match event:
+        case Evaluated():
+            best = " (best so far)" if event.best else ""
+            return f"step {event.step}: held-out loss {event.loss:.4f}{best}"
+        case CheckpointSaved():
+            took = f" in {event.seconds:.2f} s" if verbose else ""
+            return f"step {event.step}: saved {escape(event.path)} ({event.megabytes:.1f} MB{took})"
+        case CheckpointRejected():
+            return f"[yellow]warning:[/] damaged checkpoint put aside as {escape(event.path)}: {escape(event.reason)}"
+        case Resumed():
+            return f"resumed from step {event.step} ({escape(event.path)})"
+        case PhaseChanged():
+            return f"step {event.step}: [bold]{event.phase.upper()}[/] ({escape(event.reason)})"
+        case Moved():
+            return _move(event, verbose)
+        case RateTried():
+            found = ", the best so far" if event.best else ""
+            rate, loss = f"learning rate {event.learning_rate:.2g}", f"held-out loss {event.loss:.4f}"
+            return f"{rate}: {loss} after {event.steps} steps{found}"
+        case Recovered():
+            return f"[yellow]step {event.step}, {event.action.replace('_', ' ')}:[/] {escape(event.text)}"
+        case HealthFound():
+            return _finding(event)
+        case Tuned():
+            return f"[yellow]step {event.step}, tuned:[/] {escape(settings(event.change))} ({event.ailment})"
+        case Notice():
+            text = escape(event.message)
+            return f"[yellow]warning:[/] {text}" if event.level == "warning" else text
+        case MemoryUsed():
+            return _memory(event)
+        case HealthMeasured():
+            return _look(event)
+    return None
+
+
+def settings(change: Mapping[str, Any]) -> str:
+    """As in a configuration file: optimizer.learning_rate = 0.0003."""
+    return ", ".join(f"{name} = {json.dumps(value)}" for name, value in change.items())
+
+
+def _move(event: Moved, verbose: bool) -> str:
+    how = "audited move" if event.audited else "move"
+    result = f"loss {event.anchor:.4f} -> {event.loss:.4f}, worth {_whole(event.worth_steps)} steps"
+    if event.verdict == "refused":
+        result = f"loss before {event.anchor:.4f}"
+    colour = "green" if event.verdict in ("kept", "shrunk") else "yellow"
+    reason = f": {escape(event.reason)}" if verbose and event.reason else ""
+    return (
+        f"step {event.step}: {how} {event.horizon} steps ahead [{colour}]{event.verdict}[/] ({result}, "
+        f"confidence {event.confidence:.2f}){reason}"
+    )
+
+
+def _finding(event: HealthFound) -> str:
+    """What ails the run, and on a line of its own what to set."""
+    colour = "red" if event.level == "critical" else "yellow"
+    place = "" if event.place == "run" else f" in {event.place}"
+    value = "not finite" if event.value is None else f"{event.value:.3g}"
+    text = (
+        f"[{colour}]step {event.step}, {event.ailment}{escape(place)}:[/] {escape(event.meaning)} ({event.measure} "
+        f"{value}, healthy {escape(event.healthy)})"
+    )
+    return f"{text}\n    [bold]set {escape(settings(event.change))}[/]" if event.change else text
+
+
+def _memory(event: MemoryUsed) -> str:
+    if event.peak is None:
+        most = event.resident_peak
+        held = "not known" if most is None else f"the process held {in_words(most)} at the most"
+        return f"step {event.step}: memory after {event.phase}: {held}"
+    reserved = "" if event.reserved is None else f", {in_words(event.reserved)} reserved"
+    pinned = f", {in_words(event.pinned)} pinned on the host" if event.pinned else ""
+    return f"step {event.step}: memory in {event.phase}: peak {in_words(event.peak)}{reserved}{pinned}"
+
+
+def _look(event: HealthMeasured) -> str:
+    known = {
+        "gradient norm": event.gradient_norm,
+        "gradient/weight": event.gradient_to_weight,
+        "update/weight": event.update_to_weight,
+    }
+    words = [f"{name} {value:.3g}" for name, value in known.items() if value is not None]
+    if event.loss_deviation is not None:
+        words.append(f"mean loss {event.loss_deviation:.2g} sigmas above its best")
+    return f"step {event.step}: looked at {len(event.layers)} layers: {', '.join(words) or 'nothing to measure yet'}"
+
+
+def _whole(number: float) -> str:
+    """Without a sign before nothing."""
+    text = f"{number:.0f}"
+    return "0" if text == "-0" else text

@@ -1,0 +1,21 @@
+"""The screens that everything is printed on: as wide as the terminal; plain lines where there is none."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from rich.console import Console
+
+_WIDE = 200
+"""Columns of a table that nobody looks at on a terminal: none of its cells is cut or folded."""
+
+
+def screen(stream: Literal["stdout", "stderr"] = "stdout", *, wide: bool = True) -> Console:
+    """Redraws, bars and cursor movements only on a real terminal, whatever the environment says of colours.
+
+    wide: without a terminal, tables are as wide as they need; otherwise 80 columns.
+    """
+    console = Console(stderr=stream == "stderr", highlight=False)
+    if console.file.isatty():
+        return console
+    return Console(stderr=stream == "stderr", highlight=False, force_interactive=False, width=_WIDE if wide else None)

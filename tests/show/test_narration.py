@@ -1,0 +1,51 @@
+"""Events in words."""
+
+from __future__ import annotations
+
+import math
+
+from foretrain import events
+from foretrain.events import CheckpointRejected, HealthMeasured, MemoryUsed, Moved, Notice, Recovered
+from foretrain.show.narration import line, needs_attention
+
+SHOWN_OTHERWISE = {"RunStarted", "Progress", "RunEnded"}
+"""As the facts at the start, the progress line, and the table at the end."""
+
+
+def a(kind: type[events.Event]) -> events.Event:
+    """An event whose fields are what its annotations ask for."""
+    values = {"int": 1, "float": 1.0, "str": "x", "bool": True}
+    names = {name: str(type_).split(" ")[0] for name, type_ in kind.__annotations__.items()}
+    return kind(**{name: values.get(word, {}) for name, word in names.items()})
+
+
+def test_every_event_has_words() -> None:
+    for kind in (kind for kind in vars(events).values() if isinstance(kind, type) and issubclass(kind, events.Event)):
+        if kind is events.Event:
+            continue
+        assert (line(a(kind), verbose=True) is None) is (kind.__name__ in SHOWN_OTHERWISE), kind
+
+
+def test_what_needs_attention() -> None:
+    assert needs_attention(Notice("x"))
+    assert not needs_attention(Notice("x", level="info"))
+    assert needs_attention(CheckpointRejected("x", "torn"))
+    assert needs_attention(Recovered(1, "out_of_memory", "x"))
+    assert not needs_attention(Recovered(1, "reset", "x"))
+
+
+def test_memory_of_a_gpu_and_of_a_process() -> None:
+    on_gpu = MemoryUsed(5, "predict", allocated=1, reserved=4 * 10**9, peak=3_140_000_000, pinned=512_000_000)
+    assert line(on_gpu) == "step 5: memory in predict: peak 3.1 GB, 4.0 GB reserved, 512 MB pinned on the host"
+    assert line(MemoryUsed(5, "full")) == "step 5: memory after full: not known"
+
+
+def test_a_look_before_anything_is_known() -> None:
+    assert line(HealthMeasured(0, None, None, None, {})) == "step 0: looked at 0 layers: nothing to measure yet"
+
+
+def test_a_refused_move_has_no_loss_after_it() -> None:
+    move = Moved(9, 40, "refused", 0.0, False, False, 2.5, 2.4, math.nan, 0.75, math.nan, 1.0, "the [probe] rose")
+    said = "step 9: move 40 steps ahead [yellow]refused[/] (loss before 2.5000, confidence 0.75)"
+    assert line(move) == said
+    assert line(move, verbose=True) == f"{said}: the \\[probe] rose"

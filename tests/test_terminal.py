@@ -1,0 +1,54 @@
+"""What all commands share."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from foretrain.errors import InputError
+from foretrain.terminal import as_json, chosen_level, end_run, put_beside
+
+
+def test_levels_by_flags() -> None:
+    assert chosen_level(False, False) is None
+    assert (chosen_level(True, False), chosen_level(False, True)) == ("quiet", "verbose")
+    with pytest.raises(InputError, match="contradict"):
+        chosen_level(True, True)
+
+
+def test_json_is_valid_and_exact() -> None:
+    text = as_json({"nan": float("nan"), "more": [float("inf"), 0.1 + 0.2], "name": "ä\udcff"})
+    assert text.isascii()
+    assert text.split() == ["{", '"nan":', "null,", '"more":', "[", "null,", "0.30000000000000004", "],", '"name":',
+                            '"\\u00e4\\udcff"', "}"]  # fmt: skip
+
+
+def test_text_stays_beside_its_name_on_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    put_beside("name  ", "some words that are too long for one line")
+    assert capsys.readouterr().out == "name  some words that are too long for one line\n"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    put_beside("name  ", "some words that are too long for one line")
+    assert capsys.readouterr().out == "name  some words that are too long for\n      one line\n"
+
+
+def test_a_quiet_run_that_was_stopped_says_how_to_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    summary = {"reason": "interrupted", "signal": "SIGTERM", "global_step": 3, "seconds": 61.0, "final_val_loss": 1.5}
+    with pytest.raises(SystemExit, match="143"):
+        end_run(summary, tmp_path, "quiet", json_=False)
+    line = f"interrupted: held-out loss 1.5000, 3 steps in 1:01; {tmp_path}, go on with --resume\n"
+    assert capsys.readouterr() == (line, "")
+
+
+def test_the_end_of_a_run_names_what_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "my run"
+    (folder / "adapter").mkdir(parents=True)
+    end_run({"reason": "finished"}, folder, "normal", json_=False, results=lambda: ["accuracy 90.0%"])
+    shown = capsys.readouterr()
+    assert shown.out == "accuracy 90.0%\n"
+    ask = f"foretrain generate '{folder}' --prompt \"...\""
+    assert shown.err == f"folder   {folder}\nadapter  {folder / 'adapter'}  ({ask})\n"
