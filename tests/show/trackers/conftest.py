@@ -16,6 +16,7 @@ from torch import nn
 
 from foretrain.config import Config, from_mapping, to_mapping
 from foretrain.events import Bus, Event, HealthFound, Notice, Progress
+from foretrain.show.trackers.entries import hyperparameters
 from foretrain.trainer import HybridTrainer
 
 OWN_VARIABLES = ("WANDB_", "MLFLOW_", "TRACKIO_", "HF_", "DO_NOT_TRACK", "CI")
@@ -94,7 +95,8 @@ class Story:
 
     folder: Path
     summary: dict[str, Any]
-    settings: dict[str, Any]
+    settings: list[dict[str, Any]]
+    """Of the first part, and of the resumed one."""
     calls_home: int
     """Connections that anything tried to make through a proxy, or past it."""
 
@@ -127,8 +129,10 @@ def tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[
             config = tiny_config(log__trackers=[tracker])
             with pytest.raises(Crash):
                 fit(config, tmp_path / "mine", crash=True)
-            summary = fit(config, tmp_path / "mine", resume=True)
-            return Story(tmp_path / "mine", summary, to_mapping(config), len(outside) + _waiting(proxy))
+            changed = tiny_config(log__trackers=[tracker], checkpoint__keep=3)
+            summary = fit(changed, tmp_path / "mine", resume=True)
+            settings = [hyperparameters(to_mapping(one)) for one in (config, changed)]
+            return Story(tmp_path / "mine", summary, settings, len(outside) + _waiting(proxy))
 
         yield run
 

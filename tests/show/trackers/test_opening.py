@@ -90,3 +90,14 @@ def test_ids_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / opening.IDS).mkdir()
     with pytest.raises(SaveError, match=r"trackers\.json: cannot be written"):
         opening.open_trackers(tiny_config(log__trackers="trackio"), tmp_path, False, lambda _: None)
+
+
+def test_trackers_follow_their_own_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "shared"))
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    fit(tiny_config(log__trackers=["trackio", "wandb"], max_steps=2), tmp_path / "run")
+    assert (tmp_path / "shared" / "foretrain.db").is_file()
+    assert not {"trackio", "wandb"} & {path.name for path in (tmp_path / "run").iterdir()}
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "nowhere://at.all")
+    with pytest.raises(InputError, match=r"mlflow: it cannot begin .*nowhere"):
+        fit(tiny_config(log__trackers=["mlflow"]), tmp_path / "other")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -11,9 +13,6 @@ from typing import Any
 
 import pytest
 from tests.show.trackers.conftest import AFTER, LAST, Story, fit, tiny_config
-from tests.show.trackers.wandb_file import read_records
-
-from foretrain.show.trackers.entries import hyperparameters
 
 PROGRESS = {
     "train/loss": "loss",
@@ -90,22 +89,16 @@ def test_weights_and_biases(tell: Tell) -> None:
     parts = sorted((story.folder / "wandb").glob("offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime_ns)
     assert len(parts) == 2
     rows: list[dict[str, Any]] = []
-    for path in parts:
-        records = list(read_records(path))
-        runs = [record.run for record in records if record.HasField("run")]
-        assert {(run.run_id, run.project, run.display_name) for run in runs} == {
-            (story.ids["wandb"], "foretrain", story.folder.name)
-        }
-        config = {item.key: json.loads(item.value_json) for item in runs[0].config.update}
-        for name, value in hyperparameters(story.settings).items():
-            assert config[name] == value
-        for record in records:
-            if record.HasField("history"):
-                items = record.history.item
-                row = {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in items}
-                rows.append(row)
-        states = [record.exit.exit_code for record in records if record.HasField("exit")]
-        assert states == [1 if path == parts[0] else 0]
+    for path, settings, exit_code in zip(parts, story.settings, (1, 0), strict=True):
+        command = [Path(sys.executable).with_name("wandb"), "leet", "inspect", "--json", path]
+        printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        records = [json.loads(line) for line in printed.splitlines()]
+        told = {kind: [record[kind] for record in records if record["type"] == kind] for kind in ("run", "exit")}
+        run = told["run"][0]
+        assert (run["run_id"], run["project"], run["display_name"]) == (story.ids["wandb"], "foretrain", "mine")
+        assert settings.items() <= run["config"]["update"].items()
+        assert [ending.get("exit_code", 0) for ending in told["exit"]] == [exit_code]
+        rows += [record["history"]["item"] for record in records if record["type"] == "history"]
     for name, field in PROGRESS.items():
         found = [(row["step"], row[name]) for row in rows if name in row]
         logged = [(line["step"], line[field]) for line in story.lines("Progress") if line[field] is not None]
@@ -142,12 +135,13 @@ def test_mlflow(tell: Tell) -> None:
     assert sorted(set(history("held_out/loss"))) == sorted(story.lasting("Evaluated", "loss").items())
     assert run.data.metrics["train/loss"] == story.lasting("Progress", "loss")[LAST]
     assert run.data.metrics["summary/final_val_loss"] == story.summary["final_val_loss"]
-    assert run.data.params == {name: str(value) for name, value in hyperparameters(story.settings).items()}
+    assert run.data.params == {name: str(value) for name, value in story.settings[0].items()}
     assert run.data.tags["finding.7"] == FOUND + ADVICE
     assert run.data.tags["warning.7"] == "the first warning"
     assert run.data.tags["warning.7.2"] == "the second warning"
     assert run.data.tags["summary/reason"] == "finished"
-    assert not any(name.startswith("resumed.") for name in run.data.tags)
+    changed = {name: value for name, value in run.data.tags.items() if name.startswith("resumed.")}
+    assert changed == {"resumed.checkpoint.keep": "3"}
 
 
 def test_trackio(tell: Tell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +164,7 @@ def test_trackio(tell: Tell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     (ending,) = [row for row in rows if row.get("summary/reason") == "finished"]
     assert ending["summary/final_val_loss"] == story.summary["final_val_loss"]
     config = SQLiteStorage.get_run_config("foretrain", record["name"], run_id=record["id"])
-    assert hyperparameters(story.settings).items() <= config.items()
+    assert story.settings[1].items() <= config.items()
     alerts = {alert["text"]: alert for alert in SQLiteStorage.get_alerts("foretrain")}
     assert alerts[FOUND + ADVICE]["level"] == "warn"
     assert {"the first warning", "the second warning"} <= alerts.keys()
