@@ -21,7 +21,7 @@ help: ## say what each target does
 
 .venv/.test: .venv/.core
 	@echo "Installing the pinned test tools into .venv (once) ..."
-	$(PIP) --editable '.[parquet]' $$($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml","rb"))["dependency-groups"]["test"])')
+	$(PIP) --editable '.[parquet,tensorboard,wandb,mlflow,trackio]' $$($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml","rb"))["dependency-groups"]["test"])')
 	@touch $@
 
 setup: .venv/.core ## install foretrain into .venv

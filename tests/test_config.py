@@ -757,3 +757,14 @@ def test_settings_are_listed_once_with_kind_and_limits() -> None:
     assert listed["optimizer.type"].kind == '"adamw" | "adam" | "sgd" | "muon"'
     assert listed["data.path"].kind == "string or list of strings"
     assert listed["model.layers"].default is None
+
+
+def test_trackers_are_a_list_or_names_with_commas() -> None:
+    for text in ('["tensorboard", "mlflow"]', "tensorboard,mlflow", "tensorboard, mlflow"):
+        assert load(overrides=[f"log.trackers={text}"]).config.log.trackers == ["tensorboard", "mlflow"]
+    assert load(overrides=["log.trackers="]).config.log.trackers == []
+    assert load().config.log.trackers == []
+    with pytest.raises(ConfigError, match=r"log\.trackers.*'tensorboard', 'wandb', 'mlflow' or 'trackio'"):
+        load(overrides=["log.trackers=comet"])
+    listed = {setting.name: setting for setting in settings()}
+    assert listed["log.trackers"].kind == 'list of "tensorboard" | "wandb" | "mlflow" | "trackio"'

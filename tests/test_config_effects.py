@@ -968,6 +968,15 @@ def _(bench: Bench) -> None:
             assert f'<data value="{summary["final_val_loss"]}">' in (folder / "report.html").read_text(encoding="utf-8")
 
 
+@effect("log.trackers")
+def _(bench: Bench) -> None:
+    for wanted in ([], ["tensorboard"]):  # what all of them write is read in tests/show/trackers
+        _, events, folder = bench.train(log__trackers=wanted)
+        steps = sum(isinstance(event, Progress) for event in events)
+        told = [path.read_bytes().count(b"train/gradient_norm") for path in (folder / "tensorboard").glob("events.*")]
+        assert told == [steps] * len(wanted)
+
+
 # --- prediction ----------------------------------------------------------------------------------------------------
 
 

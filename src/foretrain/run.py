@@ -29,6 +29,7 @@ from foretrain.planning.budget import within_budget
 from foretrain.planning.estimate import target_of
 from foretrain.schema import Level
 from foretrain.show import report
+from foretrain.show.trackers.opening import check_installed
 from foretrain.trainer import HybridTrainer
 
 
@@ -109,6 +110,7 @@ def train(
     say: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
     """Run a configuration to its end and return the summary, which is also written to the run folder."""
+    check_installed(config.log.trackers)
     path = Path(out) if out is not None else default_folder(config)
     bus = Bus()
     for listener in listeners:

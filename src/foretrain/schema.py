@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from foretrain.sizes import parse_size
 
@@ -436,6 +436,15 @@ class LogConfig(Section):
     `--verbose` go before it."""
     report: bool = True
     """Write `report.html`, the run as one page, into the run folder when the run ends."""
+    trackers: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = []
+    """Write for these too, each into a folder of its name in the run folder; `pip install 'foretrain[NAME]'` brings
+    one. Nothing goes to the network unless the tracker's own environment variables say so."""
+
+    @field_validator("trackers", mode="before")
+    @classmethod
+    def _names_with_commas(cls, value: Any) -> Any:
+        """`--set log.trackers=tensorboard,mlflow` needs no brackets."""
+        return [name.strip() for name in value.split(",") if name.strip()] if isinstance(value, str) else value
 
 
 class Config(Section):
@@ -551,6 +560,8 @@ def _describe(annotation: Any, metadata: Sequence[Any]) -> str:
     arguments = get_args(annotation)
     if origin is Literal:
         return " | ".join(json.dumps(value) for value in arguments)
+    if origin is list and get_origin(arguments[0]) is Literal:
+        return f"list of {_describe(arguments[0], metadata)}"
     if arguments and origin is not list:
         kinds = [_describe(part, metadata) for part in arguments if part is not type(None)]
         return " or ".join(kinds)

@@ -32,6 +32,7 @@ from foretrain.serve.generate import TextGenerator
 from foretrain.serve.sampling import Sampling
 from foretrain.serve.scoring import ClassScorer, exact_match
 from foretrain.show import report
+from foretrain.show.trackers.opening import check_installed
 from foretrain.trainer import HybridTrainer
 
 _PROBE_SEED = 2
@@ -64,6 +65,7 @@ def finetune(
 ) -> dict[str, Any]:
     """Train an adapter for `model.weights` on the examples of `data.path`; returns the summary."""
     check(config)
+    check_installed(config.log.trackers)
     named = configuration.given(config)
     config = configuration.changed(config, {"model.weights": str(Path(config.model.weights).expanduser().resolve())})
     path = Path(out) if out is not None else default_folder(config)

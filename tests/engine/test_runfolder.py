@@ -68,10 +68,11 @@ def test_a_run_is_not_overwritten_unasked(sign: str, tmp_path: Path) -> None:
 
 
 def test_overwriting_removes_the_files_of_a_run_and_no_other(tmp_path: Path) -> None:
-    for name in ("checkpoints/step-00000001", "model", "mine"):
+    for name in ("checkpoints/step-00000001", "model", "tensorboard", "wandb", "mlflow", "trackio", "mine"):
         (tmp_path / name).mkdir(parents=True)
     for name in ("config.toml", "metrics.jsonl", "summary.json", "tokenizer.json", "notes.txt", "model/x", "mine/y"):
         (tmp_path / name).write_text("")
+    (tmp_path / "trackers.json").write_text("{}")
     with RunFolder(tmp_path, resume=False, overwrite=True) as folder:
         assert folder.holds_run()  # nothing is removed before the new run is sure to begin
         folder.clear()

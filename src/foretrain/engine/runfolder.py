@@ -16,11 +16,12 @@ from foretrain.errors import InputError, SaveError
 from foretrain.files import explain_failed_write, make_folder, remove, write_atomic
 
 _DESCRIBING = ("config.toml", "tokenizer.json", "summary.json", "report.html")
+_TRACKERS = ("trackers.json", "tensorboard", "wandb", "mlflow", "trackio")
 
 
 class RunFolder:
-    """`config.toml`, `tokenizer.json`, `metrics.jsonl`, `summary.json`, `report.html`, `checkpoints/`, and `model/` or
-    `adapter/`."""
+    """`config.toml`, `tokenizer.json`, `metrics.jsonl`, `summary.json`, `report.html`, `checkpoints/`, `model/` or
+    `adapter/`, and what `log.trackers` names."""
 
     def __init__(self, path: Path, resume: bool, overwrite: bool = False) -> None:
         self.path = path
@@ -62,7 +63,7 @@ class RunFolder:
         """Delete an earlier run, and only that: the files a run writes. Checkpoints go last, so that a run which is
         only half deleted still counts as one."""
         try:
-            for name in (*_DESCRIBING, "model", "adapter", "metrics.jsonl", "checkpoints"):
+            for name in (*_DESCRIBING, *_TRACKERS, "model", "adapter", "metrics.jsonl", "checkpoints"):
                 remove(self.path / name)
         except OSError as error:
             raise InputError(

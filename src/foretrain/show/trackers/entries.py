@@ -1,0 +1,127 @@
+"""What trackers are told: events as named numbers and short texts, settings as flat names."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from foretrain.events import (
+    CheckpointRejected,
+    Evaluated,
+    Event,
+    HealthFound,
+    Moved,
+    Notice,
+    PhaseChanged,
+    Progress,
+    Recovered,
+    Tuned,
+)
+
+PHASES = ("warmup", "full", "predict", "correct")
+"""The number `phase` is a place in here."""
+SERIOUS = frozenset({"finding", "recovery", "warning"})
+"""Kinds of texts that say that something was wrong."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What happened at a step. Numbers are finite; texts go by their kind."""
+
+    step: int
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    texts: Mapping[str, str] = field(default_factory=dict)
+
+
+def entry_of(event: Event, step: int) -> Entry | None:
+    """The event as numbers and texts; None where a tracker has no use for it. step: of an event that has none."""
+    match event:
+        case Progress():
+            return Entry(event.step, _finite(_progress(event)))
+        case Evaluated():
+            return Entry(event.step, _finite({"held_out/loss": event.loss}))
+        case Moved():
+            text = f"{event.horizon} steps ahead: {event.verdict} ({event.reason})"
+            return Entry(event.step, _finite({"prediction/worth_steps": event.worth_steps}), {"move": text})
+        case PhaseChanged():
+            return Entry(event.step, texts={"phase": f"{event.phase}: {event.reason}"})
+        case Recovered():
+            return Entry(event.step, texts={"recovery": f"{event.action}: {event.text}"})
+        case HealthFound():
+            return Entry(event.step, texts={"finding": _finding(event)})
+        case Tuned():
+            return Entry(event.step, texts={"recovery": f"{event.ailment}: set {_assignments(event.change)}"})
+        case Notice(level="warning"):
+            return Entry(step, texts={"warning": event.message})
+        case CheckpointRejected():
+            return Entry(step, texts={"warning": f"{event.path}: {event.reason}"})
+    return None
+
+
+def _progress(event: Progress) -> dict[str, float | None]:
+    return {
+        "train/loss": event.loss,
+        "train/smoothed_loss": event.smoothed_loss,
+        "train/gradient_norm": event.gradient_norm,
+        "train/learning_rate": event.learning_rate,
+        "train/tokens": event.tokens,
+        "train/tokens_per_second": event.tokens_per_second,
+        "train/seconds": event.seconds,
+        "train/skipped_steps": event.skipped_steps,
+        "phase": PHASES.index(event.phase) if event.phase in PHASES else None,
+        "prediction/predicted_loss": event.predicted_loss,
+        "prediction/confidence": event.confidence,
+        "prediction/kept": event.kept,
+        "prediction/refused": event.refused,
+        "prediction/gain_percent": event.gain_percent,
+    }
+
+
+def _finding(event: HealthFound) -> str:
+    value = "" if event.value is None else f" = {event.value:.4g} (healthy: {event.healthy})"
+    advice = f"; set {_assignments(event.change)}" if event.change else ""
+    return f"{event.level}: {event.ailment} at {event.place}: {event.measure}{value}. {event.meaning}{advice}"
+
+
+def _assignments(change: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} = {json.dumps(value)}" for name, value in change.items())
+
+
+def _finite(numbers: Mapping[str, float | None]) -> dict[str, float]:
+    return {name: value for name, value in numbers.items() if value is not None and math.isfinite(value)}
+
+
+def summary_entry(step: int, summary: Mapping[str, Any]) -> Entry:
+    """The summary's numbers and sentences as `summary/...`. Settings and machine are told at the start."""
+    numbers: dict[str, float] = {}
+    texts: dict[str, str] = {}
+    told = {name: value for name, value in summary.items() if name not in ("config", "environment")}
+    for name, value in flattened(told, "summary", "/").items():
+        if isinstance(value, str):
+            texts[name] = value
+        elif isinstance(value, (int, float)) and math.isfinite(value):
+            numbers[name] = float(value)
+    return Entry(step, numbers, texts)
+
+
+def flattened(values: Mapping[str, Any], prefix: str = "", joint: str = ".") -> dict[str, Any]:
+    """Nested names joined; lists as they are."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        name = f"{prefix}{joint}{key}" if prefix else str(key)
+        if isinstance(value, Mapping):
+            flat |= flattened(value, name, joint)
+        else:
+            flat[name] = value
+    return flat
+
+
+def hyperparameters(settings: Mapping[str, Any]) -> dict[str, str | int | float | bool]:
+    """Settings by their dotted names; a list as JSON, as no tracker has lists."""
+    return {
+        name: value if isinstance(value, (str, int, float, bool)) else json.dumps(value)
+        for name, value in flattened(settings).items()
+    }

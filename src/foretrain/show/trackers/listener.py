@@ -1,0 +1,78 @@
+"""Between the bus and a tracker: a queue and a thread, so that no step waits for one, and none can stop training."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+
+from foretrain.events import Event, Listener, Notice, RunEnded, RunStarted
+from foretrain.show.trackers.entries import entry_of, summary_entry
+from foretrain.show.trackers.tracker import Tracker
+
+_Task = Callable[[], None]
+
+
+class TrackerListener:
+    """Hears events from `RunStarted` on. A tracker that fails is told nothing any more; the user is told once.
+
+    patience: seconds that the end of a run waits for what is not written yet.
+    """
+
+    def __init__(self, name: str, tracker: Tracker, emit: Listener, patience: float = 60.0) -> None:
+        self.name = name
+        self._tracker = tracker
+        self._emit = emit
+        self._patience = patience
+        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self._failure: Exception | None = None
+        self._on = True
+        self._step = 0
+        self._started = False
+        self._reason = "failed"
+        self._thread = threading.Thread(target=self._work, name=f"tracker-{name}", daemon=True)
+        self._thread.start()
+
+    def __call__(self, event: Event) -> None:
+        self._look()
+        if not self._on:
+            return
+        self._step = getattr(event, "step", self._step)
+        if isinstance(event, RunStarted):
+            self._started = True
+            self._tasks.put(lambda: self._tracker.start(event.step))
+        elif isinstance(event, RunEnded):
+            self._reason = event.reason
+            told = summary_entry(event.step, {"reason": event.reason, **event.summary})
+            self._tasks.put(lambda: self._tracker.log(told))
+        elif self._started and (entry := entry_of(event, self._step)) is not None:
+            self._tasks.put(lambda: self._tracker.log(entry))
+
+    def _work(self) -> None:
+        """The tracker's thread. It emits nothing itself: other listeners are not made for two threads."""
+        try:
+            while (task := self._tasks.get()) is not None:
+                task()
+        except Exception as error:  # noqa: BLE001 - a tracker may raise anything
+            self._failure = error
+        try:
+            self._tracker.close(self._reason)
+        except Exception as error:  # noqa: BLE001
+            self._failure = self._failure or error
+
+    def _look(self) -> None:
+        if self._on and self._failure is not None:
+            self._give_up(f"failed and is off from here on ({type(self._failure).__name__}: {self._failure})")
+
+    def _give_up(self, text: str) -> None:
+        self._on = False
+        self._emit(Notice(f"tracker {self.name} {text}; the run itself goes on, and metrics.jsonl has everything"))
+
+    def close(self) -> None:
+        """Wait until all is written."""
+        self._tasks.put(None)
+        self._thread.join(self._patience)
+        self._look()
+        if self._on and self._thread.is_alive():
+            self._give_up(f"has not written everything within {self._patience:g} seconds")
+        self._on = False

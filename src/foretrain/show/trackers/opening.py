@@ -1,0 +1,92 @@
+"""Opens the trackers of a run, or says what is missing before it begins."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from importlib import import_module, util
+from pathlib import Path
+
+from foretrain.config import Config, to_mapping
+from foretrain.errors import InputError, SaveError
+from foretrain.events import Listener
+from foretrain.files import explain_failed_write, write_atomic
+from foretrain.show.trackers.entries import hyperparameters
+from foretrain.show.trackers.listener import TrackerListener
+from foretrain.show.trackers.tracker import Place, Tracker
+
+IDS = "trackers.json"
+"""In the run folder: each tracker's own id of the run."""
+
+_CLASSES = {"tensorboard": "TensorBoard", "wandb": "WeightsAndBiases", "mlflow": "MLflow", "trackio": "Trackio"}
+_PACKAGES = {
+    "tensorboard": ("tensorboardX",),
+    "wandb": ("wandb",),
+    "mlflow": ("mlflow", "sqlalchemy", "alembic"),
+    "trackio": ("trackio",),
+}
+"""What has to be there; nothing is imported to find out."""
+
+
+def check_installed(names: Sequence[str]) -> None:
+    """Before data are read and models are made."""
+    for name in names:
+        missing = [package for package in _PACKAGES[name] if not _is_there(package)]
+        if missing:
+            raise InputError(
+                f"log.trackers = {name}: needs {' and '.join(missing)}; install it with: "
+                f"pip install 'foretrain[{name}]'"
+            )
+
+
+def _is_there(package: str) -> bool:
+    try:
+        return util.find_spec(package) is not None
+    except (ImportError, ValueError):  # taken away on purpose
+        return False
+
+
+def open_trackers(config: Config, folder: Path, resume: bool, emit: Listener) -> list[TrackerListener]:
+    """One listener for each name. resume: go on in the trackers' own runs, where the folder has their ids."""
+    names = config.log.trackers
+    if not names:
+        return []
+    check_installed(names)
+    kept = _read_ids(folder / IDS) if resume else {}
+    given = hyperparameters(to_mapping(config))
+    opened: dict[str, Tracker] = {}
+    for name in dict.fromkeys(names):
+        place = Place(folder.absolute(), given, kept.get(name))
+        try:
+            opened[name] = getattr(import_module(f"foretrain.show.trackers.{name}"), _CLASSES[name])(place)
+        except Exception as error:
+            for tracker in opened.values():
+                tracker.close("failed")
+            raise InputError(
+                f"log.trackers = {name}: it cannot begin ({type(error).__name__}: {' '.join(str(error).split())}); "
+                f"take it out of log.trackers, or delete its line in {folder / IDS} if its own run is lost"
+            ) from error
+    ids = {name: tracker.run_id for name, tracker in opened.items() if tracker.run_id is not None}
+    if ids != kept:
+        _write_ids(folder / IDS, kept | ids)
+    return [TrackerListener(name, tracker, emit) for name, tracker in opened.items()]
+
+
+def _write_ids(path: Path, ids: Mapping[str, str]) -> None:
+    try:
+        write_atomic(path, json.dumps(ids, indent=2) + "\n")
+    except OSError as error:
+        cause, advice = explain_failed_write(error)
+        raise SaveError(f"{path}: cannot be written: {cause}. {advice}") from None
+
+
+def _read_ids(path: Path) -> dict[str, str]:
+    try:
+        read = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: cannot be read ({error}); delete it, and trackers begin new runs") from None
+    if not isinstance(read, dict) or not all(isinstance(value, str) for value in read.values()):
+        raise InputError(f"{path}: it does not name a run for each tracker; delete it, and trackers begin new runs")
+    return read

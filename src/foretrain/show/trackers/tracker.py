@@ -1,0 +1,46 @@
+"""What a tracker is to foretrain."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from foretrain.show.trackers.entries import Entry
+
+PROJECT = "foretrain"
+"""Runs are gathered under this name, unless the tracker's own environment variable gives another."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """The run that a tracker shows."""
+
+    folder: Path
+    """The run folder, absolute."""
+    settings: Mapping[str, str | int | float | bool]
+    run_id: str | None = None
+    """The tracker's own name of this run, where the run is resumed."""
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+
+class Tracker(ABC):
+    """Made in the main thread, which may raise anything; told all else in a thread of its own, in order."""
+
+    run_id: str | None = None
+    """Kept in the run folder, so that a resumed run goes on in the same one."""
+
+    @abstractmethod
+    def start(self, step: int) -> None:
+        """The run begins, or goes on, after this step."""
+
+    @abstractmethod
+    def log(self, entry: Entry) -> None: ...
+
+    @abstractmethod
+    def close(self, reason: str) -> None:
+        """reason: as in `RunEnded`."""
