@@ -179,13 +179,18 @@ class Run:
             for every in (self.config.log.interval, self.evaluate_every, self.save_every)
         )
 
+    def _next_entry(self) -> int:
+        return (self.trainer.global_step // self.config.log.interval + 1) * self.config.log.interval
+
     def _after(self, result: StepResult) -> str | None:
         """What is due after a step; the reason to stop, if there is one."""
         trainer, step = self.trainer, self.trainer.global_step
         last = step >= self.config.max_steps and not trainer.judging
         if step >= self.next_log or last:
             self._log(result)
-            self.next_log = (step // self.config.log.interval + 1) * self.config.log.interval
+            self.next_log = self._next_entry()
+        elif step < self.next_log - self.config.log.interval:  # a rollback: steps that are done again are told again
+            self.next_log = self._next_entry()
         if step >= self.next_evaluation and not last:
             self.next_evaluation = (step // self.evaluate_every + 1) * self.evaluate_every
             if self._evaluate():

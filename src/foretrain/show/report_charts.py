@@ -177,7 +177,7 @@ def marks(record: RunRecord) -> list[list[Any]]:
         if entry.kind == "Moved":
             found.append((entry, str(entry.fields.get("verdict")), move_words(entry)))
         elif entry.kind == "Recovered" and not entry.fields.get("advice"):
-            found.append((entry, "recovery", str(entry.fields.get("action", "")).replace("_", " ")))
+            found.append((entry, "recovery", recovery_words(entry)))
         elif entry.kind == "Tuned":
             found.append((entry, "recovery", f"tuned: {change_words(entry.fields.get('change'))}"))
         elif entry.kind == "Resumed":
@@ -200,3 +200,9 @@ def move_words(entry: Entry) -> str:
     horizon = finite(entry.fields.get("horizon")) or 0
     how = "audited move" if entry.fields.get("audited") else "chain of leaps" if entry.fields.get("chained") else "move"
     return f"{how}, {horizon:,.0f} steps ahead: {entry.fields.get('verdict')}"
+
+
+def recovery_words(entry: Entry) -> str:
+    words = str(entry.fields.get("action", "")).replace("_", " ")
+    back = finite(entry.fields.get("step")) if words == "roll back" else None
+    return words if back is None else f"{words} to step {back:,.0f}"
