@@ -49,6 +49,10 @@ def test_a_run_of_a_hundred_thousand_entries_is_small_and_keeps_its_spike() -> N
     assert max(training["values"]) == 1e9
     assert training["steps"][training["values"].index(1e9)] == 61_803
     assert len(ribbon(record)) < 1000
+    *stretches, end = ribbon(record)
+    assert {phase for _, _, phase, _ in stretches} == {"predict"}
+    assert all(0.45 < share < 0.55 for _, _, _, share in stretches)
+    assert end[:3] == [100_000, 10_000, "end"]
     assert len(marks(record)) < 1000
     assert sum(mark[4] for mark in marks(record)) == 10_000
 

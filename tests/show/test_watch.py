@@ -230,7 +230,7 @@ def test_a_browser_gets_everything_and_then_what_changed(serving: Serving) -> No
     assert {"loss", "shared", "heat", "ledger", "rows/0"} <= set(first["charts"])
     append(serving.folder, {"event": "PhaseChanged", "step": 100, "phase": "full", "reason": "a new reason"})
     _, second = events.next()
-    assert "a new reason" in second["charts"]["rows/0"][-1][1]
+    assert "a new reason" in second["charts"]["rows/0"][-1][-1]
     assert "lead" not in second["sections"]
     assert "loss" not in second["charts"]
     end(serving.folder, SUMMARY)
@@ -254,7 +254,7 @@ def test_a_browser_that_comes_back_misses_nothing_and_gets_nothing_twice(serving
     append(serving.folder, {"event": "Notice", "message": "only this is new", "level": "info"})
     _, message = events.next()
     assert set(message["charts"]) <= {"shared", "ledger", "rows/0"}
-    assert "only this is new" in message["charts"]["rows/0"][-1][1]
+    assert "only this is new" in message["charts"]["rows/0"][-1][-1]
     events.close()
 
 

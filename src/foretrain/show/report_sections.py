@@ -235,19 +235,19 @@ def _findings(record: RunRecord) -> str:
     found = findings(record)
     if not found:
         return "<p>Nothing was found that asks for a change.</p>"
-    head = ["", "step", "what was found", "where", "change"]
     rows = []
     for one in found:
         times = f" to {one['last']:,} ({one['times']} times)" if one["times"] > 1 and one["last"] else ""
         step = UNKNOWN if one["first"] is None else f"{one['first']:,}{times}"
-        name = f"<strong>{escape(one['title'])}</strong> " if one["title"] else ""
+        place = f" in {one['place']}" if one["place"] else ""
+        name = f"<strong>{escape(one['title'])}</strong>{escape(place)}: " if one["title"] else escape(place)
         measured = "" if one["value"] is None else f"{one['measure']} {one['value']:.4g}"
         measured += f" (healthy: {one['healthy']})" if measured and one["healthy"] else ""
         small = f'<div class="small">{escape(measured)}</div>' if measured else ""
-        advice = f"<code>{escape(one['advice'])}</code>" if one["advice"] else ""
+        advice = f'<div class="advice">set <code>{escape(one["advice"])}</code></div>' if one["advice"] else ""
         level = f'<span class="level {escape(one["level"])}">{escape(one["level"])}</span>'
-        rows.append([level, step, f"{name}{escape(one['text'])}{small}", escape(one["place"]), advice])
-    return table("What was found, and what to change", head, rows, numbers_from=9)
+        rows.append([level, step, f"{name}{escape(one['text'])}{small}{advice}"])
+    return table("What was found, and what to change", ["how bad", "step", "what was found"], rows, numbers_from=9)
 
 
 def _setup(record: RunRecord) -> str:

@@ -83,13 +83,17 @@ function paint(u, name) {
   ctx.setLineDash([]);
   data.shared.runs.forEach((run, row) => {
     const y = top + height + (4 + row * (RIBBON + GAP)) * ratio;
-    const stretches = run.phases.slice(0, -1).map((phase, index) => [phase[place], run.phases[index + 1][place], phase[2]]);
+    const stretches = run.phases.slice(0, -1).map((phase, index) => [phase[place], run.phases[index + 1][place], phase[2], phase[3]]);
     stretches.sort((a, b) => PHASES.indexOf(a[2]) - PHASES.indexOf(b[2]));
-    for (const [from, to, phase] of stretches) {
+    for (const [from, to, phase, share] of stretches) {
       const start = Math.max(left, u.valToPos(from, 'x', true)), end = Math.min(left + width, u.valToPos(to, 'x', true));
       if (end < left || start > left + width) continue;
+      // Of phases too short to be seen one by one the height is their share.
+      const wide = Math.max(end - start, 2 * ratio), high = share === 1 ? RIBBON : Math.max(2.5, RIBBON * share);
+      ctx.fillStyle = style('phase-full');
+      if (share !== 1) ctx.fillRect(start, y, wide, RIBBON * ratio);
       ctx.fillStyle = style(`phase-${phase}`);
-      ctx.fillRect(start, y, Math.max(end - start, (phase === 'predict' ? 2 : 1.5) * ratio), RIBBON * ratio);
+      ctx.fillRect(start, y + (RIBBON - high) * ratio, wide, high * ratio);
     }
   });
   if (name === 'loss') lanes().forEach(([run, kinds, colour], row) => {
@@ -129,7 +133,7 @@ function beyond(u, name, ctx, ratio) {
     u.data[index].forEach((value, at) => {
       const x = value > limit ? u.valToPos(u.data[0][at], 'x', true) : -1;
       if (x < left || x > left + width) return;
-      const near = found.find(other => Math.abs(other.x - x) < 70 * ratio);
+      const near = found.find(other => Math.abs(other.x - x) < 120 * ratio);
       if (!near) found.push({ x, value }); else if (value > near.value) Object.assign(near, { x, value });
     });
   });

@@ -66,7 +66,7 @@ function heat(canvas, map, table) {
   map.steps.forEach((step, column) => {
     if (column % spread === 0 && left + column * cell < width - 40) ctx.fillText(whole(step), left + column * cell, bottom + 12);
   });
-  legend(ctx, left, bottom + 34, Math.min(260, width - left - 80), low, high, known);
+  legend(ctx, left, bottom + 34, Math.min(260, width - left - 80), low, high, known, width > 600);
   const words = `${measured} of ${map.layers.length} layers at ${map.steps.length} looks, from step ${whole(map.steps[0])} to ${whole(map.steps.at(-1))}`;
   canvas.setAttribute('role', 'img');
   canvas.setAttribute('aria-label', `${words}: between ${shown(known[0] ?? 0, 3)} and ${shown(known.at(-1) ?? 0, 3)}. The table below has the numbers.`);
@@ -80,11 +80,11 @@ function heat(canvas, map, table) {
 }
 
 // The colours with their values; beside them what is not known.
-function legend(ctx, x, y, bar, low, high, known) {
+function legend(ctx, x, y, bar, low, high, known, wide) {
   for (let place = 0; place < bar; place++) { ctx.fillStyle = shade(place / bar); ctx.fillRect(x + place, y - 5, 1.5, 10); }
   ctx.fillStyle = style('muted');
   ctx.textAlign = 'left';
-  ctx.fillText(measured, x + bar + 12, y);
+  if (wide) ctx.fillText(measured, x + bar + 12, y);
   const cut = [known[0] < 10 ** low ? '≤ ' : '', known.at(-1) > 10 ** high ? '≥ ' : ''];
   [[0, 'left', cut[0]], [.5, 'center', ''], [1, 'right', cut[1]]].forEach(([share, side, sign]) => {
     ctx.textAlign = side;

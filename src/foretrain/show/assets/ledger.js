@@ -11,15 +11,21 @@ book.querySelector('.more').append(more, all);
 function rowsOf(kind) {
   const rows = [], { rows: count, shown: size } = data.ledger;
   for (let start = 0; start < count; start += size)
-    for (const row of data[`rows/${start / size}`]) if (kind === 'all' || row[0] === kind) rows.push(row[1]);
+    for (const row of data[`rows/${start / size}`]) if (kind === 'all' || row[0] === kind) rows.push(row);
   return rows;
+}
+
+const escaped = text => text.replace(/[&<>"]/g, sign => ({ '&': '&amp;', '<': '&lt;', '>': '&gt;', '"': '&quot;' })[sign]);
+function markup([, mark, ...cells]) {
+  const icon = mark ? `<i class="${escaped(mark)}" aria-hidden="true"></i>` : '';
+  return `<tr>${Object.values(data.ledger.columns).map((style, place) => `<td class="${style}">${style === 'decision' ? icon : ''}${escaped(cells[place])}</td>`).join('')}</tr>`;
 }
 
 // What is new at the top does not push away what is being read.
 function showLedger() {
   const rows = rowsOf(view.show), some = view.order === 'first' ? rows.slice(0, view.most) : rows.slice(-view.most).reverse();
   const below = box.scrollHeight - box.scrollTop, reading = view.order === 'last' && box.scrollTop > 4;
-  body.innerHTML = some.join('') || '<tr><td colspan="9">No such decision was made yet.</td></tr>';
+  body.innerHTML = some.map(markup).join('') || '<tr><td colspan="9">No such decision was made yet.</td></tr>';
   if (reading) box.scrollTop = box.scrollHeight - below;
   const left = rows.length - some.length, words = { all: 'decisions', move: 'moves', phase: 'changes of phase', recovery: 'recoveries and notes' };
   const rest = data.ledger.left ? ` ${whole(data.ledger.left)} changes of phase and kept moves more are in metrics.jsonl.` : '';
