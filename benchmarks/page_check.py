@@ -81,6 +81,7 @@ def check_report(browser: Browser, runs: list[Path], name: str, folder: Path, pi
     reading = check_reading(browser, name)
     assert (errors := browser.errors()) == [], errors
     if pictures:
+        browser.open(target.as_uri())  # without the focus and the choices of the checks
         for width, dark, kind in ((1280, False, "light"), (1280, True, "dark"), (390, False, "phone")):
             browser.picture(pictures / f"{name}-{kind}.png", width, dark)
         browser.look(1280, 900)

@@ -165,6 +165,7 @@ def check_scale(browser: Browser, folder: Path, steps: int, check: Callable[[Pat
         with watched(run) as (server, told):
             browser.look(1280, 900)
             browser.open(told["address"])
+            browser.errors()  # of a server that went away before
             seen = ""
             while trainer.poll() is None:
                 last = str(browser.ask("document.documentElement.dataset.drawnUpdates") or "")

@@ -129,7 +129,7 @@ function beyond(u, name, ctx, ratio) {
   const { left, top, width } = u.bbox, limit = drawn.get(name)?.top ?? Infinity, found = [];
   if (limit === Infinity) return;
   u.series.forEach((one, index) => {
-    if (!index || !one.show || one.scale !== 'y') return;
+    if (!index || !one.show || one.scale !== 'y' || !one.width) return;  // not of steps that were taken back
     u.data[index].forEach((value, at) => {
       const x = value > limit ? u.valToPos(u.data[0][at], 'x', true) : -1;
       if (x < left || x > left + width) return;
