@@ -40,6 +40,7 @@ class Browser:
         }
         made = self._ask("POST", "/session", {"capabilities": {"alwaysMatch": wanted}})
         self._session = f"/session/{made['sessionId']}"
+        self.version = f"{made['capabilities']['browserName']} {made['capabilities']['browserVersion']}"
         return self
 
     def __exit__(
@@ -90,6 +91,14 @@ class Browser:
         )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.command("Emulation.setEmulatedMedia", features=[scheme])
+
+    def heap_megabytes(self) -> float:
+        """Memory of the page's script and data, after what is no longer needed was dropped."""
+        self.command("HeapProfiler.enable")
+        self.command("HeapProfiler.collectGarbage")
+        self.command("Performance.enable")
+        metrics = self.command("Performance.getMetrics")["metrics"]
+        return round(next(one["value"] for one in metrics if one["name"] == "JSHeapUsedSize") / 1e6, 1)
 
     def errors(self) -> list[str]:
         """What the console said that is not just information, since the last call."""

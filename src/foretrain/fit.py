@@ -178,14 +178,24 @@ class Run:
             (step // every + 1) * every if every else math.inf
             for every in (self.config.log.interval, self.evaluate_every, self.save_every)
         )
+        self.farthest_log = self.next_log
+
+    def _next_entry(self) -> int:
+        return (self.trainer.global_step // self.config.log.interval + 1) * self.config.log.interval
 
     def _after(self, result: StepResult) -> str | None:
         """What is due after a step; the reason to stop, if there is one."""
         trainer, step = self.trainer, self.trainer.global_step
         last = step >= self.config.max_steps and not trainer.judging
+        if step < self.next_log - self.config.log.interval:  # a rollback: steps that are done again are told again
+            self.next_log = self._next_entry()
         if step >= self.next_log or last:
-            self._log(result)
-            self.next_log = (step // self.config.log.interval + 1) * self.config.log.interval
+            told = self._log(result)
+            self.next_log = self._next_entry()
+            if self.next_log > self.farthest_log or last:
+                self.farthest_log = self.next_log
+                if told:
+                    self._check_finite()
         if step >= self.next_evaluation and not last:
             self.next_evaluation = (step // self.evaluate_every + 1) * self.evaluate_every
             if self._evaluate():
@@ -248,11 +258,12 @@ class Run:
                 "it. Look for NaN in the data or the starting weights, or a loss function that divides by zero"
             )
 
-    def _log(self, result: StepResult) -> None:
+    def _log(self, result: StepResult) -> bool:
+        """Whether there was anything to tell."""
         trainer = self.trainer
         reading = trainer.rescue.again(trainer.meter.read)
         if reading is None:
-            return
+            return False
         trainer.last_train_loss = reading.loss
         seconds = trainer.clock.seconds
         speed = (trainer.tokens - self.logged_tokens) / max(seconds - self.logged_seconds, 1e-9)
@@ -275,6 +286,10 @@ class Run:
             self.emit(
                 Notice(f"{reading.skipped} of the last {reading.steps} steps were not finite and changed nothing")
             )
+        return True
+
+    def _check_finite(self) -> None:
+        trainer = self.trainer
         limit = self.config.guard.max_skipped_steps
         if self.config.guard.nan_check and trainer.meter.skipped_in_a_row >= limit:
             self._save(must=False)
@@ -282,7 +297,8 @@ class Run:
                 f"{trainer.meter.skipped_in_a_row} steps in a row were not finite (step {trainer.global_step}); the "
                 "weights are those of the last good step. Lower optimizer.learning_rate, or set precision.type = 'fp32'"
             )
-        if not self.config.guard.nan_check and reading.loss != reading.loss:
+        loss = trainer.last_train_loss
+        if not self.config.guard.nan_check and loss != loss:
             raise DivergenceError(
                 f"the loss is NaN (step {trainer.global_step}) and guard.nan_check is off; switch it on or lower "
                 "optimizer.learning_rate, and go on from the last checkpoint with --resume"

@@ -21,7 +21,7 @@ from foretrain.control.machine import Phase
 from foretrain.control.recovery import Kind
 from foretrain.dynamics.predictor import Forecast, Situation
 from foretrain.errors import DivergenceError
-from foretrain.events import Recovered
+from foretrain.events import Event, Progress, Recovered
 
 Batch = tuple[Tensor, Tensor, Tensor]
 Fault = Callable[[int, Tensor, Tensor], Batch]
@@ -424,3 +424,21 @@ def test_a_caution_changes_nothing() -> None:
     run, other = faulty(fault).run(), faulty(healthy).run()
     assert run.trainer.summary()["recoveries"] == {}
     assert same_weights(run.trainer.model, other.trainer.model)
+
+
+def test_steps_that_are_done_again_are_logged_again(tmp_path: Path) -> None:
+    events: list[Event] = []
+    trainer = HybridTrainer(Tampered(), config=from_mapping({**QUICK, **IDLE, "log.interval": 10, "max_steps": 260}))
+    trainer.bus.subscribe(events.append)
+
+    class Data:
+        def __iter__(self) -> Any:
+            for position in range(10_000):
+                yield between(200, 206, nan)(position, *DATA(position))
+
+    trainer.fit(Data(), out=tmp_path / "run", progress=False)
+    back = next(event for event in events if isinstance(event, Recovered) and event.action == "roll_back")
+    after = [event.step for event in events[events.index(back) :] if isinstance(event, Progress)]
+    assert back.step < 190
+    assert after[0] == (back.step // 10 + 1) * 10
+    assert after[-1] == 260

@@ -49,6 +49,10 @@ def test_a_run_of_a_hundred_thousand_entries_is_small_and_keeps_its_spike() -> N
     assert max(training["values"]) == 1e9
     assert training["steps"][training["values"].index(1e9)] == 61_803
     assert len(ribbon(record)) < 1000
+    *stretches, end = ribbon(record)
+    assert {phase for _, _, phase, _ in stretches} == {"predict"}
+    assert all(0.45 < share < 0.55 for _, _, _, share in stretches)
+    assert end[:3] == [100_000, 10_000, "end"]
     assert len(marks(record)) < 1000
     assert sum(mark[4] for mark in marks(record)) == 10_000
 
@@ -71,6 +75,6 @@ def test_the_page_of_a_long_run_stays_under_three_megabytes() -> None:
         record.progress.append(Entry("Progress", step, step / 7, fields))
         reason = "20 full steps are done and confidence 0.80 is above 0.50; an audit is due and affordable"
         record.decisions.append(Entry("PhaseChanged", step, step / 7, {"phase": "full", "reason": reason}))
-        norms = {f"blocks.{block}.attention.qkv": (step * block * 0.1) % 1 for block in range(40)}
+        norms = {f"blocks.{block}.attention.qkv": {"gradient_norm": (step * block * 0.1) % 1} for block in range(40)}
         record.health.append(Entry("Health", step, step / 7, {"layers": norms}))
     assert len(page([record])) < 3_000_000

@@ -12,9 +12,11 @@ import pytest
 from tests.show.runs import STARTED, SUMMARY, append, progress, some_run, write_run
 
 from foretrain.cli import main
-from foretrain.events import Notice, PhaseChanged, RunStarted
+from foretrain.events import Notice, PhaseChanged, Recovered, RunStarted
 from foretrain.show.follow import read_runs
+from foretrain.show.record import Entry, RunRecord
 from foretrain.show.report import write_report
+from foretrain.show.report_ledger import ROWS, ledger, ledger_rows
 from foretrain.show.report_page import as_data, page
 from foretrain.show.report_text import sentence
 
@@ -114,7 +116,7 @@ def test_the_charts_have_all_curves_phases_and_marks(folder: Path) -> None:
     assert curves["held out"]["values"] == [2.5, 1.25]
     assert curves["training"]["seconds"] == [step / 10 for step in range(10, 101, 10)]
     (shared,) = data["shared"]["runs"]
-    assert [phase for _, _, phase in shared["phases"]] == ["full", "predict", "end"]
+    assert [phase for _, _, phase, _ in shared["phases"]] == ["full", "predict", "end"]
     assert [kind for _, _, kind, _, _ in shared["marks"]] == ["kept", "rolled back", "recovery"]
 
 
@@ -226,10 +228,10 @@ def test_health_is_drawn_and_told_where_there_is_some(folder: Path) -> None:
         "name": "mine",
         "steps": [0, 100],
         "layers": ["blocks.0", "blocks.1"],
-        "values": [[1.5, 1.5], [1e-9, None]],
+        "measures": {"gradient norm": [[1.5, 1.5], [1e-9, None]]},
     }
     text = Reader(markup).text
-    assert "vanishing layer it learns nothing" in text
+    assert "vanishing layer in blocks.1: it learns nothing" in text
     assert "model.residual=true" in text
     assert "0 to 100 (2 times)" in text
 
@@ -244,6 +246,90 @@ def test_a_change_that_the_run_made_by_itself_is_a_decision(folder: Path) -> Non
     assert [70, "recovery"] in [[mark[0], mark[2]] for mark in shared["marks"]]
 
 
+def test_the_heat_map_offers_every_measure_and_keeps_both_extremes(tmp_path: Path) -> None:
+    from foretrain.show.report_health import heat_map
+
+    folder = write_run(tmp_path / "run", [STARTED])
+    for look in range(1000):
+        ratio = {333: 50.0, 700: 0.0}.get(look, 0.01)
+        layer = {"gradient_norm": 1.0, "gradient_to_weight": ratio, "update_to_weight": 0.001}
+        append(folder, {"event": "HealthMeasured", "step": 100 * look, "layers": {"a": layer}})
+    made = heat_map(read_runs([folder])[0], 160)
+    assert made is not None
+    assert list(made["measures"]) == ["gradient/weight ratio", "update/weight ratio", "gradient norm"]
+    (ratios,) = made["measures"]["gradient/weight ratio"]
+    assert len(ratios) == len(made["steps"]) == 160
+    assert sorted(set(ratios)) == [0.0, 0.01, 50.0]
+    near = [made["steps"][ratios.index(value)] for value in (50.0, 0.0)]
+    assert abs(near[0] - 33_300) <= 700
+    assert abs(near[1] - 70_000) <= 700
+
+
+def test_every_curve_has_its_numbers_in_a_table(folder: Path) -> None:
+    markup = page(read_runs([folder]))
+    loss = markup[markup.index('data-section="loss-numbers"') :].partition("</table>")[0]
+    rows = [re.findall(r'<data value="([^"]*)"', row) for row in loss.split("<tr>")[2:]]
+    assert [float(number) for number in rows[0]] == [2.8, 1.0, 1.0, 100, 2.8, 10]  # first, last, lowest, highest
+    assert [float(number) for number in rows[1]] == [2.5, 1.25, 1.25, 100, 2.5, 30]
+
+
+def test_a_loss_that_is_almost_nothing_keeps_its_digits(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", some_run(), SUMMARY | {"final_val_loss": 2.34567e-9, "best_val_loss": 0.0})
+    assert "a held-out loss of 2.35e-9 in" in sentence(read_runs([folder])[0]).replace("−", "-")
+
+
+def test_a_rollback_is_shown_where_it_happened_and_tells_where_to(tmp_path: Path) -> None:
+    told = [STARTED, progress(40), Recovered(10, "roll_back", "3 steps in a row were not finite"), progress(20)]
+    folder = write_run(tmp_path / "run", told)
+    data = data_of(page(read_runs([folder])))
+    assert [mark[:4] for mark in data["shared"]["runs"][0]["marks"]] == [[40, 4, "recovery", "roll back to step 10"]]
+    ((kind, _, step, _, decision, *_),) = data["rows/0"]
+    assert (kind, step, decision) == ("recovery", "40", "roll back to step 10")
+    curves = {series["label"]: series["steps"] for series in data["loss"]["runs"][0]["series"]}
+    assert curves["training"] == [20]
+    assert curves["taken back"] == [40]
+
+
+# --- a ledger of thousands --------------------------------------------------------------------------------------------
+
+
+def long_ledger(count: int) -> RunRecord:
+    record = RunRecord("long")
+    for step in range(count):
+        verdict = {0: "kept", 7: "rolled back"}.get(step % 40)
+        fields = {"verdict": verdict, "horizon": 5} if verdict else {"phase": "full", "reason": f"reason {step}"}
+        record.decisions.append(Entry("Moved" if verdict else "PhaseChanged", step, step / 10, fields))
+    return record
+
+
+def test_a_long_ledger_shows_its_first_rows_and_holds_the_others() -> None:
+    data = ledger_rows([long_ledger(2500)])
+    assert data["ledger"] | {"rows": 2500, "left": 0, "order": "last"} == data["ledger"]
+    rows = [row for name, block in data.items() if name.startswith("rows/") for row in block]
+    assert len(rows) == 2500
+    assert [row[2] for row in rows] == [f"{step:,}" for step in range(2500)]
+    shown = ledger(data)
+    assert shown.count("<tr>") == 101
+    assert shown.index(">2,499</td>") < shown.index(">2,400</td>")  # of a run that goes on the newest are first
+    assert ">2,399</td>" not in shown
+
+
+def test_what_went_wrong_stays_in_a_ledger_that_is_too_long() -> None:
+    record = long_ledger(40_000)
+    rows = [row for name, block in ledger_rows([record]).items() if name.startswith("rows/") for row in block]
+    assert 3000 < len(rows) <= ROWS
+    assert sum("rolled back" in row[4] for row in rows) == 1000
+    assert sum(": kept" in row[4] for row in rows) == 1000
+    assert {row[0] for row in rows} == {"move", "phase"}
+
+
+@pytest.mark.parametrize("count", [2450, 40_000])
+def test_a_live_ledger_that_grows_sends_its_last_rows_only(count: int) -> None:
+    before, after = (ledger_rows([long_ledger(count + more)]) for more in (0, 3))
+    changed = [name for name in after if before.get(name) != after[name]]
+    assert len(changed) <= 2, changed
+
+
 @pytest.mark.parametrize(
     "layers",
     [
@@ -255,7 +341,7 @@ def test_a_change_that_the_run_made_by_itself_is_a_decision(folder: Path) -> Non
 def test_norms_of_layers_are_read_in_every_form(folder: Path, layers: dict[str, Any]) -> None:
     append(folder, {"event": "HealthChecked", "step": 5, **layers})
     (heat,) = data_of(page(read_runs([folder])))["heat"]
-    assert (heat["layers"], heat["values"]) == (["a"], [[2.0]])
+    assert (heat["layers"], heat["measures"]) == (["a"], {"gradient norm": [[2.0]]})
 
 
 # --- the command ------------------------------------------------------------------------------------------------------

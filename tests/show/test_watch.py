@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import re
@@ -9,6 +10,7 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +69,9 @@ class Events:
                 name = line[4:]
             elif line.startswith("data: "):
                 return name, json.loads(line[6:])
+
+    def read(self, count: int) -> None:
+        self._response.read(count)
 
     def close(self) -> None:
         self._response.close()
@@ -221,11 +226,11 @@ def test_it_is_bound_to_this_machine_only(shown: Serving) -> None:
 def test_a_browser_gets_everything_and_then_what_changed(serving: Serving) -> None:
     events = Events(serving)
     _, first = events.next()
-    assert {"lead", "ledger", "findings"} <= set(first["sections"])
-    assert {"loss", "shared", "heat"} <= set(first["charts"])
+    assert {"lead", "findings", "loss-numbers"} <= set(first["sections"])
+    assert {"loss", "shared", "heat", "ledger", "rows/0"} <= set(first["charts"])
     append(serving.folder, {"event": "PhaseChanged", "step": 100, "phase": "full", "reason": "a new reason"})
     _, second = events.next()
-    assert "a new reason" in second["sections"]["ledger"]
+    assert "a new reason" in second["charts"]["rows/0"][-1][-1]
     assert "lead" not in second["sections"]
     assert "loss" not in second["charts"]
     end(serving.folder, SUMMARY)
@@ -248,9 +253,60 @@ def test_a_browser_that_comes_back_misses_nothing_and_gets_nothing_twice(serving
     events = Events(serving, Last_Event_ID=later)
     append(serving.folder, {"event": "Notice", "message": "only this is new", "level": "info"})
     _, message = events.next()
-    assert set(message["charts"]) <= {"shared"}
-    assert "only this is new" in message["sections"]["ledger"]
+    assert set(message["charts"]) <= {"shared", "ledger", "rows/0"}
+    assert "only this is new" in message["charts"]["rows/0"][-1][-1]
     events.close()
+
+
+def test_connections_that_are_cut_again_and_again_lose_nothing(serving: Serving) -> None:
+    """What a browser knows after every cut, also in the middle of a message, is in the end what the run is."""
+    known: dict[str, Any] = {}
+    headers: dict[str, str] = {}
+    for step in range(110, 210, 10):
+        entry = {"event": "Progress", "step": step, "loss": 300 / step, "seconds": step, "phase": "full"}
+        append(serving.folder, entry)
+        append(serving.folder, {"event": "PhaseChanged", "step": step, "phase": "full", "reason": f"reason {step}"})
+        broken = Events(serving, **headers)
+        broken.read(step)  # some of the next message, which is then lost
+        broken.close()
+        append(serving.folder, {"event": "Notice", "message": f"while away at {step}", "level": "info"})
+        events = Events(serving, **headers)
+        name, message = events.next()
+        events.close()
+        headers = {"Last_Event_ID": name}
+        known |= message["sections"] | message["charts"]
+    fresh: dict[str, Any] = {}
+    for have, given in ((known, headers), (fresh, {})):
+        events = Events(serving, **given)
+        while "while away at 200" not in str(have.get("rows/0")):
+            _, message = events.next()
+            have |= message["sections"] | message["charts"]
+        events.close()
+    assert fresh == known
+    rows = str(known["rows/0"])
+    assert all(f"reason {step}" in rows and f"while away at {step}" in rows for step in range(110, 210, 10))
+
+
+def test_looks_at_a_long_run_take_a_small_part_of_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(watch.time, "monotonic", lambda: now[0])
+    live = watch.Live(write_run(tmp_path / "run", some_run()))
+    looks: list[float] = []
+
+    def slow() -> None:
+        looks.append(now[0])
+        now[0] += 2.0
+
+    monkeypatch.setattr(live, "_look", slow)
+
+    async def asked_every_half_second() -> None:
+        for _ in range(200):
+            await live.current()
+            now[0] += 0.5
+
+    asyncio.run(asked_every_half_second())
+    assert all(later - earlier >= 2.0 / watch.SHARE for earlier, later in pairwise(looks))
+    assert len(looks) > 3
 
 
 def test_kill_resumption_and_a_new_run_in_the_folder_are_followed(serving: Serving) -> None:

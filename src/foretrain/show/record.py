@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from foretrain.show.looks import layer_measures
 from foretrain.show.scales import finite
 
 Fields = Mapping[str, Any]
@@ -76,13 +77,18 @@ class RunRecord:
             case "PhaseChanged" | "Moved" | "Recovered" | "Tuned" | "RateTried" | "Notice" | "CheckpointRejected":
                 if kind == "Notice":
                     entry = Entry(kind, self.step, self.seconds, fields)
+                elif (
+                    fields.get("action") == "roll_back" and self.progress
+                ):  # it tells where to, and is shown where from
+                    entry = Entry(kind, max(step, self.progress[-1].step), entry.seconds, fields)
                 self.decisions.append(entry)
             case "MemoryUsed":
                 self.memory.append(entry)
             case "RunEnded":
                 self.ended = fields
             case _ if kind.startswith("Health") or "meaning" in fields:
-                self.health.append(entry)
+                look = {"layers": layer_measures(fields)} if "layers" in fields else {}
+                self.health.append(Entry(kind, step, entry.seconds, {**fields, **look}))
 
     # --- where the run stands -----------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from foretrain.show.downsample import places_to_keep, rounded
@@ -14,7 +14,8 @@ from foretrain.show.scales import finite
 
 POINTS = 2400
 """Of a curve, in a page of one run."""
-_RIBBON = 900
+_RIBBON = 400
+"""Stretches of the phase ribbon."""
 _MARKS = 700
 _ERRORS = 200
 """Errors of forecasts that the interval of the next one follows from."""
@@ -152,22 +153,41 @@ def _shared(record: RunRecord) -> dict[str, Any]:
 
 
 def ribbon(record: RunRecord) -> list[list[Any]]:
-    """[first step, first second, phase] of every stretch, and where the last ends. Stretches too short to be seen are
-    one, of the phase that is most worth seeing."""
+    """[first step, first second, phase, share] of every stretch, and where the last ends. Where there are too many to
+    be seen, equal stretches, each with the phase that is most worth seeing and the share of the steps it had."""
     changes = record.phases()
     end = max(record.step, changes[-1].step, 1)
-    width = end / _RIBBON
+    seconds = max(record.seconds, changes[-1].seconds)
+    named = [(change.step, change.seconds, _phase(change)) for change in changes]
     kept: list[list[Any]] = []
-    for change in changes:
-        phase = str(change.fields.get("phase"))
-        rank = _WORTH_SEEING.index(phase) if phase in _WORTH_SEEING else 0
-        if len(changes) > _RIBBON and kept and 0 <= change.step - kept[-1][0] < width:
-            if rank >= _WORTH_SEEING.index(kept[-1][2]):
-                kept[-1][2] = phase
-            continue
-        if not kept or kept[-1][2] != phase:
-            kept.append([change.step, rounded(change.seconds), phase if phase in _WORTH_SEEING else "full"])
-    return [*kept, [end, rounded(max(record.seconds, changes[-1].seconds)), "end"]]
+    for step, second, phase, share in _merged(named, end) if len(named) > _RIBBON else [(*one, 1) for one in named]:
+        if not kept or kept[-1][2:] != [phase, share]:
+            kept.append([step, rounded(second), phase, share])
+    return [*kept, [end, rounded(seconds), "end", 1]]
+
+
+def _phase(change: Entry) -> str:
+    phase = str(change.fields.get("phase"))
+    return phase if phase in _WORTH_SEEING else "full"
+
+
+def _merged(changes: list[tuple[int, float, str]], end: int) -> Iterator[tuple[int, float, str, float]]:
+    """Stretches of the same length; a phase without a step of its own, as a leap is, still has a share."""
+    found: list[dict[str, float]] = [{} for _ in range(_RIBBON)]
+    begins = [(place * end // _RIBBON, 0.0) for place in range(_RIBBON)]
+    ends = [*(step for step, _, _ in changes[1:]), end]
+    for (step, second, phase), until in zip(changes, ends, strict=True):
+        first, last = (min(_RIBBON - 1, at * _RIBBON // end) for at in (step, max(step, until - 1)))
+        for place in range(first, last + 1):
+            low, high = place * end / _RIBBON, (place + 1) * end / _RIBBON
+            shared = max(0.0, min(until, high) - max(step, low))
+            found[place][phase] = found[place].get(phase, 0.0) + shared
+            if place > first or not begins[place][1]:
+                begins[place] = (begins[place][0], second)
+    for (step, second), shares in zip(begins, found, strict=True):
+        if shares:
+            phase = max(shares, key=_WORTH_SEEING.index)
+            yield step, second, phase, round(shares[phase] / sum(shares.values()), 2) if sum(shares.values()) else 1.0
 
 
 def marks(record: RunRecord) -> list[list[Any]]:
@@ -177,7 +197,7 @@ def marks(record: RunRecord) -> list[list[Any]]:
         if entry.kind == "Moved":
             found.append((entry, str(entry.fields.get("verdict")), move_words(entry)))
         elif entry.kind == "Recovered" and not entry.fields.get("advice"):
-            found.append((entry, "recovery", str(entry.fields.get("action", "")).replace("_", " ")))
+            found.append((entry, "recovery", recovery_words(entry)))
         elif entry.kind == "Tuned":
             found.append((entry, "recovery", f"tuned: {change_words(entry.fields.get('change'))}"))
         elif entry.kind == "Resumed":
@@ -200,3 +220,9 @@ def move_words(entry: Entry) -> str:
     horizon = finite(entry.fields.get("horizon")) or 0
     how = "audited move" if entry.fields.get("audited") else "chain of leaps" if entry.fields.get("chained") else "move"
     return f"{how}, {horizon:,.0f} steps ahead: {entry.fields.get('verdict')}"
+
+
+def recovery_words(entry: Entry) -> str:
+    words = str(entry.fields.get("action", "")).replace("_", " ")
+    back = finite(entry.fields.get("step")) if words == "roll back" else None
+    return words if back is None else f"{words} to step {back:,.0f}"

@@ -27,10 +27,14 @@ def horizons(record: RunRecord) -> str:
         ]
         error = finite(q.get("loss_error"))
         rows.append([escape(horizon), *cells, number(q.get("norm_ratio"), ".2f"), percent(error)])
+    curves = [_curve(forecast, "r2", "forecast", 1), _curve(forecast, "repeat_r2", "repeating the last move", 2)]
+    lowest = min(
+        (value for one in curves for _, given in one.points if (value := finite(given)) is not None), default=0
+    )
     chart = plot(
-        [_curve(forecast, "r2", "forecast", 1), _curve(forecast, "repeat_r2", "repeating the last move", 2)],
+        curves,
         Axis("steps ahead"),
-        Axis("R² (1: exact, 0: no better than standing still)", high=1.0),
+        Axis("R² (1: exact, 0: no better than standing still)", low=-1.0 if lowest < -1 else None, high=1.0),
         label="Share of the weights' motion that was forecast, by steps ahead; the numbers are in the table",
         width=520,
         height=300,

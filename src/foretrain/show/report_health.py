@@ -1,86 +1,88 @@
-"""Health of a run as far as its log and summary tell it: gradient norms per layer over time, and findings."""
+"""Health of a run as far as its log and summary tell it: measures of every layer over time, and findings."""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeGuard
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from foretrain.show.downsample import rounded
+from foretrain.show.looks import MEASURES, Look, is_list
 from foretrain.show.record import Entry, RunRecord
 from foretrain.show.scales import finite
 
-_COLUMNS = 160
 _ROWS = 160
-_BESIDE = ("gradient_norms", "gradient_norm", "gradients", "gradient", "norms")
 
 
-def heat_map(record: RunRecord) -> dict[str, Any] | None:
-    """{"steps", "layers", "values"}: a row per layer, a column per look; the highest of those that share a cell."""
-    looks = [(entry.step, norms) for entry in record.health if (norms := layer_norms(entry.fields))]
+def heat_map(record: RunRecord, columns: int) -> dict[str, Any] | None:
+    """{"name", "steps", "layers", "measures"}: for every measure a row per layer and a column per look. Of looks or
+    layers that share a cell the one is shown that is farthest from what is usual for its layer, high or low."""
+    looks = [(entry.step, found) for entry in record.health if (found := _look(entry))]
     if not looks:
         return None
-    layers = list(dict.fromkeys(name for _, norms in looks for name in norms))
-    columns = _parts(len(looks), _COLUMNS)
-    rows = _parts(len(layers), _ROWS)
-    values = [
-        [
-            rounded(_highest(looks[place][1].get(layers[layer]) for place in column for layer in row), 3)
-            for column in columns
-        ]
-        for row in rows
-    ]
-    names = [layers[row[0]] if len(row) == 1 else f"{layers[row[0]]} … {layers[row[-1]]}" for row in rows]
+    layers = list(dict.fromkeys(name for _, found in looks for name in found))
+    across, down = _parts(len(looks), columns), _parts(len(layers), _ROWS)
+    measures = {}
+    for measure, words in MEASURES.items():
+        table = [[found.get(layer, {}).get(measure) for _, found in looks] for layer in layers]
+        if any(value is not None for row in table for value in row):
+            measures[words] = _shrunk(table, down, across)
+    names = [layers[row[0]] if len(row) == 1 else f"{layers[row[0]]} … {layers[row[-1]]}" for row in down]
     return {
         "name": record.name,
-        "steps": [looks[column[0]][0] for column in columns],
+        "steps": [looks[column[0]][0] for column in across],
         "layers": names,
-        "values": values,
+        "measures": measures,
     }
 
 
-def extremes(record: RunRecord) -> list[tuple[str, float | None, float | None, float | None]]:
-    """(layer, lowest, highest, last gradient norm) for every layer."""
-    looks = [norms for entry in record.health if (norms := layer_norms(entry.fields))]
+def _look(entry: Entry) -> Look:
+    found: Look = entry.fields.get("layers") or {}
+    return found
+
+
+def _shrunk(table: list[list[float | None]], down: list[range], across: list[range]) -> list[list[float | int | None]]:
+    usual = [_usual(row) for row in table]
+
+    def shown(layers: range, looks: range) -> float | int | None:
+        if len(layers) == len(looks) == 1:
+            return rounded(table[layers[0]][looks[0]], 3)
+        cells = [
+            (value, usual[layer]) for layer in layers for look in looks if (value := table[layer][look]) is not None
+        ]
+        return rounded(max(cells, key=lambda cell: _distance(*cell))[0], 3) if cells else None
+
+    return [[shown(layers, looks) for looks in across] for layers in down]
+
+
+def _usual(row: list[float | None]) -> float:
+    known = sorted(value for value in row if value is not None and value > 0)
+    return known[len(known) // 2] if known else 1.0
+
+
+def _distance(value: float, usual: float) -> float:
+    """How many times more or less; nothing at all is as far as can be."""
+    return abs(math.log(value / usual)) if value > 0 and value / usual > 0 else math.inf
+
+
+def extremes(record: RunRecord) -> list[tuple[str, list[float | None]]]:
+    """(layer, [lowest, highest, last] of every measure) for every layer."""
+    looks = [found for entry in record.health if (found := _look(entry))]
     rows = []
-    for layer in dict.fromkeys(name for norms in looks for name in norms):
-        known = [value for norms in looks if (value := norms.get(layer)) is not None]
-        rows.append((layer, min(known, default=None), max(known, default=None), looks[-1].get(layer)))
+    for layer in dict.fromkeys(name for found in looks for name in found):
+        numbers: list[float | None] = []
+        for measure in MEASURES:
+            known = [value for found in looks if (value := found.get(layer, {}).get(measure)) is not None]
+            last = looks[-1].get(layer, {}).get(measure)
+            numbers += [min(known, default=None), max(known, default=None), last]
+        rows.append((layer, numbers))
     return rows
-
-
-def layer_norms(fields: Mapping[str, Any]) -> dict[str, float | None]:
-    """Gradient norm per layer, from `layers`: {name: norm}, {name: {"gradient_norm": norm}}, a list of such with
-    their names, or names alone with the norms beside them."""
-    layers = fields.get("layers")
-    if isinstance(layers, Mapping):
-        return {str(name): _norm(value) for name, value in layers.items()}
-    if not _is_list(layers):
-        return {}
-    named = [one for one in layers if isinstance(one, Mapping)]
-    if named:
-        return {str(one.get("name") or one.get("layer")): _norm(one) for one in named}
-    beside = next((fields[name] for name in _BESIDE if _is_list(fields.get(name))), ())
-    return {str(layer): finite(value) for layer, value in zip(layers, beside, strict=False)}
-
-
-def _is_list(value: object) -> TypeGuard[Sequence[Any]]:
-    return isinstance(value, Sequence) and not isinstance(value, str)
-
-
-def _norm(value: object) -> float | None:
-    if isinstance(value, Mapping):
-        return next((finite(value[name]) for name in _BESIDE if name in value), None)
-    return finite(value)
 
 
 def _parts(count: int, limit: int) -> list[range]:
     parts = min(count, limit)
     return [range(part * count // parts, (part + 1) * count // parts) for part in range(parts)]
-
-
-def _highest(values: Iterator[float | None]) -> float | None:
-    return max((value for value in values if value is not None), default=None)
 
 
 # --- findings ---------------------------------------------------------------------------------------------------------
@@ -101,7 +103,7 @@ def findings(record: RunRecord) -> list[dict[str, Any]]:
 def _told(record: RunRecord) -> Iterator[tuple[int | None, Mapping[str, Any]]]:
     for entry in record.health:
         listed = entry.fields.get("findings")
-        if _is_list(listed):
+        if is_list(listed):
             yield from ((entry.step, one) for one in listed if isinstance(one, Mapping))
         elif "layers" not in entry.fields:
             yield entry.step, entry.fields
@@ -112,7 +114,7 @@ def _told(record: RunRecord) -> Iterator[tuple[int | None, Mapping[str, Any]]]:
             yield _step_of(entry), {"level": "warning", "meaning": entry.fields.get("message")}
     health = record.summary.get("health")
     listed = health.get("findings") if isinstance(health, Mapping) else health
-    if _is_list(listed) and not record.health:
+    if is_list(listed) and not record.health:
         yield from ((None, one) for one in listed if isinstance(one, Mapping))
 
 

@@ -2,111 +2,133 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
+from typing import Any
 
 from foretrain.show.record import Entry, RunRecord
-from foretrain.show.report_charts import move_words
+from foretrain.show.report_charts import move_words, recovery_words
 from foretrain.show.report_health import change_words
-from foretrain.show.report_text import clock, framed, number
+from foretrain.show.report_text import clock, framed, loss_words
 from foretrain.show.scales import finite, rate
 
-ROWS = 1500
+ROWS = 4000
 """In a page; the others are in `metrics.jsonl`."""
+SHOWN = 100
+"""At first, and more when asked for; also how many are sent together to a page that is live."""
 _FILTERS = {"all": "everything", "move": "moves", "phase": "phases", "recovery": "recoveries"}
-_KINDS = {"Moved": "move", "PhaseChanged": "phase"}
-_HEAD = ("step", "time", "decision", "loss before", "loss after", "confidence", "worth", "reason")
-_EXTRA = ("loss before", "loss after", "confidence", "worth")
-"""What a narrow screen has no room for."""
+_ORDERS = {"first": "oldest first", "last": "newest first"}
+_COLUMNS = {
+    "step": "number",
+    "time": "number",
+    "decision": "decision",
+    "loss before": "number extra",
+    "loss after": "number extra",
+    "confidence": "number extra",
+    "worth": "number extra",
+    "reason": "reason",
+}
+"""Names and classes; a narrow screen has no room for what is extra."""
 
 
-def ledger(records: Sequence[RunRecord]) -> str:
-    """The rows of all runs, with their names where there are several."""
+def ledger_rows(records: Sequence[RunRecord]) -> dict[str, Any]:
+    """The ledger as data: {"ledger": counts and columns, "rows/0": [[kind, mark, text of every cell], ...], "rows/1":
+    ...}. Rows that are known stay where they are when others come: a live page is sent the last ones only."""
     entries = [(record.name, entry) for record in records for entry in record.decisions]
     kept = _most_telling(entries)
     several = len(records) > 1
-    head = "".join(f'<th scope="col"{_number(name)}>{name}</th>' for name in (("run", *_HEAD) if several else _HEAD))
-    body = "".join(_row(name if several else "", entry) for name, entry in kept)
-    if not body:
-        return "<p>No decision was made yet.</p>"
-    buttons = "".join(
-        f'<button type="button" data-show="{kind}" aria-pressed="{str(kind == "all").lower()}">{text}</button>'
-        for kind, text in _FILTERS.items()
+    rows = [_row(entry, [name] if several else []) for name, entry in kept]
+    blocks = {f"rows/{start // SHOWN}": rows[start : start + SHOWN] for start in range(0, len(rows), SHOWN)}
+    order = "last" if any(record.state == "running" for record in records) else "first"
+    columns = {"run": "run", **_COLUMNS} if several else _COLUMNS
+    told = {"rows": len(rows), "left": len(entries) - len(rows), "order": order, "shown": SHOWN}
+    return {"ledger": {**told, "columns": columns}, **blocks}
+
+
+def ledger(data: Mapping[str, Any]) -> str:
+    """The table with its first rows; the page's script shows the others, chosen and ordered as the reader likes."""
+    told = data["ledger"]
+    rows = [row for name, block in data.items() if name.startswith("rows/") for row in block]
+    rows = rows[:SHOWN] if told["order"] == "first" else rows[: -SHOWN - 1 : -1]
+    head = "".join(f'<th scope="col" class="{style}">{name}</th>' for name, style in told["columns"].items())
+    choices = _choice("show", _FILTERS, "all", "Which decisions are shown")
+    choices += _choice("order", _ORDERS, str(told["order"]), "In which order")
+    body = "".join(_markup(row, list(told["columns"].values())) for row in rows)
+    more = '<p class="more"><span data-count role="status"></span></p>'
+    made = framed("Every decision with its reason", f"<tr>{head}</tr>", body)
+    return f'<div class="controls"><div class="choices">{choices}</div></div>{made}{more}'
+
+
+def _markup(row: Sequence[str], styles: Sequence[str]) -> str:
+    """As `ledger.js` does it too."""
+    _, mark, *cells = row
+    icon = f'<i class="{escape(mark)}" aria-hidden="true"></i>' if mark else ""
+    made = (
+        f'<td class="{style}">{icon if style == "decision" else ""}{escape(text)}</td>'
+        for text, style in zip(cells, styles, strict=True)
     )
-    left = len(entries) - len(kept)
-    note = f'<p class="small">{left:,} changes of phase and kept moves more are in metrics.jsonl.</p>' if left else ""
-    choose = f'<div class="choose" role="group" aria-label="Which decisions are shown">{buttons}</div>'
-    return f"{choose}{framed('Every decision with its reason', f'<tr>{head}</tr>', body)}{note}"
+    return f"<tr>{''.join(made)}</tr>"
+
+
+def _choice(name: str, texts: Mapping[str, str], chosen: str, label: str) -> str:
+    buttons = "".join(
+        f'<button type="button" data-{name}="{kind}" aria-pressed="{str(kind == chosen).lower()}">{text}</button>'
+        for kind, text in texts.items()
+    )
+    return f'<div class="choose" role="group" aria-label="{label}">{buttons}</div>'
 
 
 def _most_telling(entries: list[tuple[str, Entry]]) -> list[tuple[str, Entry]]:
-    """All where there is room; else what went wrong first, then moves, then changes of phase, evenly spread."""
-    if len(entries) <= ROWS:
-        return entries
+    """All where there is room; else what went wrong first, then moves, then changes of phase: every second of them,
+    every fourth, and so on."""
     ranked: list[list[int]] = [[], [], []]
     for place, (_, entry) in enumerate(entries):
         went_well = entry.kind == "Moved" and entry.fields.get("verdict") in ("kept", "shrunk")
         ranked[2 if entry.kind == "PhaseChanged" else 1 if went_well else 0].append(place)
     chosen: list[int] = []
     for places in ranked:
-        room = min(ROWS - len(chosen), len(places))
-        chosen += [places[number * len(places) // room] for number in range(room)]
+        stride = 1
+        while -(-len(places) // stride) > ROWS - len(chosen) and stride < len(places):
+            stride *= 2
+        chosen += places[::stride][: ROWS - len(chosen)]
     return [entries[place] for place in sorted(chosen)]
 
 
-def _number(name: str) -> str:
-    return (
-        ""
-        if name in ("run", "decision", "reason")
-        else ' class="number extra"'
-        if name in _EXTRA
-        else ' class="number"'
-    )
-
-
-def _row(run: str, entry: Entry) -> str:
+def _row(entry: Entry, first: list[str]) -> list[str]:
     fields = entry.fields
-    kind = _KINDS.get(entry.kind, "recovery")
-    decision, reason = _said(entry)
+    mark, decision, reason = _said(entry)
+    numbers = [""] * 4
     if entry.kind == "Moved":
-        losses = [number(fields.get(name), ".5g") for name in ("anchor", "loss")]
-        cells = [*losses, number(fields.get("confidence"), ".2f"), number(fields.get("worth_steps"), "+,.0f")]
-    else:
-        cells = [""] * len(_EXTRA)
-    first = f'<td class="run">{escape(run)}</td>' if run else ""
-    numbers = "".join(f'<td class="number extra">{cell}</td>' for cell in cells)
-    place = f'<td class="number">{entry.step:,}</td><td class="number">{clock(entry.seconds)}</td>'
-    return f'<tr class="{kind}">{first}{place}<td>{decision}</td>{numbers}<td class="reason">{escape(reason)}</td></tr>'
+        forms = {"anchor": ".5g", "loss": ".5g", "confidence": ".2f", "worth_steps": "+,.0f"}
+        known = [(finite(fields.get(name)), form) for name, form in forms.items()]
+        numbers = ["–" if value is None else f"{value:{form}}".replace("-", "−") for value, form in known]
+    kind = {"Moved": "move", "PhaseChanged": "phase"}.get(entry.kind, "recovery")
+    return [kind, mark, *first, f"{entry.step:,}", clock(entry.seconds), decision, *numbers, reason]
 
 
-def _said(entry: Entry) -> tuple[str, str]:
-    """(decision as markup, reason)."""
+def _said(entry: Entry) -> tuple[str, str, str]:
+    """(class of its mark, decision, reason)."""
     fields = entry.fields
     match entry.kind:
         case "Moved":
-            verdict = str(fields.get("verdict"))
-            mark = f'<i class="mark {escape(verdict.replace(" ", "-"))}" aria-hidden="true"></i>'
-            return f"{mark}{escape(move_words(entry))}", str(fields.get("reason", ""))
+            verdict = str(fields.get("verdict")).replace(" ", "-")
+            return f"mark {verdict}", move_words(entry), str(fields.get("reason", ""))
         case "PhaseChanged":
             phase = str(fields.get("phase"))
-            return f'<i class="phase {escape(phase)}" aria-hidden="true"></i>{escape(phase.upper())}', str(
-                fields.get("reason", "")
-            )
+            return f"phase {phase}", phase.upper(), str(fields.get("reason", ""))
         case "Recovered":
-            action = "advice" if fields.get("advice") else str(fields.get("action", "")).replace("_", " ")
-            return f'<i class="mark recovery" aria-hidden="true"></i>{escape(action)}', str(fields.get("text", ""))
+            action = "advice" if fields.get("advice") else recovery_words(entry)
+            return "mark recovery", action, str(fields.get("text", ""))
         case "Tuned":
             words = change_words(fields.get("change"))
-            return f'<i class="mark recovery" aria-hidden="true"></i>tuned: {escape(words)}', str(
-                fields.get("ailment", "")
-            )
+            return "mark recovery", f"tuned: {words}", str(fields.get("ailment", ""))
         case "RateTried":
             tried, loss = finite(fields.get("learning_rate")) or 0.0, finite(fields.get("loss"))
             best = ", the best so far" if fields.get("best") else ""
-            reached = "no number" if loss is None else f"held-out loss {loss:.4f}"
-            return f"learning rate {rate(tried)} tried", f"{reached} after {fields.get('steps')} steps{best}"
+            reached = "no number" if loss is None else f"held-out loss {loss_words(loss)}"
+            return "", f"learning rate {rate(tried)} tried", f"{reached} after {fields.get('steps')} steps{best}"
         case "Resumed":
-            return "resumed", "went on from a checkpoint; what came after it was done again"
+            return "", "resumed", "went on from a checkpoint; what came after it was done again"
         case "CheckpointRejected":
-            return "checkpoint put aside", str(fields.get("reason", ""))
-    return escape(str(fields.get("level", "note"))), str(fields.get("message", ""))
+            return "", "checkpoint put aside", str(fields.get("reason", ""))
+    return "", str(fields.get("level", "note")), str(fields.get("message", ""))

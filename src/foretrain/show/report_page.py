@@ -15,19 +15,24 @@ from typing import Any
 from foretrain.show.markup import STYLE
 from foretrain.show.record import RunRecord
 from foretrain.show.report_charts import charts
+from foretrain.show.report_curves import curve_tables
 from foretrain.show.report_health import heat_map
+from foretrain.show.report_ledger import ledger, ledger_rows
 from foretrain.show.report_sections import sections
 
 _NAVIGATION = {
     "loss": "Loss",
     "decisions": "Decisions",
+    "findings": "Findings",
     "forecasts": "Forecasts",
     "confidence": "Confidence",
     "health": "Layers",
     "resources": "Memory and speed",
-    "findings": "Findings",
     "setup": "Configuration",
 }
+_SCRIPTS = ("page", "charts", "heat", "ledger", "live")
+HEAT_COLUMNS = 160
+"""Of all runs together."""
 _PHASES = {"warmup": "warm-up", "full": "full", "predict": "predict", "correct": "correct"}
 _MARKS = {
     "kept": "move kept",
@@ -37,6 +42,20 @@ _MARKS = {
     "recovery": "recovery",
     "not finite": "loss not finite",
 }
+_CHARTS = {
+    "loss": ("Loss over the run: training, held out, and as predicted.", ""),
+    "forecast": (
+        "Predicted against actual loss.",
+        "What the predictor said a window before, and what came. The band is as wide as 90 % of the errors before it.",
+    ),
+    "confidence": (
+        "Confidence over the run.",
+        "How likely the run thinks the next predicted move is to be kept. Below the threshold it does not try.",
+    ),
+    "gradient": ("Gradient norm and learning rate over the run.", ""),
+    "speed": ("Speed over the run.", ""),
+}
+"""What each chart shows, for those who cannot see it; and how to read it."""
 _HINT = (
     "Drag over a chart to look closer, double-click to see everything again. Click a name below a chart to hide its "
     "curve. Charts show the lowest and highest value of every stretch; metrics.jsonl has every number."
@@ -54,30 +73,39 @@ class Parts:
 
 def parts(records: Sequence[RunRecord]) -> Parts:
     names = ", ".join(record.name for record in records)
-    heat = [found for record in records if (found := heat_map(record))]
-    return Parts(f"{names} · foretrain", sections(records), charts(records) | {"heat": heat})
+    columns = max(40, HEAT_COLUMNS // len(records))
+    heat = [found for record in records if (found := heat_map(record, columns))]
+    curves = charts(records)
+    texts = sections(records) | curve_tables(curves)
+    return Parts(f"{names} · foretrain", texts, curves | {"heat": heat} | ledger_rows(records))
 
 
 def page(records: Sequence[RunRecord]) -> str:
     """One file that needs no network. Its own scripts and no others may run in it."""
     made = parts(records)
-    scripts = [asset("uplot.js"), asset("report.js")]
+    scripts = [asset("uplot.js"), script()]
     hashes = " ".join(f"'sha256-{_digest(script)}'" for script in scripts)
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src {hashes}; img-src data:; base-uri 'none'"
     head = f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<style>{style()}</style>'
     return _document(made, head, "".join(f"<script>{script}</script>\n" for script in scripts))
 
 
-def live_page(records: Sequence[RunRecord]) -> str:
+def live_page(made: Parts) -> str:
     """The same page for a server that has style and scripts under names of their own."""
     head = '<link rel="stylesheet" href="/style.css">'
     scripts = '<script src="/uplot.js"></script>\n<script src="/report.js"></script>\n'
-    return _document(parts(records), head, scripts, live=True)
+    return _document(made, head, scripts, live=True)
 
 
 @cache
 def asset(name: str) -> str:
     return resources.files("foretrain.show").joinpath("assets", name).read_text(encoding="utf-8")
+
+
+@cache
+def script() -> str:
+    """The page's own script, of several files that share one scope."""
+    return "'use strict';\n(() => {\n" + "".join(asset(f"{name}.js") for name in _SCRIPTS) + "})();\n"
 
 
 def style() -> str:
@@ -130,6 +158,39 @@ def _document(made: Parts, head: str, scripts: str, live: bool = False) -> str:
 
 
 def _body(made: Parts) -> str:
+    controls = '<div class="controls"><div class="choices" data-label="Axes of the charts"></div></div>'
+    heat = (
+        '<p class="lead">A row per layer, a column per look. A dark row hardly learns, a bright column explodes. '
+        'Ratios are relative to the size of the weights, so that layers can be compared.</p><div class="choices" '
+        'data-label="What is measured"></div><div data-heat></div>'
+    )
+    layers = f"<figure>{heat}{_section(made, 'layers')}</figure>"
+    speed = _chart(made, "speed", 220, "Speed")
+    gradient = _chart(made, "gradient", 220, "Gradient norm and learning rate")
+    return "\n".join(
+        [
+            _part("loss", "Loss", controls + _chart(made, "loss", 380, after=_key())),
+            _part("decisions", "Decisions", f'<div id="ledger">{ledger(made.charts)}</div>'),
+            _part("findings", "Findings and advice", _section(made, "findings")),
+            _part(
+                "forecasts",
+                "Forecasts",
+                _chart(made, "forecast", 260, "Predicted against actual loss") + _section(made, "horizons"),
+            ),
+            _part("confidence", "Confidence", _chart(made, "confidence", 220) + _section(made, "calibration")),
+            _part("health", "Layers", layers, hidden=not made.charts["heat"]),
+            _part(
+                "resources",
+                "Memory and speed",
+                f'<div class="two">{speed}{gradient}</div>{_section(made, "resources")}',
+            ),
+            _part("setup", "Configuration and environment", _section(made, "setup")),
+        ]
+    )
+
+
+def _key() -> str:
+    """What the colours of the ribbon and the marks mean."""
     phases = "".join(
         f'<li><i class="phase {name}" aria-hidden="true"></i>{text}</li>' for name, text in _PHASES.items()
     )
@@ -137,38 +198,9 @@ def _body(made: Parts) -> str:
         f'<li><i class="mark {name.replace(" ", "-")}" aria-hidden="true"></i>{text}</li>'
         for name, text in _MARKS.items()
     )
-    key = f'<ul class="key" aria-label="Phases and marks">{phases}{marks}</ul>'
-    controls = '<div class="controls"><div class="choices" data-label="Axes of the charts"></div></div>'
-    loss = _chart("loss", "Loss over the run: training, held out, and as predicted.", 380, after=key)
-    forecast = _chart(
-        "forecast",
-        "Predicted against actual loss.",
-        260,
-        "Predicted against actual",
-        "What the predictor said a window before, and the smoothed loss that came. The band is as wide as 90 % of the "
-        "errors before it.",
-    )
-    confidence = _chart("confidence", "Confidence over the run.", 220)
-    gradient = _chart(
-        "gradient", "Gradient norm and learning rate over the run.", 220, "Gradient norm and learning rate"
-    )
-    speed = _chart("speed", "Speed over the run.", 220, "Speed")
-    heat = "<figure><div data-heat></div></figure>"
-    return "\n".join(
-        [
-            _part("loss", "Loss", controls + loss),
-            _part("decisions", "Decisions", _section(made, "ledger")),
-            _part("forecasts", "Forecasts", forecast + _section(made, "horizons")),
-            _part("confidence", "Confidence", confidence + _section(made, "calibration")),
-            _part("health", "Gradient norm per layer", heat + _section(made, "layers"), hidden=not made.charts["heat"]),
-            _part(
-                "resources",
-                "Memory and speed",
-                f'<div class="two">{speed}{gradient}</div>{_section(made, "resources")}',
-            ),
-            _part("findings", "Findings and advice", _section(made, "findings")),
-            _part("setup", "Configuration and environment", _section(made, "setup")),
-        ]
+    return (
+        f'<ul class="key" aria-label="Phases, the ribbon below the chart"><li class="what">phase</li>{phases}</ul>'
+        f'<ul class="key" aria-label="Marks above the curves"><li class="what">marks</li>{marks}</ul>'
     )
 
 
@@ -182,8 +214,10 @@ def _section(made: Parts, name: str) -> str:
     return f'<div data-section="{name}">{made.sections[name]}</div>'
 
 
-def _chart(name: str, label: str, height: int, heading: str = "", lead: str = "", after: str = "") -> str:
+def _chart(made: Parts, name: str, height: int, heading: str = "", after: str = "") -> str:
+    label, lead = _CHARTS[name]
     title = f"<h3>{heading}</h3>" if heading else ""
     told = f'<p class="lead">{escape(lead)}</p>' if lead else ""
     drawn = f'<div data-chart="{name}" data-height="{height}" role="group" aria-label="{escape(label)}">'
-    return f"<figure>{title}{told}{drawn}<noscript>This chart needs script.</noscript></div>{after}</figure>"
+    drawn += "<noscript>This chart needs script.</noscript></div>"
+    return f"<figure>{title}{told}{drawn}{after}{_section(made, f'{name}-numbers')}</figure>"

@@ -7,12 +7,12 @@ from html import escape
 
 from foretrain.events import in_words
 from foretrain.show.console import short
+from foretrain.show.looks import MEASURES
 from foretrain.show.markup import UNKNOWN, details, settings_table
 from foretrain.show.record import RunRecord
 from foretrain.show.report_forecasts import calibration, horizons
 from foretrain.show.report_health import extremes, findings
-from foretrain.show.report_ledger import ledger
-from foretrain.show.report_text import clock, mapping, number, percent, saved_time, sentence, table
+from foretrain.show.report_text import clock, loss_words, mapping, number, percent, saved_time, sentence, table
 from foretrain.show.scales import finite
 
 _BADGES = {"finished": "gain", "stopped early": "gain", "failed": "slower", "interrupted": "caution"}
@@ -23,7 +23,6 @@ def sections(records: Records) -> dict[str, str]:
     """Markup of every text section by its name."""
     return {
         "lead": _lead(records),
-        "ledger": ledger(records),
         "horizons": _each(records, horizons),
         "calibration": _each(records, calibration),
         "layers": _each(records, _layers),
@@ -52,7 +51,7 @@ def _lead(records: Records) -> str:
             f'{badge}<p class="verdict">{escape(sentence(record))}</p>{_facts(record)}{_cards(record)}{_warned(record)}'
         )
     losses = [(loss, record.name) for record in records if (loss := _final_loss(record)) is not None]
-    best = f" The lowest held-out loss, {min(losses)[0]:.4f}, is that of {min(losses)[1]}." if losses else ""
+    best = f" The lowest held-out loss, {loss_words(min(losses)[0])}, is that of {min(losses)[1]}." if losses else ""
     return f'<p class="verdict">{len(records)} runs.{escape(best)}</p>{_overview(records)}'
 
 
@@ -222,30 +221,33 @@ def _speeds(record: RunRecord) -> dict[str, float]:
 
 
 def _layers(record: RunRecord) -> str:
-    rows = [[escape(layer), *(number(norm, ".3g") for norm in norms)] for layer, *norms in extremes(record)]
+    rows = [[escape(layer), *(number(value, ".3g") for value in numbers)] for layer, numbers in extremes(record)]
     if not rows:
         return ""
-    made = table("Gradient norm per layer", ["layer", "lowest", "highest", "last"], rows)
-    return details("The numbers behind this chart", made)
+    head = [
+        "layer",
+        *(f"{measure}, {which}" for measure in MEASURES.values() for which in ("lowest", "highest", "last")),
+    ]
+    return details("The numbers behind this chart", table("Lowest, highest and last of every layer", head, rows))
 
 
 def _findings(record: RunRecord) -> str:
     found = findings(record)
     if not found:
         return "<p>Nothing was found that asks for a change.</p>"
-    head = ["", "step", "what was found", "where", "change"]
     rows = []
     for one in found:
         times = f" to {one['last']:,} ({one['times']} times)" if one["times"] > 1 and one["last"] else ""
         step = UNKNOWN if one["first"] is None else f"{one['first']:,}{times}"
-        name = f"<strong>{escape(one['title'])}</strong> " if one["title"] else ""
+        place = f" in {one['place']}" if one["place"] else ""
+        name = f"<strong>{escape(one['title'])}</strong>{escape(place)}: " if one["title"] else escape(place)
         measured = "" if one["value"] is None else f"{one['measure']} {one['value']:.4g}"
         measured += f" (healthy: {one['healthy']})" if measured and one["healthy"] else ""
         small = f'<div class="small">{escape(measured)}</div>' if measured else ""
-        advice = f"<code>{escape(one['advice'])}</code>" if one["advice"] else ""
+        advice = f'<div class="advice">set <code>{escape(one["advice"])}</code></div>' if one["advice"] else ""
         level = f'<span class="level {escape(one["level"])}">{escape(one["level"])}</span>'
-        rows.append([level, step, f"{name}{escape(one['text'])}{small}", escape(one["place"]), advice])
-    return table("What was found, and what to change", head, rows, numbers_from=9)
+        rows.append([level, step, f"{name}{escape(one['text'])}{small}{advice}"])
+    return table("What was found, and what to change", ["how bad", "step", "what was found"], rows, numbers_from=9)
 
 
 def _setup(record: RunRecord) -> str:

@@ -13,12 +13,18 @@ from foretrain.show.record import RunRecord
 from foretrain.show.scales import finite
 
 
-def number(value: object, form: str = ".4f", unit: str = "") -> str:
-    """Shown rounded; the number itself is in the element's value."""
+def loss_words(value: float) -> str:
+    """Four decimals; of a loss below a thousandth three digits."""
+    return f"{value:.4f}" if value == 0 or abs(value) >= 1e-3 else f"{value:.2e}".replace("e-0", "e-")
+
+
+def number(value: object, form: str = "", unit: str = "") -> str:
+    """Shown rounded, without a form as a loss; the number itself is in the element's value."""
     known = finite(value)
     if known is None:
         return UNKNOWN
-    return f'<data value="{value}">{f"{known:{form}}{unit}".replace("-", "−")}</data>'
+    text = f"{known:{form}}{unit}" if form else loss_words(known)
+    return f'<data value="{value}">{text.replace("-", "−")}</data>'
 
 
 def percent(value: float | None) -> str:
@@ -60,9 +66,9 @@ def sentence(record: RunRecord) -> str:
     steps = f"{record.step:,}"
     planned = finite(record.started.get("max_steps")) or 0
     loss = finite(summary.get("final_val_loss")) if summary else _held_out(record)
-    reached = "" if loss is None else f" a held-out loss of {loss:.4f}"
+    reached = "" if loss is None else f" a held-out loss of {loss_words(loss)}"
     if not reached and (last := record.last("loss")) is not None:
-        reached = f" a training loss of {last:.4f}"
+        reached = f" a training loss of {loss_words(last)}"
     if record.state == "running":
         at = f"{title} is at step {steps} of {planned:,.0f}"
         return f"{at}, with{reached}." if reached else f"{at}."

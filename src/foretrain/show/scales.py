@@ -13,12 +13,15 @@ _HUGE = 1e100  # beyond it differences and ratios of two numbers may overflow
 
 def finite(value: object) -> float | None:
     """The value as a number, or None for whatever cannot be drawn: null, NaN, infinity, text."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if type(value) is float:  # most are
+        number = value
+    elif isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    try:
-        number = float(value)
-    except OverflowError:
-        return None
+    else:
+        try:
+            number = float(value)
+        except OverflowError:
+            return None
     if not abs(number) < _HUGE:  # NaN too
         return None
     return number if abs(number) > 1 / _HUGE else 0.0

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from foretrain.errors import InputError
 from foretrain.show.follow import Follower
-from foretrain.show.report_page import Parts, asset, live_page, parts, style
+from foretrain.show.report_page import Parts, asset, live_page, parts, script, style
 
 if TYPE_CHECKING:
     import uvicorn
@@ -33,6 +33,8 @@ CLIENTS = 8
 """Browsers at a time."""
 INTERVAL = 0.5
 """Seconds between two looks at the files, however many browsers there are."""
+SHARE = 0.1
+"""Of the time, spent on looks at the most: the page of a long run takes longer to make, and is made more rarely."""
 _SIGN_OF_LIFE = 15.0
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
@@ -56,15 +58,15 @@ class Live:
         self.follower = Follower(folder)
         self.clients = 0
         self._lock = asyncio.Lock()
-        self._looked = -math.inf
+        self._next = -math.inf
         self._parts = parts([self.follower.record])
 
     async def current(self) -> tuple[str, Parts]:
         """(version, parts) as of now."""
         async with self._lock:
-            if time.monotonic() - self._looked >= INTERVAL:
+            if (began := time.monotonic()) >= self._next:
                 await asyncio.to_thread(self._look)
-                self._looked = time.monotonic()
+                self._next = began + max(INTERVAL, (time.monotonic() - began) / SHARE)
             return self.follower.version, self._parts
 
     def _look(self) -> None:
@@ -76,9 +78,8 @@ class Live:
             self._parts = parts([self.follower.record])
 
     async def page(self) -> str:
-        await self.current()
-        async with self._lock:
-            return await asyncio.to_thread(live_page, [self.follower.record])
+        _, made = await self.current()
+        return await asyncio.to_thread(live_page, made)
 
     async def changes(self, known: str | None, stopping: Callable[[], bool]) -> AsyncIterator[str]:
         """Server-sent events: first everything, unless the browser has this version, then what changed."""
@@ -144,7 +145,7 @@ def application(live: Live, token: str, port: int, stopping: Callable[[], bool] 
             Route("/events", changes, methods=["GET"]),
             Route("/style.css", fixed(style(), "text/css"), methods=["GET"]),
             Route("/uplot.js", fixed(asset("uplot.js"), "text/javascript"), methods=["GET"]),
-            Route("/report.js", fixed(asset("report.js"), "text/javascript"), methods=["GET"]),
+            Route("/report.js", fixed(script(), "text/javascript"), methods=["GET"]),
         ]
     )
     app.router.redirect_slashes = False
