@@ -225,8 +225,8 @@ class EngineConfig(Section):
     """Output layer and cross-entropy in slices, so that all logits never exist at once. `auto`: when they would take
     more than 256 MB on a CUDA GPU (where it is also faster) or 1 GB elsewhere."""
     loss_rows: Count | Literal["auto"] = "auto"
-    """Tokens per slice of the fused loss: fewer take less memory, and a little longer. `auto`: 16384 on a CUDA GPU,
-    1024 elsewhere."""
+    """Tokens per slice of the fused loss: fewer take less memory, and a little longer. `auto`: 16384 on a CUDA GPU
+    (4096 without gradients), 1024 elsewhere."""
     activation_checkpointing: Share = False
     """Recompute blocks in the backward pass instead of keeping their activations: all (`true`), none, or a share, such
     as 0.5, at least one block, evenly spread. Same bits, dropout included. For GPT-2 models."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -177,3 +178,23 @@ def test_the_logits_of_one_slice_exist_at_a_time(learning: bool, monkeypatch: py
     hidden, weight = torch.randn(12, 4, requires_grad=learning), torch.randn(7, 4, requires_grad=learning)
     linear_cross_entropy(hidden, weight, torch.zeros(12, dtype=torch.long), slice_rows=4)
     assert alive == [0, 0, 0]
+
+
+def test_slices_are_smaller_where_nothing_is_learned(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    original = loss_module.softmax_gradient_
+
+    def counted(logits: Tensor, *arguments: Any) -> Tensor:
+        seen.append(len(logits))
+        return original(logits, *arguments)
+
+    monkeypatch.setattr(loss_module, "softmax_gradient_", counted)
+    monkeypatch.setitem(loss_module.SLICE_ROWS, "cpu", 8)
+    monkeypatch.setitem(loss_module.SLICE_ROWS_ALONE, "cpu", 4)
+    hidden, weight = torch.randn(12, 5, requires_grad=True), torch.randn(7, 5, requires_grad=True)
+    targets = torch.arange(12) % 7
+    learned = loss_module.linear_cross_entropy(hidden, weight, targets)
+    with torch.no_grad():
+        alone = loss_module.linear_cross_entropy(hidden, weight, targets)
+    assert seen == [8, 4, 4, 4, 4]
+    assert alone.item() == pytest.approx(learned.item(), rel=1e-6)

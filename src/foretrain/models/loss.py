@@ -17,6 +17,8 @@ IGNORED = -100
 """Targets with this value do not count, as in `torch.nn.functional.cross_entropy`."""
 
 SLICE_ROWS = {"cuda": 16384, "cpu": 1024}
+SLICE_ROWS_ALONE = {"cuda": 4096, "cpu": 1024}
+"""Without gradients, where no sum of the output layer's size is read and written for each slice."""
 HALF_RANGE = 32768.0
 
 
@@ -34,11 +36,12 @@ def linear_cross_entropy(
     are padding and never reach the loss.
     """
     vocab_size = weight.shape[0] if vocab_size is None else vocab_size
-    slice_rows = SLICE_ROWS.get(hidden.device.type, 1024) if slice_rows is None else slice_rows
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
     learning = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    if slice_rows is None:
+        slice_rows = (SLICE_ROWS if learning else SLICE_ROWS_ALONE).get(hidden.device.type, 1024)
     total, _, _ = _linear_cross_entropy(hidden, weight, targets, vocab_size, slice_rows, learning)
     mean: Tensor = total / (targets != IGNORED).sum().clamp(min=1)
     return mean

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from foretrain.models.gpt2 import FUSED_LOSS_ELSEWHERE, FUSED_LOSS_FROM_BYTES, GPT2Shape
-from foretrain.models.loss import SLICE_ROWS
+from foretrain.models.loss import SLICE_ROWS, SLICE_ROWS_ALONE
 from foretrain.planning.parameters import FP32
 
 HALF = 2
@@ -187,7 +187,7 @@ class Pass:
                 return self.tokens * e * padded
             contiguous = vocabulary < padded or self.half
             return self.tokens * (e * padded + FP32 * vocabulary * (2 if contiguous else 1))
-        rows = min(self.tokens, self._slice)
+        rows = min(self.tokens, self._slice(learning))
         logits = rows * e * padded + self.head_cast
         # On the CPU torch's own operations: the softmax in fp32, and its gradient.
         softmax = 0 if self.cuda else rows * vocabulary * FP32 * ((1 if self.half else 0) + (2 if learning else 0))
@@ -197,9 +197,9 @@ class Pass:
         product = FP32 * self.head + (self.head_cast if not self.cuda else 0)
         return logits + self.stream * e + before + max(softmax, product)
 
-    @property
-    def _slice(self) -> int:
-        return SLICE_ROWS["cuda" if self.cuda else "cpu"] if isinstance(self.loss_rows, str) else self.loss_rows
+    def _slice(self, learning: bool) -> int:
+        usual = SLICE_ROWS if learning else SLICE_ROWS_ALONE
+        return usual["cuda" if self.cuda else "cpu"] if isinstance(self.loss_rows, str) else self.loss_rows
 
     @property
     def loss_kept(self) -> int:

@@ -65,6 +65,8 @@ def line(event: Event, verbose: bool = False) -> str | None:
             found = ", the best so far" if event.best else ""
             rate, loss = f"learning rate {event.learning_rate:.2g}", f"held-out loss {event.loss:.4f}"
             return f"{rate}: {loss} after {event.steps} steps{found}"
+        case Recovered() if event.action == "out_of_memory":
+            return f"[yellow]warning:[/] {escape(event.text)}"  # it says when and in which phase
         case Recovered():
             return f"[yellow]step {event.step}, {event.action.replace('_', ' ')}:[/] {escape(event.text)}"
         case HealthFound():
