@@ -148,7 +148,7 @@ def _print_plan(plan: Plan) -> None:
     if not plan.choice.settings:
         put(f"it fits into {budget} as it is")
         return
-    put(f"to fit into {budget}, by assumption at {1 + plan.choice.cost:.0%} of the time per step:")
+    put(f"to fit into {budget}, at about {1 + plan.choice.cost:.0%} of the time per step:")
     _print(lever_table(plan))
     put("")
     _print(component_table(plan.estimate))

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 
-def run(crash_matrix: Any, warm: Any, folder: Path, keep: int, modes: tuple[str, ...]) -> Any:
-    crash_matrix.write_inputs(folder, keep, steps=8)  # saves at 3, 6 and 8
+def run(crash_matrix: Any, warm: Any, folder: Path, keep: int, modes: tuple[str, ...], steps: int) -> Any:
+    crash_matrix.write_inputs(folder, keep, steps=steps)  # saves at 3, 6, ... and at the end
     command = [*warm.command, *crash_matrix.COMMAND[1:], "--set", "data.prefetch=0"]
     rows, printed = crash_matrix.run_matrix(folder, command, modes, jobs=2)
     assert crash_matrix.is_clean(rows), printed
@@ -16,13 +16,13 @@ def run(crash_matrix: Any, warm: Any, folder: Path, keep: int, modes: tuple[str,
 
 
 def test_every_kill_is_survived(crash_matrix: Any, warm: Any, tmp_path: Path) -> None:
-    rows = run(crash_matrix, warm, tmp_path, 100, crash_matrix.MODES)
+    rows = run(crash_matrix, warm, tmp_path, 100, crash_matrix.MODES, steps=5)
     for mode in crash_matrix.MODES:  # a save is six files (all but the rename and the folder can be torn)
-        assert crash_matrix.counts(rows, mode)["points"] >= 3 * (6 if mode == "torn" else 8)
-    assert {0, 3, 6, 8} <= {row.newest_complete_step for row in rows}
+        assert crash_matrix.counts(rows, mode)["points"] >= 2 * (6 if mode == "torn" else 8)
+    assert {0, 3, 5} <= {row.newest_complete_step for row in rows}
 
 
 def test_every_kill_while_old_checkpoints_are_deleted_is_survived(crash_matrix: Any, warm: Any, tmp_path: Path) -> None:
-    rows = run(crash_matrix, warm, tmp_path, 2, ("before", "term"))
+    rows = run(crash_matrix, warm, tmp_path, 1, ("before", "term"), steps=5)
     events = {row.event.partition(" ")[2] for row in rows}
     assert {"os.remove manifest.json", "shutil.rmtree step-00000003"} <= events

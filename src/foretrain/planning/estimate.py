@@ -8,7 +8,6 @@ from functools import lru_cache
 
 import torch
 
-from foretrain import config as configuration
 from foretrain.config import Config
 from foretrain.dynamics.hosted import BUFFER_BYTES
 from foretrain.dynamics.records import DIRECTIONS
@@ -196,8 +195,7 @@ def _host(config: Config, target: Target, parameters: Parameters, snapshot: int,
     """What `memory.snapshots`, `memory.basis` and `memory.offload` keep in main memory."""
     size = 0
     if config.memory.basis == "pinned":
-        on_device = configuration.changed(config, {"memory.basis": "device"})
-        size += _basis(on_device, target, parameters)
+        size += _directions(config, parameters)
     if config.memory.snapshots == "pinned":
         audited = snapshot + 2 * parameters.learned if config.audit.time_budget > 0 else 0
         return size + snapshot + audited
@@ -213,14 +211,19 @@ def row_size(parameters: Parameters) -> tuple[int, int]:
 
 
 def _basis(config: Config, target: Target, parameters: Parameters) -> int:
+    """The directions, if they are on the device, and the matrix that sums their groups."""
+    if not parameters.trained:
+        return 0
+    on_host = target.cuda and config.memory.basis == "pinned"
+    return row_size(parameters)[1] + (0 if on_host else _directions(config, parameters))
+
+
+def _directions(config: Config, parameters: Parameters) -> int:
     """Two bases, two displacements, the weights at the window's start and a scratch row."""
     if not parameters.trained:
         return 0
-    size, membership = row_size(parameters)
-    if target.cuda and config.memory.basis == "pinned":
-        return membership
     number = basis_type(config.hybrid.basis_type, parameters.elements).itemsize
-    return size * ((2 * len(DIRECTIONS) + 2) * number + 2 * FP32) + membership
+    return row_size(parameters)[0] * ((2 * len(DIRECTIONS) + 2) * number + 2 * FP32)
 
 
 def _move(config: Config, target: Target, parameters: Parameters) -> int:
