@@ -61,6 +61,7 @@ class Run:
         self.rewound = False
         """The data was turned back by a rollback and is not opened there yet."""
         self.saved_step = -1
+        self.farthest_log = 0
         self.logged_tokens = 0
         self.logged_seconds = 0.0
         max_steps = self.config.max_steps
@@ -178,25 +179,22 @@ class Run:
             (step // every + 1) * every if every else math.inf
             for every in (self.config.log.interval, self.evaluate_every, self.save_every)
         )
-        self.farthest_log = self.next_log
-
-    def _next_entry(self) -> int:
-        return (self.trainer.global_step // self.config.log.interval + 1) * self.config.log.interval
+        self.reached = step
 
     def _after(self, result: StepResult) -> str | None:
         """What is due after a step; the reason to stop, if there is one."""
         trainer, step = self.trainer, self.trainer.global_step
         last = step >= self.config.max_steps and not trainer.judging
-        if step < self.next_log - self.config.log.interval:  # a rollback: steps that are done again are told again
-            self.next_log = self._next_entry()
+        if step < self.reached:  # a rollback: what is done again is told, measured and saved again
+            self._plan_ahead()
+        self.reached = step
         if step >= self.next_log or last:
-            told = self._log(result)
-            self.next_log = self._next_entry()
-            if self.next_log > self.farthest_log or last:
-                self.farthest_log = self.next_log
-                if told:
-                    self._check_finite()
-        if step >= self.next_evaluation and not last:
+            self.next_log = (step // self.config.log.interval + 1) * self.config.log.interval
+            new = self.next_log > self.farthest_log or last
+            self.farthest_log = max(self.farthest_log, self.next_log)
+            if self._log(result) and new:
+                self._check_finite()
+        if step >= self.next_evaluation and not last and not trainer.judging:  # of what will stay
             self.next_evaluation = (step // self.evaluate_every + 1) * self.evaluate_every
             if self._evaluate():
                 return "stopped early"

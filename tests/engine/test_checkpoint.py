@@ -134,9 +134,29 @@ def test_at_least_two_stay(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-00000002", "step-00000003"]
 
 
+def test_what_is_saved_after_a_rollback_is_the_newest(tmp_path: Path) -> None:
+    """And what was saved before it stays until there are enough newer ones."""
+    store = CheckpointStore(tmp_path, keep=2)
+    for step, kept in (
+        (150, ["step-00000150"]),
+        (200, ["step-00000150", "step-00000200"]),
+        (20, ["step-00000020-after-rollback-1", "step-00000200"]),
+        (20, ["step-00000020-after-rollback-1", "step-00000200"]),
+        (70, ["step-00000020-after-rollback-1", "step-00000070-after-rollback-1"]),
+        (60, ["step-00000060-after-rollback-2", "step-00000070-after-rollback-1"]),
+        (300, ["step-00000060-after-rollback-2", "step-00000300-after-rollback-2"]),
+    ):
+        path = store.save(step, state(step))
+        assert path.is_dir()
+        assert names(tmp_path) == kept
+        loaded = store.load_newest()
+        assert loaded is not None
+        assert loaded.step == step
+
+
 def test_steps_are_numbers_not_words(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=9)
-    for step in (99_999_999, 100_000_000, 0):
+    for step in (0, 99_999_999, 100_000_000):
         store.save(step, state(step))
     loaded = store.load_newest()
     assert loaded is not None

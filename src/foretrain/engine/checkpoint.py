@@ -1,6 +1,6 @@
 """Checkpoints that survive a kill at any moment: safetensors and JSON, a checksum manifest written last, one rename.
 
-checkpoints/step-00000500/   appears only by rename, complete
+checkpoints/step-00000500/   appears only by rename, complete; later than an emergency: step-00000500-after-rollback-1
   model.safetensors ...      one file per component
   state.json                 everything that is not a tensor
   manifest.json              size and SHA-256 of every other file, written last
@@ -29,7 +29,8 @@ from foretrain.files import explain_failed_write, make_folder, remove, sync_file
 FORMAT = 1
 _MANIFEST = "manifest.json"
 _STATE = "state.json"
-_STEP_FOLDER = re.compile(r"step-([0-9]{8,18})")
+_STEP_FOLDER = re.compile(r"step-([0-9]{8,18})(?:-after-rollback-([0-9]{1,9}))?")
+"""The second number counts how often a checkpoint was saved at an earlier step than the one before it."""
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _JSON_LIMIT = 64 * 2**20
 
@@ -68,7 +69,7 @@ class CheckpointStore:
 
     def save(self, step: int, state: Mapping[str, Any]) -> Path:
         """Write `state` as the checkpoint of `step`. On failure nothing changes and SaveError says why."""
-        final = self.root / f"step-{step:08d}"
+        final = self.root / self._name(step)
         temporary = self.root / f".tmp-{final.name}"
         parts = take_apart(state)
         try:
@@ -85,6 +86,12 @@ class CheckpointStore:
             raise
         self._prune()
         return final
+
+    def _name(self, step: int) -> str:
+        """What is saved after a rollback is newer than what was saved before it, whatever its step."""
+        rollbacks, newest = next((place for place, _ in self._found()), (0, 0))
+        rollbacks += step < newest
+        return f"step-{step:08d}" + (f"-after-rollback-{rollbacks}" if rollbacks else "")
 
     def _put_in_place(self, temporary: Path, final: Path) -> None:
         """One rename. A checkpoint of the same step is replaced, and comes back if a kill falls in between."""
@@ -142,10 +149,15 @@ class CheckpointStore:
 
     def steps(self) -> Iterator[tuple[int, Path]]:
         """(step, folder) of every checkpoint, newest first. Says nothing about whether they are intact."""
+        for (_, step), folder in self._found():
+            yield step, folder
+
+    def _found(self) -> list[tuple[tuple[int, int], Path]]:
+        """((rollbacks, step), folder), newest first."""
         if not self.root.is_dir():
-            return
-        found = [(int(match[1]), path) for path in self.root.iterdir() if (match := _STEP_FOLDER.fullmatch(path.name))]
-        yield from sorted(found, reverse=True)
+            return []
+        matches = [(_STEP_FOLDER.fullmatch(path.name), path) for path in self.root.iterdir()]
+        return sorted((((int(match[2] or 0), int(match[1])), path) for match, path in matches if match), reverse=True)
 
     def _sweep(self) -> None:
         """Remove what an interrupted save left behind, and put back what it was about to replace."""
