@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from tests.planning.observed import Live
 
 from foretrain.config import OptimizerConfig, from_mapping
+from foretrain.dynamics.hosted import HostedTrajectory
+from foretrain.dynamics.records import DIRECTIONS
 from foretrain.engine import optim
+from foretrain.engine.host import host_bytes
 from foretrain.models import lora
 from foretrain.models.gpt2 import GPT2, GPT2Shape
 from foretrain.planning.estimate import Estimate, Target, estimate, pass_of, row_size, target_of
@@ -183,3 +188,21 @@ def test_a_pass_of_a_fine_tuning_run_has_adapters() -> None:
     assert pass_of(config, target).rank == config.lora.rank
     found = estimate(config, target)
     assert found.phases["predict"]["gradients"] < 0.02 * found.phases["full"]["weights"]
+
+
+@pytest.mark.parametrize("number", ["fp32", "bf16"])
+def test_directions_in_main_memory_are_counted_as_they_are(number: str) -> None:
+    """All that is there of them, and what a move takes on the device."""
+    shape = GPT2Shape(1, 2, 64, 64, 60_000)
+    config = from_mapping({"memory.basis": "pinned", "hybrid.basis_type": number, "hybrid.mode": "rollout"})
+    weights = list(GPT2(shape).parameters())
+    dtype = torch.float32 if number == "fp32" else torch.bfloat16
+    before = host_bytes()
+    trajectory = HostedTrajectory(weights, dtype=dtype)
+    found = estimate(config, Target(shape, True, "bf16", 64))
+    assert found.host == pytest.approx(host_bytes() - before, rel=0.01)
+    live = Live()
+    live.ignore((trajectory._rows, trajectory._scratch))
+    with live:
+        trajectory.displacement(np.ones((len(trajectory.groups), len(DIRECTIONS))))
+    assert live.peak == pytest.approx(found.phases["predict"]["move"], rel=0.2)

@@ -23,12 +23,19 @@ BUFFER_BYTES = 128 * 2**20
 _BUFFERS = 2
 _R = len(DIRECTIONS)
 _BUFFER_ROWS = 2 * _R + 2
+HOSTED_ROWS = 2 * _R + 1
+"""In host memory, beside two rows in fp32."""
+
+
+def elements_at_once(number: int, buffer_bytes: int = BUFFER_BYTES) -> int:
+    """Of each row that fit into a buffer, in a format of so many bytes; at the end of a window also three in fp32."""
+    return buffer_bytes // (_BUFFERS * (_BUFFER_ROWS * number + 3 * torch.float32.itemsize))
 
 
 class HostedTrajectory(Trajectory):
     """Nothing of the size of the weights is on the device, except the weights."""
 
-    _ROWS = 2 * _R + 1
+    _ROWS = HOSTED_ROWS
     """The displacement of a window exists in the buffer only."""
 
     def __init__(
@@ -42,8 +49,8 @@ class HostedTrajectory(Trajectory):
         buffer_bytes: int = BUFFER_BYTES,
     ) -> None:
         super().__init__(parameters, names, window=window, dtype=dtype, reduce_dots=reduce_dots)
-        per_chunk = self.layout.chunk * (_BUFFER_ROWS * dtype.itemsize + 3 * torch.float32.itemsize)
-        self.chunks_at_once = min(self.layout.chunks, max(1, buffer_bytes // (_BUFFERS * per_chunk)))
+        at_once = elements_at_once(dtype.itemsize, buffer_bytes) // self.layout.chunk
+        self.chunks_at_once = min(self.layout.chunks, max(1, at_once))
         self._lanes = [Lane(self.device) for _ in range(_BUFFERS)]
 
     def _zeros(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -9,7 +9,7 @@ from functools import lru_cache
 import torch
 
 from foretrain.config import Config
-from foretrain.dynamics.hosted import BUFFER_BYTES
+from foretrain.dynamics.hosted import HOSTED_ROWS, elements_at_once
 from foretrain.dynamics.records import DIRECTIONS
 from foretrain.dynamics.trajectory import Layout, basis_type
 from foretrain.engine.graph import LAUNCH_BOUND_FLOPS
@@ -195,7 +195,7 @@ def _host(config: Config, target: Target, parameters: Parameters, snapshot: int,
     """What `memory.snapshots`, `memory.basis` and `memory.offload` keep in main memory."""
     size = 0
     if config.memory.basis == "pinned":
-        size += _directions(config, parameters)
+        size += _directions(config, parameters, HOSTED_ROWS)
     if config.memory.snapshots == "pinned":
         audited = snapshot + 2 * parameters.learned if config.audit.time_budget > 0 else 0
         return size + snapshot + audited
@@ -215,15 +215,15 @@ def _basis(config: Config, target: Target, parameters: Parameters) -> int:
     if not parameters.trained:
         return 0
     on_host = target.cuda and config.memory.basis == "pinned"
-    return row_size(parameters)[1] + (0 if on_host else _directions(config, parameters))
+    return row_size(parameters)[1] + (0 if on_host else _directions(config, parameters, 2 * len(DIRECTIONS) + 2))
 
 
-def _directions(config: Config, parameters: Parameters) -> int:
-    """Two bases, two displacements, the weights at the window's start and a scratch row."""
+def _directions(config: Config, parameters: Parameters, rows: int) -> int:
+    """Two bases, one or two displacements, the weights at the window's start and a scratch row."""
     if not parameters.trained:
         return 0
     number = basis_type(config.hybrid.basis_type, parameters.elements).itemsize
-    return row_size(parameters)[0] * ((2 * len(DIRECTIONS) + 2) * number + 2 * FP32)
+    return row_size(parameters)[0] * (rows * number + 2 * FP32)
 
 
 def _move(config: Config, target: Target, parameters: Parameters) -> int:
@@ -231,7 +231,8 @@ def _move(config: Config, target: Target, parameters: Parameters) -> int:
     number = basis_type(config.hybrid.basis_type, parameters.elements).itemsize
     way = parameters.learned if config.evaluation.ema_decay else 0
     if target.cuda and config.memory.basis == "pinned":
-        return BUFFER_BYTES + way
+        widened = FP32 if number != FP32 else 0
+        return elements_at_once(number) * (number + widened + FP32) + way  # a direction, in fp32, and their sum
     return way + (FP32 * row_size(parameters)[0] if parameters.trained and number != FP32 else 0)
 
 
