@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -10,9 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from foretrain.dynamics import hosted as hosted_module
 from foretrain.dynamics.hosted import HostedTrajectory
 from foretrain.dynamics.records import DIRECTIONS
 from foretrain.dynamics.trajectory import Motion, Trajectory
+from foretrain.engine.host import copy_each
 
 SHAPES = [(300, 7), (5,), (64, 3, 2), (1,), (40, 40)]
 WINDOW = 3
@@ -116,3 +120,46 @@ def test_a_state_can_go_from_one_place_to_the_other(to_host: bool) -> None:
     taker.load_state_dict({k: v.clone() if isinstance(v, Tensor) else v for k, v in giver.state_dict().items()})
     motions = [steps(parameters, trajectory, 30, 1) for parameters, trajectory in ((one, giver), (other, taker))]
     assert all(same(a, b) for a, b in zip(*motions, strict=True))
+
+
+class SlowLane:
+    """A side stream at its slowest: what is copied on it happens only when somebody waits for it."""
+
+    def __init__(self) -> None:
+        self.open = False
+        self.queued: list[tuple[list[Tensor], list[Tensor]]] = []
+
+    @contextmanager
+    def behind(self) -> Iterator[None]:
+        self.open = True
+        yield
+        self.open = False
+
+    def join(self) -> None:
+        for targets, sources in self.queued:
+            copy_each(targets, sources)
+        self.queued.clear()
+
+
+def test_nothing_is_used_before_its_copy_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a buffer that has not left yet, nor host memory that has not arrived yet."""
+    runs = pair(40_000, torch.float32, torch.float32)
+    hosted = runs[1][1]
+    assert isinstance(hosted, HostedTrajectory)
+    assert len(list(hosted._ranges())) > 2 * len(hosted._lanes)  # each buffer is used repeatedly
+    lanes = [SlowLane() for _ in hosted._lanes]
+    hosted._lanes = lanes  # type: ignore[assignment]
+
+    def copied(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+        lane = next((lane for lane in lanes if lane.open), None)
+        if lane is None:
+            copy_each(targets, sources)
+        else:
+            lane.queued.append((list(targets), list(sources)))
+
+    monkeypatch.setattr(hosted_module, "copy_each", copied)
+    motions = [steps(*run, 30, 0) for run in runs]
+    assert all(same(a, b) for a, b in zip(*motions, strict=True))
+    saved = [run[1].state_dict() for run in runs]
+    for name in ("basis", "previous", "frozen", "since_freeze"):
+        assert torch.equal(saved[0][name], saved[1][name]), name

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -132,3 +134,52 @@ def test_without_a_gpu_nothing_is_left_to_wait_for() -> None:
     lane.finish()
     assert torch.equal(target, source)
     assert on_device(source, CPU) is source
+
+
+class Recorded:
+    """Stands in for torch.cuda: notes what is asked of streams, in order."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.told: list[str] = []
+        main = self.stream("main")
+
+        @contextmanager
+        def inside(stream: Any) -> Iterator[None]:
+            self.told.append(f"into {stream.name}")
+            yield
+            self.told.append(f"out of {stream.name}")
+
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device: self.stream("side"))
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: main)
+        monkeypatch.setattr(torch.cuda, "stream", inside)
+
+    def stream(self, name: str) -> Any:
+        event = SimpleNamespace(name=f"event of {name}")
+        return SimpleNamespace(
+            name=name,
+            wait_stream=lambda other: self.told.append(f"{name} waits for {other.name}"),
+            wait_event=lambda event: self.told.append(f"{name} waits for {event.name}"),
+            record_event=lambda: self.told.append(f"{name} records") or event,
+        )
+
+
+def test_a_lane_waits_for_what_was_queued_and_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded = Recorded(monkeypatch)
+    lane = Lane(torch.device("cuda"))
+    lane.join()
+    assert recorded.told == []  # nothing is under way
+    with lane.behind():
+        recorded.told.append("copy")
+    lane.join()
+    lane.join()
+    copied = ["side waits for main", "into side", "copy", "out of side", "side records"]
+    assert recorded.told == [*copied, "main waits for event of side"]
+
+
+def test_memory_that_a_lane_copies_from_is_not_given_to_others_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    Recorded(monkeypatch)
+    lane = Lane(torch.device("cuda"))
+    held: list[str] = []
+    lane.used(SimpleNamespace(is_cuda=True, record_stream=lambda stream: held.append(stream.name)))  # type: ignore[arg-type]
+    lane.used(SimpleNamespace(is_cuda=False))  # type: ignore[arg-type]  # host memory is its owner's
+    assert held == ["side"]

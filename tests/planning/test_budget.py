@@ -69,6 +69,7 @@ def test_the_allocator_gets_no_more_than_the_budget(
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=8 * 10**9))
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *values: asked.append(values))
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", lambda text: None)
     for budget in (2 * 10**9, 80 * 10**9):
         budget_module.cap_allocator(make_config(), budget, lambda text: None)
     assert asked == [(0.25, 3), (1.0, 3)]
@@ -76,6 +77,22 @@ def test_the_allocator_gets_no_more_than_the_budget(
     for _ in range(2):  # a run without a budget is not held to that of an earlier one in the same process
         budget_module.within_budget(make_config(), target_of(make_config(), gpt2.SIZES["gpt2-tiny"]), frozenset())
     assert asked == [(1.0, 3)]
+
+
+@pytest.mark.parametrize("own", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_memory_comes_in_pages_unless_somebody_chose_otherwise(
+    own: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(budget_module, "_capped", set())
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *values: None)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", asked.append)
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    if own is not None:
+        monkeypatch.setenv(own, "expandable_segments:False")
+    budget_module._cap(torch.device("cuda", 0), 0.5)
+    assert asked == ([] if own else ["expandable_segments:True"])
 
 
 def test_fine_tuning_keeps_to_a_budget_too(tmp_path: Path) -> None:

@@ -153,6 +153,13 @@ def test_probes_have_a_precision_of_their_own() -> None:
     assert full({"precision.predict": "fp32"}).peaks["full"] == full({}).peaks["full"]
 
 
+def test_a_budget_on_a_gpu_leaves_room_for_pages_that_are_partly_used() -> None:
+    config = from_mapping({"hybrid.mode": "off"})
+    on_gpu, elsewhere = (estimate(config, Target(BIG, cuda, "fp32", 1024)) for cuda in (True, False))
+    assert on_gpu.needed - int(1.05 * (on_gpu.peak + on_gpu.pool)) >= 100 * 2**20
+    assert elsewhere.needed == int(1.05 * elsewhere.peak)
+
+
 def test_a_recorded_step_keeps_its_memory_for_itself() -> None:
     small = {"batch_size": 1, "engine.cuda_graph": True}
     assert full(small).needed > full(small | {"engine.cuda_graph": False}).needed
