@@ -242,7 +242,9 @@ class EngineConfig(Section):
 
 class MemoryConfig(Section):
     """How much memory a run may take, what lives in host memory, and what happens when memory runs out. Only `budget`
-    can change what is computed: it may choose rounded moments and unclipped gradients, and says so."""
+    can change what is computed: it may choose rounded moments and unclipped gradients, and says so. (With
+    `basis = "pinned"` a large model's forecasts may differ in the last digits, as dot products are added up in parts.)
+    """
 
     budget: Amount = ""
     """`foretrain train` and `finetune`: device memory that the run may take: `14GB`, `6GiB`, `800MB`. Settings that are
