@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from foretrain.show.follow import read_runs
 from foretrain.show.record import Entry, RunRecord
 from foretrain.show.report import write_report
 from foretrain.show.report_ledger import ROWS, ledger, ledger_rows
-from foretrain.show.report_page import as_data, page
+from foretrain.show.report_page import as_data, page, parts
 from foretrain.show.report_text import sentence
 
 VOID = {"meta", "link", "br", "input", "img"}
@@ -158,14 +160,51 @@ def test_whatever_a_run_says_is_text(tmp_path: Path) -> None:
     append(folder, {"event": "Recovered", "step": 3, "action": HOSTILE, "text": HOSTILE, "advice": True})
     append(folder, {"event": "Health", "step": 3, "layers": {HOSTILE: 1.0}, "findings": [{"meaning": HOSTILE}]})
     append(folder, {"event": "HealthFinding", "step": 4, "level": HOSTILE, "meaning": HOSTILE, "change": {HOSTILE: 1}})
-    summary = {"global_step": 3, "config": {HOSTILE: HOSTILE}, "audit": {"sentence": HOSTILE, "gain_percent": HOSTILE}}
-    (folder / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
     append(folder, {"event": "RunEnded", "step": 3, "reason": HOSTILE})
-    markup = page(read_runs([folder]))
-    reader = Reader(markup)
-    assert not reader.all("img")
-    assert len(reader.all("script")) == 3
+    for summary in (hostile(SUMMARY), hostile(SUMMARY, keys=False), hostile(SUMMARY, leaves=False)):
+        (folder / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
+        for records in (read_runs([folder]), read_runs([folder, folder])):
+            reader = Reader(page(records))
+            assert not reader.all("img")
+            assert len(reader.all("script")) == 3
     assert "<" not in as_data({HOSTILE: HOSTILE})
+
+
+def hostile(value: Any, leaves: bool = True, keys: bool = True) -> Any:
+    """The same with every number and text, and beside every key another one, that would like to be markup."""
+    if isinstance(value, dict):
+        made = {name: hostile(one, leaves, keys) for name, one in value.items()}
+        return made | {name + HOSTILE: one for name, one in made.items()} if keys else made
+    if isinstance(value, list):
+        return [hostile(one, leaves, keys) for one in value]
+    return HOSTILE if leaves else value
+
+
+def paths(value: Any) -> Iterator[tuple[str, ...]]:
+    if isinstance(value, dict):
+        for name, one in value.items():
+            yield (name,)
+            yield from ((name, *rest) for rest in paths(one))
+
+
+def damaged(path: tuple[str, ...], by: Any) -> dict[str, Any]:
+    """The summary with something else at this place."""
+    made = copy.deepcopy(SUMMARY)
+    inside = made
+    for name in path[:-1]:
+        inside = inside[name]
+    inside[path[-1]] = by
+    return made
+
+
+def test_no_damage_of_the_summary_breaks_the_page(folder: Path) -> None:
+    (record,) = read_runs([folder])
+    for path in paths(SUMMARY):
+        for by in (None, True, -5, 1e300, 10**400, "ten", [], [3, None], {}, {"ten": 10}, [{"said": "ten"}]):
+            record.summary = damaged(path, by)
+            made = parts([record])
+            assert "tiny came to" in made.sections["lead"], (path, by)
+            as_data(made.charts)
 
 
 def test_it_can_be_read_without_seeing_or_pointing(folder: Path) -> None:

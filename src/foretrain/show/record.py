@@ -49,7 +49,7 @@ class RunRecord:
         """One line of `metrics.jsonl`. What cannot be read is left out: a log may be written by another version."""
         try:
             fields = json.loads(line, parse_constant=lambda _: None)
-        except ValueError:
+        except (ValueError, RecursionError):
             return
         if isinstance(fields, dict) and isinstance(fields.get("event"), str):
             self._take(fields["event"], fields)

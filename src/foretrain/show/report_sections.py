@@ -108,7 +108,7 @@ def _steps(record: RunRecord) -> str:
     if not record.summary:
         planned = finite(record.started.get("max_steps"))
         return f"of {planned:,.0f}" if planned else ""
-    return ", ".join(f"{count:,.0f} {words.get(phase, phase)}" for phase, count in counts.items() if count)
+    return escape(", ".join(f"{count:,.0f} {words.get(phase, phase)}" for phase, count in counts.items() if count))
 
 
 def _moves(record: RunRecord) -> tuple[str, str]:
@@ -119,7 +119,7 @@ def _moves(record: RunRecord) -> tuple[str, str]:
     if not counts:
         return "off", "plain run"
     kept = sum(int(finite(counts.get(name)) or 0) for name in ("kept", "shrunk"))
-    others = ", ".join(f"{count} {name}" for name, count in counts.items() if name != "kept")
+    others = escape(", ".join(f"{count} {name}" for name, count in counts.items() if name != "kept"))
     return f'{number(kept, ",.0f")} <span class="unit">kept</span>', others
 
 
