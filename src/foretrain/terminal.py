@@ -34,6 +34,7 @@ Settings = Annotated[
     ),
 ]
 JSON_FLAG = "--json"
+_TRUE = ("true", "t", "yes", "y", "1")
 Json = Annotated[bool, flag("Print the result as one JSON document; an error too.", JSON_FLAG)]
 Quiet = Annotated[bool, flag("Only warnings, findings and errors, and the result in one line.")]
 Verbose = Annotated[bool, flag("Everything that happens.")]
@@ -107,7 +108,7 @@ class Document:
     @contextlib.contextmanager
     def wanted(cls, arguments: list[str]) -> Iterator[Document | None]:
         """A document if the arguments ask for one."""
-        if JSON_FLAG not in arguments:
+        if not _asks_for_json(arguments):
             yield None
             return
         cls._open = cls(sys.stdout)
@@ -129,6 +130,16 @@ class Document:
         """An error as a document. What its raiser had found out is beside it."""
         facts = dict(getattr(error, "facts", {}))
         self.put(facts | {"error": text, "type": type(error).__name__, "exit_code": exit_code})
+
+
+def _asks_for_json(arguments: list[str]) -> bool:
+    """`--json`, or `--json=true` in the words that a switch takes; the last one counts."""
+    asked = False
+    for argument in arguments[: arguments.index("--")] if "--" in arguments else arguments:
+        name, given, value = argument.partition("=")
+        if name == JSON_FLAG:
+            asked = not given or value.lower() in _TRUE
+    return asked
 
 
 def put_json(value: Any) -> None:

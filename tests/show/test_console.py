@@ -114,6 +114,13 @@ def test_the_time_left_follows_from_the_steps_since_the_first_line() -> None:
     assert "eta 1:20" in text  # ten seconds for ten steps, eighty to go; the slow start does not count
 
 
+def test_the_time_left_is_never_negative_after_a_rollback_to_before_a_resumption() -> None:
+    steps = [progress(60, 600.0), progress(40, 620.0), progress(50, 700.0)]
+    text = shown([RunStarted(50, 100, 10, 10, "cpu", "fp32", "x"), *steps], level="verbose")
+    assert "eta -" not in text
+    assert re.findall(r"eta (\S+)", text)[1:] == ["15:30", "6:40"]  # 620 s for 40 steps; then 80 s for 10 of them
+
+
 def test_a_resumed_run_starts_its_lines_where_it_goes_on() -> None:
     start = RunStarted(900, 1000, 10, 10, "cpu", "fp32", "x")
     text = shown([Resumed(900, "runs/mine/step-00000900"), start, progress(910, 5.0)])

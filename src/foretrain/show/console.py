@@ -135,7 +135,7 @@ class Console:
         self._bar.start()
 
     def _progress(self, event: Progress) -> None:
-        if self._first is None:
+        if self._first is None or event.step < self._first[0]:  # a rollback may go to before a resumption
             self._first = (event.step, event.seconds)
         if self._bar is not None:
             room = self.console.width - len(f"step {event.step}/{self._max_steps}") - _BAR - 2
