@@ -32,6 +32,7 @@ from foretrain.events import (
     RunEnded,
     RunStarted,
 )
+from foretrain.show.settings import flattened
 
 if TYPE_CHECKING:
     from foretrain.trainer import HybridTrainer, StepResult
@@ -417,7 +418,7 @@ class Run:
 
     def _tell_changes(self, meta: dict[str, Any]) -> None:
         """Say what changed since the checkpoint was saved."""
-        before, now = _flat(meta["config"]), _flat(to_mapping(self.config))
+        before, now = flattened(meta["config"]), flattened(to_mapping(self.config))
         for name in sorted(before.keys() | now.keys()):
             if before.get(name) != now.get(name):
                 self.emit(
@@ -431,10 +432,3 @@ class Run:
 
 def _interval(setting: int | None, unset: int) -> int:
     return unset if setting is None else setting
-
-
-def _flat(mapping: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in mapping.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return flat

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 from cyclopts import Parameter
 
 from foretrain.errors import InputError
+from foretrain.files import for_json
 
 if TYPE_CHECKING:
     from foretrain.schema import Level
@@ -157,9 +158,7 @@ def put_written(path: Path, json_: bool) -> None:
 
 def as_json(value: Any) -> str:
     """Valid everywhere: numbers in full, null for those that JSON does not have, ASCII only."""
-    from foretrain.engine.runfolder import finite
-
-    return json.dumps(finite(value), indent=2, allow_nan=False)
+    return json.dumps(for_json(value), indent=2, allow_nan=False)
 
 
 # --- the end of a run -------------------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
-import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from foretrain.errors import InputError, SaveError
-from foretrain.files import explain_failed_write, make_folder, remove, write_atomic
+from foretrain.files import explain_failed_write, for_json, make_folder, remove, write_atomic
 
 _DESCRIBING = ("config.toml", "tokenizer.json", "summary.json", "report.html")
 _TRACKERS = ("trackers.json", "tensorboard", "wandb", "mlflow", "trackio")
@@ -86,7 +85,7 @@ class RunFolder:
             self.write(name, text)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        self.write("summary.json", json.dumps(finite(summary), indent=2) + "\n")
+        self.write("summary.json", json.dumps(for_json(summary), indent=2) + "\n")
 
     def _release(self) -> None:
         if self._lock is not None:
@@ -114,12 +113,3 @@ def _take_lock(descriptor: int) -> bool:
     except OSError:
         pass
     return True
-
-
-def finite(value: Any) -> Any:
-    """The same with None for numbers that JSON does not have."""
-    if isinstance(value, Mapping):
-        return {key: finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -27,6 +27,7 @@ from foretrain.events import (
 from foretrain.schema import Level
 from foretrain.show import narration
 from foretrain.show.screen import screen
+from foretrain.show.settings import assignments
 
 _LINES_PER_RUN = 40
 _MOVES_PER_RUN = 12
@@ -244,7 +245,7 @@ def _made_smaller(found: Mapping[str, Any]) -> str | None:
     """How often memory ran out, and what the run went on with."""
     if not found:
         return None
-    changes = ", ".join(f"{name} = {str(value).lower()}" for name, value in found["settings"].items())
+    changes = assignments(found["settings"])
     moves = f", {_times(found['failed_moves'])} in a move" if found["failed_moves"] else ""
     ended = f"; went on with {changes}" if changes else ""
     return f"{_times(found['times'])}{moves}{ended}; prediction {found['prediction']}"
