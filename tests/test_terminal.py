@@ -78,6 +78,14 @@ def test_a_quiet_run_that_was_stopped_says_how_to_go_on(tmp_path: Path, capsys: 
     assert capsys.readouterr() == (line, "")
 
 
+def test_after_the_line_on_how_to_go_on_nothing_more_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="130"):
+        end_run({"reason": "interrupted", "signal": "SIGINT"}, tmp_path, "normal", json_=False)
+    assert capsys.readouterr() == ("", "")
+
+
 def test_the_end_of_a_run_names_what_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "my run"
     (folder / "adapter").mkdir(parents=True)

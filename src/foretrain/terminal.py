@@ -184,7 +184,9 @@ def end_run(
     else:
         for line in results():
             put(line)
-        run = shlex.quote(files["folder"])
+        if summary["reason"] == "interrupted":  # its last line says how to go on
+            files = {}
+        run = shlex.quote(str(folder))
         advice = {"report": "open it in a browser", "model": f'foretrain generate {run} --prompt "..."'}
         advice["adapter"] = advice["model"]
         for name, path in files.items():

@@ -21,6 +21,7 @@ from foretrain.show.record import Entry, RunRecord
 from foretrain.show.report import write_report
 from foretrain.show.report_ledger import ROWS, ledger, ledger_rows
 from foretrain.show.report_page import as_data, page, parts
+from foretrain.show.report_page import style as style_sheet
 from foretrain.show.report_text import sentence
 
 VOID = {"meta", "link", "br", "input", "img"}
@@ -324,6 +325,21 @@ def test_a_rollback_is_shown_where_it_happened_and_tells_where_to(tmp_path: Path
     curves = {series["label"]: series["steps"] for series in data["loss"]["runs"][0]["series"]}
     assert curves["training"] == [20]
     assert curves["taken back"] == [40]
+
+
+@pytest.mark.parametrize(
+    ("loss", "style"), [(1.25, "figure"), (7754.4507, "figure long"), (123456789.0, "figure longest")]
+)
+def test_a_long_number_is_smaller_in_its_card(tmp_path: Path, loss: float, style: str) -> None:
+    folder = write_run(tmp_path / "run", some_run(), SUMMARY | {"final_val_loss": loss})
+    assert f'<dd class="{style}"><data value="{loss}">' in page(read_runs([folder]))
+    assert f".{style.replace(' ', '.')} {{" in style_sheet()
+
+
+def test_the_card_of_the_time_has_the_total_too(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", some_run(), SUMMARY | {"total_seconds": 12.5})
+    text = Reader(page(read_runs([folder]))).text.replace("\u00a0", " ")
+    assert "10.5 s 610 tokens per second, 12.5 s with start-up, evaluation and saving" in text
 
 
 # --- a ledger of thousands --------------------------------------------------------------------------------------------

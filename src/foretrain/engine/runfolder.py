@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import json
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -32,6 +33,7 @@ class RunFolder:
         """Small text files that describe the run; written by `describe`."""
         self.command = "train"
         """Of `foretrain`, that goes on with it."""
+        self.opened = time.monotonic()
         self._lock: int | None = None
         self._made = False
 

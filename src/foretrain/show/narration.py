@@ -108,8 +108,8 @@ def _finding(event: HealthFound) -> str:
 def _memory(event: MemoryUsed) -> str:
     if event.peak is None:
         most = event.resident_peak
-        held = "not known" if most is None else f"the process held {in_words(most)} at the most"
-        return f"step {event.step}: memory after {event.phase}: {held}"
+        held = "not known" if most is None else f"the process held {in_words(most)} at the most so far"
+        return f"step {event.step}: memory in {event.phase}: {held}"
     reserved = "" if event.reserved is None else f", {in_words(event.reserved)} reserved"
     pinned = f", {in_words(event.pinned)} pinned on the host" if event.pinned else ""
     return f"step {event.step}: memory in {event.phase}: peak {in_words(event.peak)}{reserved}{pinned}"

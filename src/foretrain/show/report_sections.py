@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
-from html import escape
+from html import escape, unescape
 
 from foretrain.events import in_words
 from foretrain.show.console import short
@@ -82,13 +83,15 @@ def _cards(record: RunRecord) -> str:
     seconds = summary.get("seconds") if summary else record.seconds
     speed = summary.get("tokens_per_second") if summary else record.last("tokens_per_second")
     known = finite(seconds)
-    pace = f"{short(finite(speed) or 0)} tokens per second" if finite(speed) else ""
+    pace = [f"{short(finite(speed) or 0)} tokens per second"] if finite(speed) else []
+    total = finite(summary.get("total_seconds"))
+    pace += [] if total is None else [f"{clock(total)} with start-up, evaluation and saving"]
     cards = [
         ("Net time saved", gain, rests_on, f"first {stands}"),
         ("Held-out loss", number(val), f"best {number(best)}" if finite(best) is not None else "", ""),
         ("Training loss", number(train), "", ""),
         ("Steps", number(record.step, ",.0f"), _steps(record), ""),
-        ("Time", UNKNOWN if known is None else f'<data value="{seconds}">{clock(known)}</data>', pace, ""),
+        ("Time", UNKNOWN if known is None else f'<data value="{seconds}">{clock(known)}</data>', ", ".join(pace), ""),
         ("Moves", *_moves(record), ""),
     ]
     for name, words in (("accuracy", "Right answers"), ("exact_match", "Exact answers")):
@@ -96,10 +99,17 @@ def _cards(record: RunRecord) -> str:
             asked = f"of {finite(summary.get('answered')) or 0:,.0f} held-out questions"
             cards.insert(1, (words, percent(share), asked, ""))
     made = "".join(
-        f'<div class="card {style}"><dt>{name}</dt><dd class="figure">{figure}</dd><dd class="small">{below}</dd></div>'
+        f'<div class="card {style}"><dt>{name}</dt><dd class="figure{_length(figure)}">{figure}</dd>'
+        f'<dd class="small">{below}</dd></div>'
         for name, figure, below, style in cards
     )
     return f'<dl class="cards">{made}</dl>'
+
+
+def _length(figure: str) -> str:
+    """The class of a figure that is too long for its card in large letters."""
+    characters = len(unescape(re.sub(r"<[^>]*>", "", figure)))
+    return "" if characters <= 8 else " long" if characters <= 11 else " longest"
 
 
 def _steps(record: RunRecord) -> str:

@@ -74,6 +74,18 @@ def test_everything_is_told_in_order_in_a_thread_of_its_own() -> None:
     assert notices(heard) == ["before it starts", "careful"]
 
 
+def test_the_end_of_a_run_says_where_to_look() -> None:
+    notebook = Notebook()
+    notebook.look = "notes.txt (look at it with: cat notes.txt)"
+    bus, listener, heard = on_a_bus(notebook)
+    bus.emit(STARTED)
+    assert notices(heard) == []
+    bus.emit(ENDED)
+    close_all([listener])
+    assert notices(heard) == ["notebook: notes.txt (look at it with: cat notes.txt)"]
+    assert [type(entry).__name__ for entry in notebook.told] == ["tuple", "Entry", "tuple"]
+
+
 def test_a_run_that_never_ended_is_closed_as_failed() -> None:
     notebook = Notebook()
     bus, listener, _ = on_a_bus(notebook)

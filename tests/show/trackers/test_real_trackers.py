@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -42,6 +43,13 @@ def check_the_story(story: Story) -> None:
     assert [line["step"] for line in story.lines("Progress")] == [1, 2, 3, 4, 5, *range(AFTER + 1, LAST + 1)]
     assert story.calls_home == 0
     assert not [line for line in story.lines("Notice") if line["message"].startswith("tracker ")]
+    (name,) = json.loads(str(story.settings[0]["log.trackers"]))
+    (told,) = [line for line in story.lines("Notice") if line["message"].startswith(f"{name}: ")]
+    assert story.lines("RunEnded")[-1]["reason"] == "finished"
+    command = re.search(r"look at it with: (.*)\)$", told["message"])
+    assert command is not None
+    assert str(story.folder / name) in command[1]
+    assert re.search(rf"(^| ){name} ", command[1]), "a command of its own"
     plain = fit(tiny_config(), story.folder.with_name("plain"))
     for name in ("final_val_loss", "final_train_loss"):
         assert plain[name] == story.summary[name]

@@ -42,6 +42,8 @@ class TrackerListener:
             self._reason = event.reason
             told = summary_entry(event.step, {"reason": event.reason, **event.summary})
             self._tasks.put(lambda: self._tracker.log(told))
+            if self._tracker.look:
+                self._emit(Notice(f"{self.name}: {self._tracker.look}", level="info"))
         elif self._started and (entry := entry_of(event, self._step)) is not None:
             self._tasks.put(lambda: self._tracker.log(entry))
 

@@ -37,6 +37,8 @@ class Tracker(ABC):
 
     run_id: str | None = None
     """Kept in the run folder, so that a resumed run goes on in the same one."""
+    look: str = ""
+    """Where it writes, and the command to look at it; said at the end of a run."""
 
     @abstractmethod
     def start(self, step: int) -> None:

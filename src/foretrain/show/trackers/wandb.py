@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 
 from foretrain.show.trackers.entries import Entry
 from foretrain.show.trackers.tracker import PROJECT, Place, Tracker
@@ -31,6 +32,11 @@ class WeightsAndBiases(Tracker):
             settings=wandb.Settings(mode=mode, console="off", silent=True),
         )
         self.run_id = self._run.id
+        folder = place.folder / "wandb"
+        if mode == "offline":
+            self.look = f"{folder} (look at it with: wandb leet {shlex.quote(str(folder))})"
+        elif mode != "disabled":
+            self.look = str(self._run.url or folder)
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
         self._step, self._row = -1, place.row
