@@ -328,7 +328,8 @@ def test_a_rollback_is_shown_where_it_happened_and_tells_where_to(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("loss", "style"), [(1.25, "figure"), (7754.4507, "figure long"), (123456789.0, "figure longest")]
+    ("loss", "style"),
+    [(1.25, "figure"), (123.4567, "figure long"), (7754.4507, "figure longer"), (1e8, "figure longest")],
 )
 def test_a_long_number_is_smaller_in_its_card(tmp_path: Path, loss: float, style: str) -> None:
     folder = write_run(tmp_path / "run", some_run(), SUMMARY | {"final_val_loss": loss})

@@ -17,6 +17,8 @@ from foretrain.show.report_text import clock, loss_words, mapping, number, perce
 from foretrain.show.scales import finite
 
 _BADGES = {"finished": "gain", "stopped early": "gain", "failed": "slower", "interrupted": "caution"}
+_LENGTHS = ((6, ""), (8, " long"), (10, " longer"))
+"""Of the figure in a card, in the widest of the fonts that there may be: the most characters in each size of letters."""
 Records = Sequence[RunRecord]
 
 
@@ -108,8 +110,8 @@ def _cards(record: RunRecord) -> str:
 
 def _length(figure: str) -> str:
     """The class of a figure that is too long for its card in large letters."""
-    characters = len(unescape(re.sub(r"<[^>]*>", "", figure)))
-    return "" if characters <= 8 else " long" if characters <= 11 else " longest"
+    characters = len(unescape(re.sub(r"<span.*</span>|<[^>]*>", "", figure)))
+    return next((style for most, style in _LENGTHS if characters <= most), " longest")
 
 
 def _steps(record: RunRecord) -> str:
