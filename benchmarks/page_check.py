@@ -119,10 +119,12 @@ def check_smallest(browser: Browser, folder: Path) -> None:
         for chart in CHARTS:
             browser.until(f"document.querySelector('[data-chart=\"{chart}\"]').dataset.drawn")
             dots = browser.ask(
-                f"(() => {{ const canvas = document.querySelector('[data-chart=\"{chart}\"] canvas'); const pixels = "
-                "canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height * .75).data; let coloured = 0; "
-                "for (let at = 0; at < pixels.length; at += 4) { const one = pixels.subarray(at, at + 3); if (pixels[at "
-                "+ 3] > 128 && Math.max(...one) - Math.min(...one) > 60) coloured += 1; } return coloured; })()"
+                f"(() => {{ const canvas = document.querySelector('[data-chart=\"{chart}\"] canvas'); "
+                "const high = canvas.height * .75; let coloured = 0; "
+                "const pixels = canvas.getContext('2d').getImageData(0, 0, canvas.width, high).data; "
+                "for (let at = 0; at < pixels.length; at += 4) { const one = pixels.subarray(at, at + 3); "
+                "if (pixels[at + 3] > 128 && Math.max(...one) - Math.min(...one) > 60) coloured += 1; } "
+                "return coloured; })()"
             )
             assert dots >= 4, f"{chart} of a single entry shows {dots} pixels of a curve at {width} pixels"
     assert (errors := browser.errors()) == [], errors

@@ -18,7 +18,7 @@ from foretrain.show.scales import finite
 
 _BADGES = {"finished": "gain", "stopped early": "gain", "failed": "slower", "interrupted": "caution"}
 _LENGTHS = ((6, ""), (8, " long"), (10, " longer"))
-"""Of the figure in a card, in the widest of the fonts that there may be: the most characters in each size of letters."""
+"""The most characters of a figure in a card for each size of letters, in the widest font that there may be."""
 Records = Sequence[RunRecord]
 
 
