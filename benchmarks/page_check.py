@@ -6,8 +6,8 @@ python benchmarks/page_check.py RUNS/demo RUNS/long RUNS/troubled RUNS/busy RUNS
 Needs chromium and chromedriver (on Debian: apt-get install chromium chromium-driver). For every run: no console error,
 all charts drawn, numbers equal to summary.json, below 3 MB, loaded and drawn within 2 s, the ledger whole on demand,
 everything reached with the keyboard and named for a screen reader, enough contrast in both themes. Then all runs in one
-page; one with a single entry, whose curves are dots and whose long numbers fit in their cards; a small training followed live through cut connections, a kill and a resumption; and one of 100,000 steps
-(`--steps`, 0: none).
+page; one with a single entry, whose curves are dots and whose long numbers fit in their cards; a small training
+followed live through cut connections, a kill and a resumption; and one of 100,000 steps (`--steps`, 0: none).
 """
 
 from __future__ import annotations
