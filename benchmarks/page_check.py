@@ -6,8 +6,8 @@ python benchmarks/page_check.py RUNS/demo RUNS/long RUNS/troubled RUNS/busy RUNS
 Needs chromium and chromedriver (on Debian: apt-get install chromium chromium-driver). For every run: no console error,
 all charts drawn, numbers equal to summary.json, below 3 MB, loaded and drawn within 2 s, the ledger whole on demand,
 everything reached with the keyboard and named for a screen reader, enough contrast in both themes. Then all runs in one
-page; a small training followed live through cut connections, a kill and a resumption; and one of 100,000 steps
-(`--steps`, 0: none).
+page; one with a single entry, whose curves are dots and whose long numbers fit in their cards; a small training
+followed live through cut connections, a kill and a resumption; and one of 100,000 steps (`--steps`, 0: none).
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ def main() -> None:
         for runs in pages:
             name = "-".join(run.resolve().name for run in runs)[:80]
             found["reports"][name] = check_report(browser, runs, name, Path(folder), given.pictures)
+
+        check_smallest(browser, Path(folder))
 
         def numbers(run: Path) -> None:
             check_charts(browser, run.name)
@@ -91,6 +93,41 @@ def check_report(browser: Browser, runs: list[Path], name: str, folder: Path, pi
     figures |= {"drawn_seconds": round(seconds, 4), "curves": drawn, "heap_megabytes": heap, **ledger, **reading}
     print(f"{name}: {figures}")
     return figures
+
+
+def check_smallest(browser: Browser, folder: Path) -> None:
+    """A run with a single entry and long numbers: every curve is a dot, and every figure fits in its card."""
+    run = folder / "smallest"
+    run.mkdir()
+    numbers = {"loss": 7754.4507, "smoothed_loss": 7754.4507, "predicted_loss": 7000.0, "confidence": 0.5}
+    numbers |= {"gradient_norm": 2.0, "learning_rate": 0.001, "tokens_per_second": 1234.5, "seconds": 1.5}
+    ended = {"event": "RunEnded", "step": 12345678, "reason": "finished"}
+    lines = [{"event": "Progress", "step": 10, **numbers}, ended]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    summary = {"final_val_loss": 7754.4507, "best_val_loss": 7754.4507, "final_train_loss": 123456.75, "seconds": 1.5}
+    (run / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
+    target = folder / "smallest.html"
+    write_report([run], target)
+    for width in (1280, 1010, 700, 390):
+        browser.look(width, 900)
+        browser.open(target.as_uri())
+        high = browser.ask(
+            "[...document.querySelectorAll('.card .figure')].filter(one => one.scrollWidth > one.clientWidth || "
+            "one.offsetHeight > 36).map(one => one.textContent)"
+        )
+        assert high == [], f"at {width} pixels these figures do not fit in their cards: {high}"
+        for chart in CHARTS:
+            browser.until(f"document.querySelector('[data-chart=\"{chart}\"]').dataset.drawn")
+            dots = browser.ask(
+                f"(() => {{ const canvas = document.querySelector('[data-chart=\"{chart}\"] canvas'); "
+                "const high = canvas.height * .75; let coloured = 0; "
+                "const pixels = canvas.getContext('2d').getImageData(0, 0, canvas.width, high).data; "
+                "for (let at = 0; at < pixels.length; at += 4) { const one = pixels.subarray(at, at + 3); "
+                "if (pixels[at + 3] > 128 && Math.max(...one) - Math.min(...one) > 60) coloured += 1; } "
+                "return coloured; })()"
+            )
+            assert dots >= 4, f"{chart} of a single entry shows {dots} pixels of a curve at {width} pixels"
+    assert (errors := browser.errors()) == [], errors
 
 
 def check_ledger(browser: Browser, name: str) -> dict[str, Any]:

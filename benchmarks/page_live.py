@@ -80,7 +80,12 @@ def watched(run: Path) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert server.stdout is not None
     try:
-        yield server, json.loads(server.stdout.readline())
+        printed = ""
+        while not printed.endswith("}\n"):
+            line = server.stdout.readline()
+            assert line, f"foretrain watch ended after: {printed}"
+            printed += line
+        yield server, json.loads(printed)
     finally:
         if server.poll() is None:
             server.kill()

@@ -245,7 +245,7 @@ def test_verbose_tells_everything_and_its_opposite_is_refused(
     arguments = [*tiny_settings, "--set", f"data.path={text_file}", "--set", "log.console=quiet"]
     assert command("train", *arguments, "--out", tmp_path / "run", "--verbose") == 0
     said = capfd.readouterr().err
-    for words_of_it in ("looked at 15 layers", "memory after", "saved ", "step 6/6"):
+    for words_of_it in ("looked at 15 layers", "memory in", "saved ", "step 6/6"):
         assert words_of_it in said
     assert load(tmp_path / "run" / "config.toml").config.log.console == "quiet", "a flag is for this call alone"
     assert command("train", "--quiet", "--verbose") == 2

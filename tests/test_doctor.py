@@ -127,6 +127,16 @@ def test_idle_cores_are_a_note(threads: int, level: str, no_driver: Path, monkey
     assert findings()["threads"].level == level
 
 
+@pytest.mark.parametrize(("threads", "words"), [(1, "torch uses 1 thread"), (2, "torch uses 2 threads")])
+def test_threads_are_counted_in_good_english(
+    threads: int, words: str, no_driver: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(threads)))
+    monkeypatch.setattr(os, "cpu_count", lambda: threads)
+    assert findings()["threads"].text == words
+
+
 def test_with_a_gpu_that_works(no_driver: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fakes: dict[str, Any] = {
         "is_available": lambda: True,

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +26,9 @@ from foretrain import (
     MappedSamples,
     supervised,
 )
+from foretrain.config import from_mapping
 from foretrain.engine import checkpoint
+from foretrain.engine.runfolder import RunFolder
 from foretrain.events import (
     CheckpointSaved,
     Evaluated,
@@ -509,3 +513,30 @@ def test_overfitting_is_advised_against(make_config: Any, make_model: Any, make_
     trainer.fit([make_batch(seed=1)], [make_batch(seed=2)], progress=False)
     found = [event for event in events if isinstance(event, HealthFound)]
     assert "overfitting" in [event.ailment for event in found]
+
+
+def test_the_total_time_counts_start_up_and_every_part_of_a_resumed_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0], perf_counter=time.perf_counter)
+    monkeypatch.setattr("foretrain.fit.time", clock)
+    monkeypatch.setattr("foretrain.engine.runfolder.time", clock)
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        now[0] += 10.0
+        value: torch.Tensor = model(batch).square().mean()
+        return value
+
+    def total(steps: int, resume: bool) -> float:
+        config = from_mapping({"device": "cpu", "max_steps": steps})
+        with RunFolder(tmp_path / "run", resume) as folder:
+            now[0] += 3.0  # data are read, a model is made
+            trainer = HybridTrainer(nn.Linear(2, 2), loss_fn=loss, config=config)
+            summary = trainer.fit([torch.ones(3, 2)] * 4, out=folder, resume=resume, progress=False)
+        seconds: float = summary["total_seconds"]
+        return seconds
+
+    assert total(2, resume=False) == 23.0
+    now[0] += 1000.0  # nobody was there
+    assert total(4, resume=True) == 46.0

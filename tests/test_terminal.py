@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
 import pytest
 
+from foretrain.cli import main
 from foretrain.errors import InputError
-from foretrain.terminal import as_json, chosen_level, end_run, put_beside
+from foretrain.terminal import Document, as_json, chosen_level, end_run, put_beside
 
 
 def test_levels_by_flags() -> None:
@@ -23,6 +25,38 @@ def test_json_is_valid_and_exact() -> None:
     assert text.isascii()
     assert text.split() == ["{", '"nan":', "null,", '"more":', "[", "null,", "0.30000000000000004", "],", '"name":',
                             '"\\u00e4\\udcff"', "}"]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "asks"),
+    [
+        (["--json"], True),
+        (["--json=true"], True),
+        (["--json=Yes", "x"], True),
+        (["--json=1"], True),
+        (["--json=false"], False),
+        (["--json=0"], False),
+        (["--jsonl"], False),
+        (["--set", "data.path=--json"], False),
+        (["--", "--json"], False),
+    ],
+)
+def test_json_is_asked_for_in_every_way_a_switch_can_be_given(
+    arguments: list[str], asks: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Document.wanted(arguments) as document:
+        assert (document is not None) == asks
+        print("by the way")
+        if document is not None:
+            document.put({"answer": 1})
+    shown = capsys.readouterr()
+    assert (shown.err, json.loads(shown.out)) == ("by the way\n", {"answer": 1}) if asks else shown.err == ""
+
+
+def test_an_error_is_a_document_with_json_set_to_true(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["train", "--config", str(tmp_path / "nowhere.toml"), "--json=true"])
+    assert json.loads(capsys.readouterr().out)["exit_code"] == 2
 
 
 def test_text_stays_beside_its_name_on_a_terminal(
@@ -42,6 +76,14 @@ def test_a_quiet_run_that_was_stopped_says_how_to_go_on(tmp_path: Path, capsys: 
         end_run(summary, tmp_path, "quiet", json_=False)
     line = f"interrupted: held-out loss 1.5000, 3 steps in 1:01; {tmp_path}, go on with --resume\n"
     assert capsys.readouterr() == (line, "")
+
+
+def test_after_the_line_on_how_to_go_on_nothing_more_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="130"):
+        end_run({"reason": "interrupted", "signal": "SIGINT"}, tmp_path, "normal", json_=False)
+    assert capsys.readouterr() == ("", "")
 
 
 def test_the_end_of_a_run_names_what_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -106,7 +106,7 @@ def _threads(threads: int) -> Finding:
     cores = os.cpu_count() or 1
     if threads < cores // 2:
         return Finding("threads", f"torch uses {threads} of {cores} cores; unset OMP_NUM_THREADS to use all", "note")
-    return Finding("threads", f"torch uses {threads} threads")
+    return Finding("threads", f"torch uses {threads} thread{'' if threads == 1 else 's'}")
 
 
 def _disk(folder: Path) -> Finding:

@@ -4,9 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+
+def for_json(value: Any) -> Any:
+    """The same with None for numbers that JSON does not have."""
+    if isinstance(value, Mapping):
+        return {key: for_json(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [for_json(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def sync_file(path: Path) -> None:

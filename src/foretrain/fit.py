@@ -32,6 +32,7 @@ from foretrain.events import (
     RunEnded,
     RunStarted,
 )
+from foretrain.show.settings import flattened
 
 if TYPE_CHECKING:
     from foretrain.trainer import HybridTrainer, StepResult
@@ -64,6 +65,9 @@ class Run:
         self.farthest_log = 0
         self.logged_tokens = 0
         self.logged_seconds = 0.0
+        self.began = time.monotonic() if folder is None else folder.opened
+        self.earlier_seconds = 0.0
+        """Of the parts of this run before it was resumed, all in all."""
         max_steps = self.config.max_steps
         self.evaluate_every = _interval(self.config.evaluation.interval, max(1, max_steps // 10))
         self.save_every = _interval(self.config.checkpoint.interval, max(1, max_steps // 5))
@@ -89,7 +93,7 @@ class Run:
                 reason = self._loop(batches)
             self._finish(reason)
             trainer.clock.stop()
-            summary = trainer.summary() | {"reason": reason}
+            summary = trainer.summary() | {"reason": reason, "total_seconds": round(self._total_seconds(), 3)}
             if reason == "interrupted":
                 summary["signal"] = self.stop.requested
             if self.folder is not None:
@@ -111,6 +115,9 @@ class Run:
         finally:
             trainer.clock.stop()
         self.emit(RunEnded(trainer.global_step, reason, summary))
+        if reason == "interrupted":  # the last that is said
+            text = f"{self.stop.requested}: stopped after step {trainer.global_step}"
+            self.emit(Notice(text + self._how_to_go_on(), level="info"))
         return summary
 
     def _loop(self, source: Batches) -> str:
@@ -152,8 +159,9 @@ class Run:
         text = f"{str(error).partition('; to make it fit')[0]}; back to the checkpoint of step {self.saved_step}"
         if not trainer.rescue.shrink(None, text):
             return False
-        spent, settings = trainer.clock.seconds, trainer.rescue.settings
+        spent, settings, earlier = trainer.clock.seconds, trainer.rescue.settings, self.earlier_seconds
         self._resume()
+        self.earlier_seconds = earlier
         trainer.rescue.settings = settings  # what was saved may have had larger ones
         trainer.use(settings)
         trainer.clock = Stopwatch(spent)
@@ -211,8 +219,6 @@ class Run:
         """Last evaluation and last checkpoint; an interrupted run is saved at once."""
         if reason == "interrupted":
             self._save(must=True)
-            text = f"{self.stop.requested}: stopped after step {self.trainer.global_step}"
-            self.emit(Notice(text + self._how_to_go_on(), level="info"))
             return
         complete = self.saved_step == self.trainer.global_step and not self.trainer.evaluation_due
         if reason == "finished" and self.held_out and not complete:
@@ -387,7 +393,12 @@ class Run:
             "data": self.fingerprint,
             "torch": torch.__version__,
             "foretrain": environment.version("foretrain"),
+            "total_seconds": self._total_seconds(),
         }
+
+    def _total_seconds(self) -> float:
+        """With start-up, evaluation and saving."""
+        return self.earlier_seconds + time.monotonic() - self.began
 
     def _resume(self) -> None:
         if self.store is None:
@@ -400,6 +411,7 @@ class Run:
         self.trainer.load_state_dict(loaded.state, str(loaded.path))
         self.loader_state = loaded.state.get("loader")
         self.saved_step = loaded.step
+        self.earlier_seconds = float(meta.get("total_seconds") or self.trainer.clock.seconds)
         self.emit(Resumed(loaded.step, str(loaded.path)))
         self._tell_changes(meta)
 
@@ -417,7 +429,7 @@ class Run:
 
     def _tell_changes(self, meta: dict[str, Any]) -> None:
         """Say what changed since the checkpoint was saved."""
-        before, now = _flat(meta["config"]), _flat(to_mapping(self.config))
+        before, now = flattened(meta["config"]), flattened(to_mapping(self.config))
         for name in sorted(before.keys() | now.keys()):
             if before.get(name) != now.get(name):
                 self.emit(
@@ -431,10 +443,3 @@ class Run:
 
 def _interval(setting: int | None, unset: int) -> int:
     return unset if setting is None else setting
-
-
-def _flat(mapping: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in mapping.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return flat

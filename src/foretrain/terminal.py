@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 from cyclopts import Parameter
 
 from foretrain.errors import InputError
+from foretrain.files import for_json
 
 if TYPE_CHECKING:
     from foretrain.schema import Level
@@ -34,6 +35,7 @@ Settings = Annotated[
     ),
 ]
 JSON_FLAG = "--json"
+_TRUE = ("true", "t", "yes", "y", "1")
 Json = Annotated[bool, flag("Print the result as one JSON document; an error too.", JSON_FLAG)]
 Quiet = Annotated[bool, flag("Only warnings, findings and errors, and the result in one line.")]
 Verbose = Annotated[bool, flag("Everything that happens.")]
@@ -107,7 +109,7 @@ class Document:
     @contextlib.contextmanager
     def wanted(cls, arguments: list[str]) -> Iterator[Document | None]:
         """A document if the arguments ask for one."""
-        if JSON_FLAG not in arguments:
+        if not _asks_for_json(arguments):
             yield None
             return
         cls._open = cls(sys.stdout)
@@ -131,6 +133,16 @@ class Document:
         self.put(facts | {"error": text, "type": type(error).__name__, "exit_code": exit_code})
 
 
+def _asks_for_json(arguments: list[str]) -> bool:
+    """`--json`, or `--json=true` in the words that a switch takes; the last one counts."""
+    asked = False
+    for argument in arguments[: arguments.index("--")] if "--" in arguments else arguments:
+        name, given, value = argument.partition("=")
+        if name == JSON_FLAG:
+            asked = not given or value.lower() in _TRUE
+    return asked
+
+
 def put_json(value: Any) -> None:
     """The result of a command that was called with `--json`."""
     (Document._open or Document(sys.stdout)).put(value)
@@ -146,9 +158,7 @@ def put_written(path: Path, json_: bool) -> None:
 
 def as_json(value: Any) -> str:
     """Valid everywhere: numbers in full, null for those that JSON does not have, ASCII only."""
-    from foretrain.engine.runfolder import finite
-
-    return json.dumps(finite(value), indent=2, allow_nan=False)
+    return json.dumps(for_json(value), indent=2, allow_nan=False)
 
 
 # --- the end of a run -------------------------------------------------------------------------------------------------
@@ -174,7 +184,9 @@ def end_run(
     else:
         for line in results():
             put(line)
-        run = shlex.quote(files["folder"])
+        if summary["reason"] == "interrupted":  # its last line says how to go on
+            files = {}
+        run = shlex.quote(str(folder))
         advice = {"report": "open it in a browser", "model": f'foretrain generate {run} --prompt "..."'}
         advice["adapter"] = advice["model"]
         for name, path in files.items():

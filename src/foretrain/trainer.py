@@ -40,6 +40,7 @@ from foretrain.schema import Level
 from foretrain.show.console import Console
 from foretrain.show.jsonl import JsonlLog
 from foretrain.show.report import ReportWriter
+from foretrain.show.trackers.listener import close_all
 from foretrain.show.trackers.opening import open_trackers
 
 _SAY_EVERY = 100
@@ -457,9 +458,10 @@ class HybridTrainer(Engine):
                 stack.callback(log.close)
                 if self.config.log.report:
                     stack.callback(self.bus.subscribe(ReportWriter(folder.path)))
-                for tracker in open_trackers(self.config, folder.path, resume, self.bus.emit):
+                trackers = open_trackers(self.config, folder.path, resume, self.bus.emit)
+                for tracker in trackers:
                     stack.callback(self.bus.subscribe(tracker))
-                    stack.callback(tracker.close)
+                stack.callback(close_all, trackers)
             stop = stack.enter_context(StopRequest())
             run = Run(self, folder, list(held_out) if held_out is not None else [], stop, data_fingerprint)
             return run.train(loader, resume, title, details or {})

@@ -63,6 +63,7 @@ def test_a_signal_stops_and_saves_and_the_printed_command_goes_on(
     printed = Path("output.txt").read_text()
     match = re.search(rf"^{number.name}: stopped after step (\d+); go on with: foretrain (.*)$", printed, re.MULTILINE)
     assert match is not None, printed
+    assert printed.splitlines()[-1] == match[0], "how to go on is the last that is said"
     step, arguments = int(match[1]), shlex.split(match[2])
     assert "Traceback" not in printed
     verify(out / "checkpoints" / f"step-{step:08d}")
@@ -188,4 +189,4 @@ def test_in_a_program_of_ones_own(out: str | None, tmp_path: Path, capsys: pytes
     summary = trainer.fit([torch.ones(3, 2)], out=path)
     assert (summary["reason"], summary["global_step"]) == ("interrupted", 1)
     advice = f"; go on with fit(..., out={path!r}, resume=True)" if out else ""
-    assert f"SIGTERM: stopped after step 1{advice}\n" in capsys.readouterr().err
+    assert capsys.readouterr().err.endswith(f"\nSIGTERM: stopped after step 1{advice}\n")

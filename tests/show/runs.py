@@ -3,15 +3,36 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from foretrain.events import Evaluated, Event, MemoryUsed, Moved, Notice, PhaseChanged, Progress, Recovered, RunStarted
+from foretrain.events import (
+    Evaluated,
+    Event,
+    HealthFound,
+    HealthMeasured,
+    MemoryUsed,
+    Moved,
+    Notice,
+    PhaseChanged,
+    Progress,
+    Recovered,
+    RunStarted,
+)
 from foretrain.show.jsonl import JsonlLog
 
-ADVICE = {"event": "Recovered", "step": 60, "action": "continue", "advice": True}
-ADVICE |= {"text": "no better for 500 steps: try twice the learning rate"}
+FINDING = HealthFound(
+    ailment="vanishing layer",
+    step=60,
+    measure="gradient norm",
+    place="blocks.1",
+    value=1e-9,
+    healthy="0.01 to 100",
+    level="critical",
+    meaning="it learns nothing",
+    change={"optimizer.learning_rate": 0.002},
+)
 STARTED = RunStarted(0, 100, 5_000, 5_000, "cpu", "fp32", "tiny", {"data": "a book", "folder": "runs/x"})
 
 
@@ -24,7 +45,15 @@ def moved(step: int, verdict: str = "kept", reason: str = "sure enough") -> Move
     return Moved(step, 10, verdict, 1.0, True, False, 2.0, 1.8, 1.9, 0.7, 4.0, 2.0, reason)
 
 
-def some_run() -> list[Event | dict[str, Any]]:
+def measured(step: int, norms: Mapping[str, float | None], ratio: float | None = None) -> HealthMeasured:
+    layers = {
+        name: {"gradient_norm": norm, "gradient_to_weight": ratio, "update_to_weight": ratio}
+        for name, norm in norms.items()
+    }
+    return HealthMeasured(step, 1.0, ratio, ratio, layers)
+
+
+def some_run() -> list[Event]:
     """Every kind of event that a report tells of."""
     steps = [progress(step, 3.0 - step / 50) for step in range(10, 101, 10)]
     return [
@@ -37,7 +66,7 @@ def some_run() -> list[Event | dict[str, Any]]:
         moved(50, "kept"),
         moved(55, "rolled back", "the run is worse"),
         Recovered(60, "reduce_rate", "the gradient explodes: half the learning rate"),
-        ADVICE,
+        FINDING,
         Notice("2 of the last 10 steps were not finite and changed nothing"),
         *steps[3:],
         Evaluated(100, 1.25, 0.2, False, True),
@@ -75,7 +104,7 @@ SUMMARY: dict[str, Any] = {
 
 def write_run(
     folder: Path,
-    told: Sequence[Event | dict[str, Any]],
+    told: Sequence[Event],
     summary: dict[str, Any] | None = None,
     reason: str = "finished",
 ) -> Path:
@@ -83,10 +112,7 @@ def write_run(
     folder.mkdir(parents=True, exist_ok=True)
     log = JsonlLog(folder / "metrics.jsonl")
     for event in told:
-        if isinstance(event, dict):  # as a log of another version has it
-            append(folder, event)
-        else:
-            log(event)
+        log(event)
     log.close()
     (folder / "config.toml").write_text("max_steps = 100\n", encoding="utf-8")
     if summary is not None:
@@ -100,5 +126,6 @@ def end(folder: Path, summary: dict[str, Any], reason: str = "finished") -> None
 
 
 def append(folder: Path, *events: dict[str, Any]) -> None:
+    """Lines as they stand, also such as no run writes."""
     with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
         file.writelines(json.dumps(event) + "\n" for event in events)

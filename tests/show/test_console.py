@@ -114,6 +114,13 @@ def test_the_time_left_follows_from_the_steps_since_the_first_line() -> None:
     assert "eta 1:20" in text  # ten seconds for ten steps, eighty to go; the slow start does not count
 
 
+def test_the_time_left_is_never_negative_after_a_rollback_to_before_a_resumption() -> None:
+    steps = [progress(60, 600.0), progress(40, 620.0), progress(50, 700.0)]
+    text = shown([RunStarted(50, 100, 10, 10, "cpu", "fp32", "x"), *steps], level="verbose")
+    assert "eta -" not in text
+    assert re.findall(r"eta (\S+)", text)[1:] == ["15:30", "6:40"]  # 620 s for 40 steps; then 80 s for 10 of them
+
+
 def test_a_resumed_run_starts_its_lines_where_it_goes_on() -> None:
     start = RunStarted(900, 1000, 10, 10, "cpu", "fp32", "x")
     text = shown([Resumed(900, "runs/mine/step-00000900"), start, progress(910, 5.0)])
@@ -258,7 +265,7 @@ def test_a_verbose_run_says_everything(terminal: bool) -> None:
     assert (normal.count("PREDICT"), verbose.count("PREDICT")) == (12, 20)
     assert ("--verbose shows them all" in normal, "--verbose" in verbose) == (True, False)
     for words in (
-        "step 1: memory after full: the process held 700 MB at the most",
+        "step 1: memory in full: the process held 700 MB at the most so far",
         "step 1: looked at 2 layers: gradient norm 2.5, gradient/weight 0.1, update/weight 0.01, mean loss 0.5 sigmas",
         "rolled back (loss 2.5000 -> 2.6000, worth 0 steps, confidence 0.75): the loss rose",
         "step 500: saved step-500 (12.5 MB in 0.25 s)",
@@ -329,7 +336,7 @@ def test_durations(seconds: float, text: str) -> None:
 def test_the_table_leaves_out_what_is_not_known() -> None:
     summary = SUMMARY | {"final_val_loss": None, "best_val_loss": None, "tokens_per_second": None, "skipped_steps": 3}
     text = io.StringIO()
-    RichConsole(file=text, width=120).print(summary_table(summary, "finished"))
+    RichConsole(file=text, width=120).print(summary_table(summary))
     assert "held-out" not in text.getvalue()
     assert "speed" not in text.getvalue()
     assert re.search(r"skipped steps\s+│\s+3", text.getvalue())
@@ -337,8 +344,19 @@ def test_the_table_leaves_out_what_is_not_known() -> None:
 
 def table(**more: object) -> str:
     text = io.StringIO()
-    RichConsole(file=text, width=160).print(summary_table(SUMMARY | more, "finished"))
+    RichConsole(file=text, width=160).print(summary_table(SUMMARY | more))
     return text.getvalue()
+
+
+def test_the_total_time_stands_beside_the_training_time() -> None:
+    assert re.search(r"total time\s+│ 1:49 with start-up, evaluation and saving", table(total_seconds=109.2))
+    assert "total time" not in table()
+
+
+def test_no_line_of_the_end_is_filled_up_with_blanks() -> None:
+    lines = shown([RunEnded(10, "finished", SUMMARY)], width=80).splitlines()
+    assert lines[0] == "run finished"
+    assert lines == [line.rstrip() for line in lines]
 
 
 def test_the_memory_of_every_phase() -> None:

@@ -76,5 +76,5 @@ def test_the_page_of_a_long_run_stays_under_three_megabytes() -> None:
         reason = "20 full steps are done and confidence 0.80 is above 0.50; an audit is due and affordable"
         record.decisions.append(Entry("PhaseChanged", step, step / 7, {"phase": "full", "reason": reason}))
         norms = {f"blocks.{block}.attention.qkv": {"gradient_norm": (step * block * 0.1) % 1} for block in range(40)}
-        record.health.append(Entry("Health", step, step / 7, {"layers": norms}))
+        record.health.append(Entry("HealthMeasured", step, step / 7, {"layers": norms}))
     assert len(page([record])) < 3_000_000

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from foretrain.events import Evaluated, Notice, Progress, RunEnded, RunStarted
+from foretrain.events import Evaluated, HealthMeasured, Notice, Progress, RunEnded, RunStarted
 from foretrain.show.jsonl import JsonlLog
 
 
@@ -102,3 +102,12 @@ def test_an_empty_or_wholly_torn_file(content: str, tmp_path: Path) -> None:
     log(Notice("first"))
     log.close()
     assert len(lines(path)) == 1
+
+
+def test_a_number_that_json_does_not_have_is_null_at_any_depth(tmp_path: Path) -> None:
+    log = JsonlLog(tmp_path / "metrics.jsonl")
+    log(HealthMeasured(1, math.nan, None, None, {"a": {"gradient_norm": math.inf, "update_to_weight": 0.5}}))
+    log.close()
+    (line,) = lines(tmp_path / "metrics.jsonl")
+    assert line["gradient_norm"] is None
+    assert line["layers"] == {"a": {"gradient_norm": None, "update_to_weight": 0.5}}

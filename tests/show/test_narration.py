@@ -37,7 +37,7 @@ def test_what_needs_attention() -> None:
 def test_memory_of_a_gpu_and_of_a_process() -> None:
     on_gpu = MemoryUsed(5, "predict", allocated=1, reserved=4 * 10**9, peak=3_140_000_000, pinned=512_000_000)
     assert line(on_gpu) == "step 5: memory in predict: peak 3.1 GB, 4.0 GB reserved, 512 MB pinned on the host"
-    assert line(MemoryUsed(5, "full")) == "step 5: memory after full: not known"
+    assert line(MemoryUsed(5, "full")) == "step 5: memory in full: not known"
 
 
 def test_a_look_before_anything_is_known() -> None:

@@ -61,7 +61,9 @@ def test_a_run_that_begins_anew_in_the_same_log_forgets_the_first() -> None:
         '{"event": "Progress", "step": null, "loss": NaN}',
         '{"event": "Progress", "step": "many", "loss": "high", "seconds": {}}',
         '{"event": "Moved", "step": 1e400}',
-        '{"event": "Health", "layers": 3, "findings": 4}',
+        '{"event": "HealthMeasured", "layers": 3}',
+        '{"event": "HealthMeasured", "layers": {"a": 3, "b": {"gradient_norm": "high"}}}',
+        '{"event": "HealthFound", "value": "high", "change": 4}',
         "\ufeff{}",
     ],
 )

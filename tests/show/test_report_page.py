@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import json
 import re
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.show.runs import STARTED, SUMMARY, append, progress, some_run, write_run
+from tests.show.runs import FINDING, STARTED, SUMMARY, append, measured, progress, some_run, write_run
 
 from foretrain.cli import main
-from foretrain.events import Notice, PhaseChanged, Recovered, RunStarted
+from foretrain.events import HealthFound, Notice, PhaseChanged, Recovered, RunStarted
 from foretrain.show.follow import read_runs
 from foretrain.show.record import Entry, RunRecord
 from foretrain.show.report import write_report
 from foretrain.show.report_ledger import ROWS, ledger, ledger_rows
-from foretrain.show.report_page import as_data, page
+from foretrain.show.report_page import as_data, page, parts
+from foretrain.show.report_page import style as style_sheet
 from foretrain.show.report_text import sentence
 
 VOID = {"meta", "link", "br", "input", "img"}
@@ -103,7 +107,7 @@ def test_every_decision_stands_in_the_ledger_with_its_reason(folder: Path) -> No
         "half the learning rate",
     ):
         assert reason in text
-    assert "try twice the learning rate" in text[text.index("Findings and advice") :]
+    assert "set optimizer.learning_rate = 0.002" in text[text.index("Findings and advice") :]
     assert "2 of the last 10 steps were not finite" in text[text.index("Findings and advice") :]
 
 
@@ -152,20 +156,59 @@ def test_whatever_a_run_says_is_text(tmp_path: Path) -> None:
         progress(1, phase=HOSTILE),
         PhaseChanged(2, HOSTILE, HOSTILE),
         Notice(HOSTILE),
+        Recovered(3, HOSTILE, HOSTILE),
+        measured(3, {HOSTILE: 1.0}),
+        HealthFound(HOSTILE, 4, HOSTILE, HOSTILE, 1.0, HOSTILE, HOSTILE, HOSTILE, {HOSTILE: HOSTILE}),
     ]
     folder = write_run(tmp_path / "run", told)
     append(folder, {"event": "Moved", "step": 3, "verdict": HOSTILE, "reason": HOSTILE, "horizon": HOSTILE})
-    append(folder, {"event": "Recovered", "step": 3, "action": HOSTILE, "text": HOSTILE, "advice": True})
-    append(folder, {"event": "Health", "step": 3, "layers": {HOSTILE: 1.0}, "findings": [{"meaning": HOSTILE}]})
-    append(folder, {"event": "HealthFinding", "step": 4, "level": HOSTILE, "meaning": HOSTILE, "change": {HOSTILE: 1}})
-    summary = {"global_step": 3, "config": {HOSTILE: HOSTILE}, "audit": {"sentence": HOSTILE, "gain_percent": HOSTILE}}
-    (folder / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
+    append(folder, {"event": "Tuned", "step": 3, "ailment": HOSTILE, "change": {HOSTILE: HOSTILE}})
+    append(folder, {"event": "CheckpointRejected", "path": HOSTILE, "reason": HOSTILE})
     append(folder, {"event": "RunEnded", "step": 3, "reason": HOSTILE})
-    markup = page(read_runs([folder]))
-    reader = Reader(markup)
-    assert not reader.all("img")
-    assert len(reader.all("script")) == 3
+    for summary in (hostile(SUMMARY), hostile(SUMMARY, keys=False), hostile(SUMMARY, leaves=False)):
+        (folder / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
+        for records in (read_runs([folder]), read_runs([folder, folder])):
+            reader = Reader(page(records))
+            assert not reader.all("img")
+            assert len(reader.all("script")) == 3
     assert "<" not in as_data({HOSTILE: HOSTILE})
+
+
+def hostile(value: Any, leaves: bool = True, keys: bool = True) -> Any:
+    """The same with every number and text, and beside every key another one, that would like to be markup."""
+    if isinstance(value, dict):
+        made = {name: hostile(one, leaves, keys) for name, one in value.items()}
+        return made | {name + HOSTILE: one for name, one in made.items()} if keys else made
+    if isinstance(value, list):
+        return [hostile(one, leaves, keys) for one in value]
+    return HOSTILE if leaves else value
+
+
+def paths(value: Any) -> Iterator[tuple[str, ...]]:
+    if isinstance(value, dict):
+        for name, one in value.items():
+            yield (name,)
+            yield from ((name, *rest) for rest in paths(one))
+
+
+def damaged(path: tuple[str, ...], by: Any) -> dict[str, Any]:
+    """The summary with something else at this place."""
+    made = copy.deepcopy(SUMMARY)
+    inside = made
+    for name in path[:-1]:
+        inside = inside[name]
+    inside[path[-1]] = by
+    return made
+
+
+def test_no_damage_of_the_summary_breaks_the_page(folder: Path) -> None:
+    (record,) = read_runs([folder])
+    for path in paths(SUMMARY):
+        for by in (None, True, -5, 1e300, 10**400, "ten", [], [3, None], {}, {"ten": 10}, [{"said": "ten"}]):
+            record.summary = damaged(path, by)
+            made = parts([record])
+            assert "tiny came to" in made.sections["lead"], (path, by)
+            as_data(made.charts)
 
 
 def test_it_can_be_read_without_seeing_or_pointing(folder: Path) -> None:
@@ -212,16 +255,9 @@ def test_a_run_without_a_summary_is_shown_as_far_as_it_went(tmp_path: Path, stat
 
 def test_health_is_drawn_and_told_where_there_is_some(folder: Path) -> None:
     assert data_of(page(read_runs([folder])))["heat"] == []
-    finding = {"ailment": "vanishing layer", "level": "critical", "place": "blocks.1", "measure": "gradient norm"}
-    finding |= {
-        "value": 1e-9,
-        "healthy": "0.01 to 100",
-        "meaning": "it learns nothing",
-        "change": {"model.residual": True},
-    }
-    for step in (0, 100):
-        norms = {"blocks.0": 1.5, "blocks.1": None if step else 1e-9}
-        append(folder, {"event": "Health", "step": step, "layers": norms, "findings": [finding]})
+    looks = [measured(step, {"blocks.0": 1.5, "blocks.1": None if step else 1e-9}) for step in (0, 100)]
+    again = [dataclasses.replace(FINDING, step=step, change={"model.residual": True}) for step in (0, 100)]
+    write_run(folder, [*looks, *again])
     markup = page(read_runs([folder]))
     (heat,) = data_of(markup)["heat"]
     assert heat == {
@@ -232,7 +268,8 @@ def test_health_is_drawn_and_told_where_there_is_some(folder: Path) -> None:
     }
     text = Reader(markup).text
     assert "vanishing layer in blocks.1: it learns nothing" in text
-    assert "model.residual=true" in text
+    assert "gradient norm 1e-09 (healthy: 0.01 to 100)" in text
+    assert "model.residual = true" in text
     assert "0 to 100 (2 times)" in text
 
 
@@ -241,7 +278,7 @@ def test_a_change_that_the_run_made_by_itself_is_a_decision(folder: Path) -> Non
     append(folder, {"event": "Tuned", "step": 70, "ailment": "explosion", "change": change})
     markup = page(read_runs([folder]))
     text = Reader(markup).text
-    assert "tuned: optimizer.gradient_clip_norm=0.5" in text
+    assert "tuned: optimizer.gradient_clip_norm = 0.5" in text
     (shared,) = data_of(markup)["shared"]["runs"]
     assert [70, "recovery"] in [[mark[0], mark[2]] for mark in shared["marks"]]
 
@@ -290,6 +327,22 @@ def test_a_rollback_is_shown_where_it_happened_and_tells_where_to(tmp_path: Path
     assert curves["taken back"] == [40]
 
 
+@pytest.mark.parametrize(
+    ("loss", "style"),
+    [(1.25, "figure"), (123.4567, "figure long"), (7754.4507, "figure longer"), (1e8, "figure longest")],
+)
+def test_a_long_number_is_smaller_in_its_card(tmp_path: Path, loss: float, style: str) -> None:
+    folder = write_run(tmp_path / "run", some_run(), SUMMARY | {"final_val_loss": loss})
+    assert f'<dd class="{style}"><data value="{loss}">' in page(read_runs([folder]))
+    assert f".{style.replace(' ', '.')} {{" in style_sheet()
+
+
+def test_the_card_of_the_time_has_the_total_too(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", some_run(), SUMMARY | {"total_seconds": 12.5})
+    text = Reader(page(read_runs([folder]))).text.replace("\u00a0", " ")
+    assert "10.5 s 610 tokens per second, 12.5 s with start-up, evaluation and saving" in text
+
+
 # --- a ledger of thousands --------------------------------------------------------------------------------------------
 
 
@@ -328,20 +381,6 @@ def test_a_live_ledger_that_grows_sends_its_last_rows_only(count: int) -> None:
     before, after = (ledger_rows([long_ledger(count + more)]) for more in (0, 3))
     changed = [name for name in after if before.get(name) != after[name]]
     assert len(changed) <= 2, changed
-
-
-@pytest.mark.parametrize(
-    "layers",
-    [
-        {"layers": {"a": {"gradient_norm": 2.0}}},
-        {"layers": [{"name": "a", "gradient_norm": 2.0}]},
-        {"layers": ["a"], "gradient_norms": [2.0]},
-    ],
-)
-def test_norms_of_layers_are_read_in_every_form(folder: Path, layers: dict[str, Any]) -> None:
-    append(folder, {"event": "HealthChecked", "step": 5, **layers})
-    (heat,) = data_of(page(read_runs([folder])))["heat"]
-    assert (heat["layers"], heat["measures"]) == (["a"], {"gradient norm": [[2.0]]})
 
 
 # --- the command ------------------------------------------------------------------------------------------------------

@@ -329,6 +329,26 @@ def _steps(message: dict[str, Any]) -> list[int]:
     return series[0]["steps"] if series else []
 
 
+def test_a_file_that_makes_no_sense_leaves_what_is_known_on_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_run(tmp_path / "run", some_run())
+    live = watch.Live(folder)
+    live._look()
+    known = live._parts
+    assert "tiny is at step 100" in known.sections["lead"]
+    end(folder, SUMMARY)
+    with monkeypatch.context() as broken:
+        broken.setattr(watch, "parts", lambda records: 1 / 0)
+        live._look()
+    assert live._parts is known
+    append(folder, {"event": "Notice", "message": "[" * 100_000})
+    with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.write("[" * 100_000 + "\n")
+    live._look()
+    assert "tiny came to" in live._parts.sections["lead"]
+
+
 def test_too_many_browsers_are_sent_away_and_room_is_made_again(
     serving: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -69,7 +69,7 @@ class Predictability:
         """Plain words on what prediction can do for this run."""
         known = [windows for windows in HORIZONS_IN_WINDOWS if quality.tallies[windows].count]
         if not known:
-            return "how predictable this run is is not known yet"
+            return "it is not known yet how much of the motion is predictable"
         horizon = known[-1]
         share = max(0.0, quality.r2(horizon))
         start = f"{share:.0%} of the motion over the next {horizon * quality.window} steps is predictable"

@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
-import math
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from foretrain.errors import InputError, SaveError
-from foretrain.files import explain_failed_write, make_folder, remove, write_atomic
+from foretrain.files import explain_failed_write, for_json, make_folder, remove, write_atomic
 
 _DESCRIBING = ("config.toml", "tokenizer.json", "summary.json", "report.html")
 _TRACKERS = ("trackers.json", "tensorboard", "wandb", "mlflow", "trackio")
@@ -33,6 +33,7 @@ class RunFolder:
         """Small text files that describe the run; written by `describe`."""
         self.command = "train"
         """Of `foretrain`, that goes on with it."""
+        self.opened = time.monotonic()
         self._lock: int | None = None
         self._made = False
 
@@ -86,7 +87,7 @@ class RunFolder:
             self.write(name, text)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        self.write("summary.json", json.dumps(finite(summary), indent=2) + "\n")
+        self.write("summary.json", json.dumps(for_json(summary), indent=2) + "\n")
 
     def _release(self) -> None:
         if self._lock is not None:
@@ -114,12 +115,3 @@ def _take_lock(descriptor: int) -> bool:
     except OSError:
         pass
     return True
-
-
-def finite(value: Any) -> Any:
-    """The same with None for numbers that JSON does not have."""
-    if isinstance(value, Mapping):
-        return {key: finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -18,10 +18,10 @@ import torch
 from foretrain.config import Config, changed, to_mapping
 from foretrain.engine.graph import GraphedStep
 from foretrain.engine.loop import count
-from foretrain.engine.runfolder import finite
 from foretrain.engine.step import tensors_of
 from foretrain.errors import CheckpointError, ConfigError, DataError, ForetrainError, SaveError
 from foretrain.events import Bus, Evaluated, Event, Listener, Moved, Notice, PhaseChanged, Progress
+from foretrain.files import for_json
 from foretrain.measure.controls import RepeatLast, hold_still
 from foretrain.measure.tasks import Job, Task
 from foretrain.trainer import HybridTrainer
@@ -126,7 +126,7 @@ def carry_out(
     }
     if not all(loss is not None and math.isfinite(loss) for loss in (test_loss, summary["final_val_loss"])):
         result |= {"loss": None, "held_out_loss": None, "failed": "it ended at a loss that is no number"}
-    return dict(finite(result))
+    return dict(for_json(result))
 
 
 def _head(spec: Spec, config: Config, started: str) -> dict[str, Any]:

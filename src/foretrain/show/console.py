@@ -27,6 +27,7 @@ from foretrain.events import (
 from foretrain.schema import Level
 from foretrain.show import narration
 from foretrain.show.screen import screen
+from foretrain.show.settings import assignments
 
 _LINES_PER_RUN = 40
 _MOVES_PER_RUN = 12
@@ -81,7 +82,8 @@ class Console:
             case RunEnded():
                 self.close()
                 if event.reason != "failed":
-                    self.console.print(summary_table(event.summary, event.reason))
+                    self._print(f"[italic]run {event.reason}[/]")
+                    self.console.print(summary_table(event.summary))
             case Evaluated():
                 self._val = event.loss
                 if self._bar is None or self.level == "verbose":
@@ -135,7 +137,7 @@ class Console:
         self._bar.start()
 
     def _progress(self, event: Progress) -> None:
-        if self._first is None:
+        if self._first is None or event.step < self._first[0]:  # a rollback may go to before a resumption
             self._first = (event.step, event.seconds)
         if self._bar is not None:
             room = self.console.width - len(f"step {event.step}/{self._max_steps}") - _BAR - 2
@@ -189,9 +191,9 @@ def result_line(summary: Mapping[str, Any]) -> str:
     return f"{summary['reason']}: {', '.join(known)}"
 
 
-def summary_table(summary: Mapping[str, Any], reason: str) -> Table:
+def summary_table(summary: Mapping[str, Any]) -> Table:
     """The end of a run in one table."""
-    table = Table(title=f"run {reason}", show_header=False, title_justify="left")
+    table = Table(show_header=False)
     rows = {
         "held-out loss": _number(summary.get("final_val_loss")),
         "best held-out loss": _number(summary.get("best_val_loss")),
@@ -200,6 +202,7 @@ def summary_table(summary: Mapping[str, Any], reason: str) -> Table:
         "backward passes": f"{summary['backward_passes']:,}",
         "tokens": f"{summary['tokens']:,}",
         "training time": f"{duration(summary['seconds'])} ({summary['seconds']:.1f} s)",
+        "total time": _total(summary.get("total_seconds")),
         "speed": f"{short(summary['tokens_per_second'])} tok/s" if summary.get("tokens_per_second") else None,
         "skipped steps": str(summary["skipped_steps"]) if summary.get("skipped_steps") else None,
         "peak GPU memory": f"{summary['peak_memory_mb']:,.0f} MB" if summary.get("peak_memory_mb") else None,
@@ -215,6 +218,10 @@ def summary_table(summary: Mapping[str, Any], reason: str) -> Table:
 
 def _number(value: float | None) -> str | None:
     return None if value is None else f"{value:.4f}"
+
+
+def _total(seconds: float | None) -> str | None:
+    return None if seconds is None else f"{duration(seconds)} with start-up, evaluation and saving"
 
 
 def _steps(summary: Mapping[str, Any]) -> str:
@@ -244,7 +251,7 @@ def _made_smaller(found: Mapping[str, Any]) -> str | None:
     """How often memory ran out, and what the run went on with."""
     if not found:
         return None
-    changes = ", ".join(f"{name} = {str(value).lower()}" for name, value in found["settings"].items())
+    changes = assignments(found["settings"])
     moves = f", {_times(found['failed_moves'])} in a move" if found["failed_moves"] else ""
     ended = f"; went on with {changes}" if changes else ""
     return f"{_times(found['times'])}{moves}{ended}; prediction {found['prediction']}"

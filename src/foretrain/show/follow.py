@@ -95,7 +95,7 @@ class Follower:
                 read = (
                     json.loads(text, parse_constant=lambda _: None) if name == "summary.json" else tomllib.loads(text)
                 )
-            except (OSError, ValueError):  # not there yet, or written by hand; the log says enough
+            except (OSError, ValueError, RecursionError):  # not there yet, or written by hand; the log says enough
                 continue
             self._stamps[name] = stamp
             if isinstance(read, dict) and name == "summary.json":

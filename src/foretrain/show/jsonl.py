@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import math
 import os
 from pathlib import Path
 from typing import Any
 
 from foretrain.errors import InputError
 from foretrain.events import Event, RunEnded
+from foretrain.files import for_json
 
 _BLOCK = 2**16
 
@@ -34,8 +34,8 @@ class JsonlLog:
             value = getattr(event, item.name)
             if isinstance(event, RunEnded) and item.name == "summary":
                 continue  # summary.json holds it
-            record[item.name] = None if isinstance(value, float) and not math.isfinite(value) else value
-        self._file.write(json.dumps(record, default=dict) + "\n")
+            record[item.name] = value
+        self._file.write(json.dumps(for_json(record)) + "\n")
         self._file.flush()
 
     def close(self) -> None:

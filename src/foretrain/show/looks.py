@@ -1,4 +1,4 @@
-"""A look at every layer, as a log has it: its measures by name, whatever form they were written in."""
+"""A look at every layer, as a log has it: its measures by name, and nothing that cannot be drawn."""
 
 from __future__ import annotations
 
@@ -13,31 +13,16 @@ MEASURES = {
     "gradient_norm": "gradient norm",
 }
 """Of a layer, in the order in which they are offered."""
-_BESIDE = ("gradient_norms", "gradient_norm", "gradients", "gradient", "norms")
 Look = Mapping[str, Mapping[str, float | None]]
 """Of every layer its measures."""
 
 
-def layer_measures(fields: Mapping[str, Any]) -> Look:
-    """Measures per layer, from `layers`: {name: {"gradient_norm": norm, ...}}, {name: norm}, a list of such with their
-    names, or names alone with the norms beside them."""
-    layers = fields.get("layers")
-    if isinstance(layers, Mapping):
-        return {str(name): _measures(value) for name, value in layers.items()}
-    if not is_list(layers):
+def layer_measures(layers: object) -> Look:
+    """From the `layers` of a look; whatever is no number is None."""
+    if not isinstance(layers, Mapping):
         return {}
-    named = [one for one in layers if isinstance(one, Mapping)]
-    if named:
-        return {str(one.get("name") or one.get("layer")): _measures(one) for one in named}
-    beside = next((fields[name] for name in _BESIDE if is_list(fields.get(name))), ())
-    return {str(layer): _measures(value) for layer, value in zip(layers, beside, strict=False)}
-
-
-def _measures(value: object) -> dict[str, float | None]:
-    if not isinstance(value, Mapping):
-        return {"gradient_norm": finite(value)}
-    norm = next((finite(value[name]) for name in _BESIDE if name in value), None)
-    return {name: finite(value.get(name)) for name in MEASURES} | {"gradient_norm": norm}
+    known = {str(name): measures for name, measures in layers.items() if isinstance(measures, Mapping)}
+    return {name: {one: finite(measures.get(one)) for one in MEASURES} for name, measures in known.items()}
 
 
 def is_list(value: object) -> TypeGuard[Sequence[Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 
+from foretrain.show.settings import flattened
 from foretrain.show.theme import CHART_STYLE, DARK, FONT, LIGHT, variables
 
 UNKNOWN = '<span class="unknown" title="unknown">–</span>'
@@ -155,15 +156,6 @@ def figure(draw: Callable[[int], str], widths: tuple[int, int], title: str, capt
 
 def settings_table(settings: Mapping[str, object]) -> str:
     """A nested mapping as rows of dotted names and values."""
-    rows = [[f"<code>{escape(name)}</code>", f"<code>{escape(value)}</code>"] for name, value in _flat(settings)]
-    return table(["setting", "value"], rows, numbers_from=2)
-
-
-def _flat(settings: Mapping[str, object], prefix: str = "") -> list[tuple[str, str]]:
-    rows: list[tuple[str, str]] = []
-    for name, value in settings.items():
-        if isinstance(value, Mapping):
-            rows += _flat(value, f"{prefix}{name}.")
-        else:
-            rows.append((f"{prefix}{name}", "not set" if value is None else str(value)))
-    return rows
+    rows = [(name, "not set" if value is None else str(value)) for name, value in flattened(settings).items()]
+    cells = [[f"<code>{escape(name)}</code>", f"<code>{escape(value)}</code>"] for name, value in rows]
+    return table(["setting", "value"], cells, numbers_from=2)

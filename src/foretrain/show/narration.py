@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from typing import Any
-
 from rich.markup import escape
 
 from foretrain.events import (
@@ -25,6 +21,7 @@ from foretrain.events import (
     Tuned,
     in_words,
 )
+from foretrain.show.settings import assignments
 
 
 def needs_attention(event: Event) -> bool:
@@ -72,7 +69,7 @@ def line(event: Event, verbose: bool = False) -> str | None:
         case HealthFound():
             return _finding(event)
         case Tuned():
-            return f"[yellow]step {event.step}, tuned:[/] {escape(settings(event.change))} ({event.ailment})"
+            return f"[yellow]step {event.step}, tuned:[/] {escape(assignments(event.change))} ({event.ailment})"
         case Notice():
             text = escape(event.message)
             return f"[yellow]warning:[/] {text}" if event.level == "warning" else text
@@ -81,11 +78,6 @@ def line(event: Event, verbose: bool = False) -> str | None:
         case HealthMeasured():
             return _look(event)
     return None
-
-
-def settings(change: Mapping[str, Any]) -> str:
-    """As in a configuration file: optimizer.learning_rate = 0.0003."""
-    return ", ".join(f"{name} = {json.dumps(value)}" for name, value in change.items())
 
 
 def _move(event: Moved, verbose: bool) -> str:
@@ -110,14 +102,14 @@ def _finding(event: HealthFound) -> str:
         f"[{colour}]step {event.step}, {event.ailment}{escape(place)}:[/] {escape(event.meaning)} ({event.measure} "
         f"{value}, healthy {escape(event.healthy)})"
     )
-    return f"{text}\n    [bold]set {escape(settings(event.change))}[/]" if event.change else text
+    return f"{text}\n    [bold]set {escape(assignments(event.change))}[/]" if event.change else text
 
 
 def _memory(event: MemoryUsed) -> str:
     if event.peak is None:
         most = event.resident_peak
-        held = "not known" if most is None else f"the process held {in_words(most)} at the most"
-        return f"step {event.step}: memory after {event.phase}: {held}"
+        held = "not known" if most is None else f"the process held {in_words(most)} at the most so far"
+        return f"step {event.step}: memory in {event.phase}: {held}"
     reserved = "" if event.reserved is None else f", {in_words(event.reserved)} reserved"
     pinned = f", {in_words(event.pinned)} pinned on the host" if event.pinned else ""
     return f"step {event.step}: memory in {event.phase}: peak {in_words(event.peak)}{reserved}{pinned}"

@@ -40,7 +40,7 @@ class RunRecord:
     undone: list[Entry] = field(default_factory=list)
     evaluations: list[Entry] = field(default_factory=list)
     decisions: list[Entry] = field(default_factory=list)
-    """Moves, changes of phase, recoveries, advice, learning rates tried, resumptions, warnings; in their order."""
+    """Moves, changes of phase, recoveries, learning rates tried, resumptions, warnings; in their order."""
     memory: list[Entry] = field(default_factory=list)
     health: list[Entry] = field(default_factory=list)
     _saved: dict[int, tuple[int, ...]] = field(default_factory=dict)
@@ -49,7 +49,7 @@ class RunRecord:
         """One line of `metrics.jsonl`. What cannot be read is left out: a log may be written by another version."""
         try:
             fields = json.loads(line, parse_constant=lambda _: None)
-        except ValueError:
+        except (ValueError, RecursionError):
             return
         if isinstance(fields, dict) and isinstance(fields.get("event"), str):
             self._take(fields["event"], fields)
@@ -86,8 +86,10 @@ class RunRecord:
                 self.memory.append(entry)
             case "RunEnded":
                 self.ended = fields
-            case _ if kind.startswith("Health") or "meaning" in fields:
-                look = {"layers": layer_measures(fields)} if "layers" in fields else {}
+            case "HealthFound":
+                self.health.append(entry)
+            case "HealthMeasured":
+                look = {"layers": layer_measures(fields.get("layers"))}
                 self.health.append(Entry(kind, step, entry.seconds, {**fields, **look}))
 
     # --- where the run stands -----------------------------------------------------------------------------------------

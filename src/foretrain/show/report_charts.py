@@ -9,8 +9,8 @@ from typing import Any
 
 from foretrain.show.downsample import places_to_keep, rounded
 from foretrain.show.record import Entry, RunRecord
-from foretrain.show.report_health import change_words
 from foretrain.show.scales import finite
+from foretrain.show.settings import assignments
 
 POINTS = 2400
 """Of a curve, in a page of one run."""
@@ -196,10 +196,10 @@ def marks(record: RunRecord) -> list[list[Any]]:
     for entry in record.decisions:
         if entry.kind == "Moved":
             found.append((entry, str(entry.fields.get("verdict")), move_words(entry)))
-        elif entry.kind == "Recovered" and not entry.fields.get("advice"):
+        elif entry.kind == "Recovered":
             found.append((entry, "recovery", recovery_words(entry)))
         elif entry.kind == "Tuned":
-            found.append((entry, "recovery", f"tuned: {change_words(entry.fields.get('change'))}"))
+            found.append((entry, "recovery", f"tuned: {assignments(entry.fields.get('change'))}"))
         elif entry.kind == "Resumed":
             found.append((entry, "resumed", "went on from a checkpoint"))
     broken = [entry for entry in [*record.progress, *record.undone] if finite(entry.fields.get("loss")) is None]

@@ -7,6 +7,7 @@ from html import escape
 from typing import Any
 
 from foretrain.show.charts import Axis, Series, plot
+from foretrain.show.looks import is_list
 from foretrain.show.record import RunRecord
 from foretrain.show.report_text import mapping, number, percent, table
 from foretrain.show.scales import finite
@@ -47,14 +48,23 @@ def horizons(record: RunRecord) -> str:
 
 
 def _curve(forecast: Mapping[str, Any], name: str, label: str, look: int) -> Series:
-    points = [(finite(float(horizon)), mapping(quality).get(name)) for horizon, quality in forecast.items()]
+    points = [(_steps_ahead(horizon), mapping(quality).get(name)) for horizon, quality in forecast.items()]
     return Series(label, points, look)
+
+
+def _steps_ahead(horizon: str) -> float | None:
+    """None for what is no number: a summary may have been damaged."""
+    try:
+        return finite(float(horizon))
+    except ValueError:
+        return None
 
 
 def calibration(record: RunRecord) -> str:
     confidence = mapping(record.summary.get("confidence"))
     error, outcomes = finite(confidence.get("calibration_error")), finite(confidence.get("outcomes")) or 0
-    bins = [mapping(one) for one in confidence.get("reliability") or ()]
+    told = confidence.get("reliability")
+    bins = [mapping(one) for one in told] if is_list(told) else []
     if not bins:
         return ""
     said = f"over {outcomes:,.0f} outcomes" if error is None else f"{error:.3f} over {outcomes:,.0f} outcomes"

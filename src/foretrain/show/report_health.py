@@ -8,9 +8,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from foretrain.show.downsample import rounded
-from foretrain.show.looks import MEASURES, Look, is_list
+from foretrain.show.looks import MEASURES, Look
 from foretrain.show.record import Entry, RunRecord
 from foretrain.show.scales import finite
+from foretrain.show.settings import assignments
 
 _ROWS = 160
 
@@ -101,47 +102,26 @@ def findings(record: RunRecord) -> list[dict[str, Any]]:
 
 
 def _told(record: RunRecord) -> Iterator[tuple[int | None, Mapping[str, Any]]]:
+    """Findings, and warnings of any other kind."""
     for entry in record.health:
-        listed = entry.fields.get("findings")
-        if is_list(listed):
-            yield from ((entry.step, one) for one in listed if isinstance(one, Mapping))
-        elif "layers" not in entry.fields:
+        if entry.kind == "HealthFound":
             yield entry.step, entry.fields
-    for entry in record.decisions:
-        if entry.kind == "Recovered" and entry.fields.get("advice"):
-            yield entry.step, {"level": "advice", "meaning": entry.fields.get("text")}
-        elif entry.kind == "Notice" and entry.fields.get("level") == "warning":
-            yield _step_of(entry), {"level": "warning", "meaning": entry.fields.get("message")}
-    health = record.summary.get("health")
-    listed = health.get("findings") if isinstance(health, Mapping) else health
-    if is_list(listed) and not record.health:
-        yield from ((None, one) for one in listed if isinstance(one, Mapping))
-
-
-def _step_of(entry: Entry) -> int | None:
-    return entry.step or None
+    for entry in record.of_kind("Notice"):
+        if entry.fields.get("level") == "warning":
+            yield entry.step or None, {"level": "warning", "meaning": entry.fields.get("message")}
 
 
 def _finding(fields: Mapping[str, Any]) -> dict[str, Any]:
-    def text(*names: str) -> str:
-        return next((str(fields[name]) for name in names if fields.get(name) not in (None, "")), "")
+    def text(name: str) -> str:
+        return "" if fields.get(name) is None else str(fields[name])
 
     return {
-        "level": text("level", "severity") or "warning",
-        "title": text("title", "ailment", "kind", "name"),
+        "level": text("level"),
+        "title": text("ailment"),
         "measure": text("measure"),
         "value": finite(fields.get("value")),
         "healthy": text("healthy"),
-        "place": "" if (place := text("layer", "place", "where")) == "run" else place,
-        "text": text("meaning", "text", "message"),
-        "advice": change_words(fields.get("change")) or text("advice", "setting"),
+        "place": "" if (place := text("place")) == "run" else place,
+        "text": text("meaning"),
+        "advice": assignments(fields.get("change")),
     }
-
-
-def change_words(change: object) -> str:
-    """The settings to change, as `--set` takes them."""
-    if not isinstance(change, Mapping):
-        return ""
-    return ", ".join(
-        f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in change.items()
-    )

@@ -8,9 +8,9 @@ from typing import Any
 
 from foretrain.show.record import Entry, RunRecord
 from foretrain.show.report_charts import move_words, recovery_words
-from foretrain.show.report_health import change_words
 from foretrain.show.report_text import clock, framed, loss_words
 from foretrain.show.scales import finite, rate
+from foretrain.show.settings import assignments
 
 ROWS = 4000
 """In a page; the others are in `metrics.jsonl`."""
@@ -117,10 +117,9 @@ def _said(entry: Entry) -> tuple[str, str, str]:
             phase = str(fields.get("phase"))
             return f"phase {phase}", phase.upper(), str(fields.get("reason", ""))
         case "Recovered":
-            action = "advice" if fields.get("advice") else recovery_words(entry)
-            return "mark recovery", action, str(fields.get("text", ""))
+            return "mark recovery", recovery_words(entry), str(fields.get("text", ""))
         case "Tuned":
-            words = change_words(fields.get("change"))
+            words = assignments(fields.get("change"))
             return "mark recovery", f"tuned: {words}", str(fields.get("ailment", ""))
         case "RateTried":
             tried, loss = finite(fields.get("learning_rate")) or 0.0, finite(fields.get("loss"))

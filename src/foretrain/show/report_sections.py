@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
-from html import escape
+from html import escape, unescape
 
 from foretrain.events import in_words
 from foretrain.show.console import short
@@ -16,6 +17,8 @@ from foretrain.show.report_text import clock, loss_words, mapping, number, perce
 from foretrain.show.scales import finite
 
 _BADGES = {"finished": "gain", "stopped early": "gain", "failed": "slower", "interrupted": "caution"}
+_LENGTHS = ((6, ""), (8, " long"), (10, " longer"))
+"""The most characters of a figure in a card for each size of letters, in the widest font that there may be."""
 Records = Sequence[RunRecord]
 
 
@@ -82,13 +85,15 @@ def _cards(record: RunRecord) -> str:
     seconds = summary.get("seconds") if summary else record.seconds
     speed = summary.get("tokens_per_second") if summary else record.last("tokens_per_second")
     known = finite(seconds)
-    pace = f"{short(finite(speed) or 0)} tokens per second" if finite(speed) else ""
+    pace = [f"{short(finite(speed) or 0)} tokens per second"] if finite(speed) else []
+    total = finite(summary.get("total_seconds"))
+    pace += [] if total is None else [f"{clock(total)} with start-up, evaluation and saving"]
     cards = [
         ("Net time saved", gain, rests_on, f"first {stands}"),
         ("Held-out loss", number(val), f"best {number(best)}" if finite(best) is not None else "", ""),
         ("Training loss", number(train), "", ""),
         ("Steps", number(record.step, ",.0f"), _steps(record), ""),
-        ("Time", UNKNOWN if known is None else f'<data value="{seconds}">{clock(known)}</data>', pace, ""),
+        ("Time", UNKNOWN if known is None else f'<data value="{seconds}">{clock(known)}</data>', ", ".join(pace), ""),
         ("Moves", *_moves(record), ""),
     ]
     for name, words in (("accuracy", "Right answers"), ("exact_match", "Exact answers")):
@@ -96,10 +101,17 @@ def _cards(record: RunRecord) -> str:
             asked = f"of {finite(summary.get('answered')) or 0:,.0f} held-out questions"
             cards.insert(1, (words, percent(share), asked, ""))
     made = "".join(
-        f'<div class="card {style}"><dt>{name}</dt><dd class="figure">{figure}</dd><dd class="small">{below}</dd></div>'
+        f'<div class="card {style}"><dt>{name}</dt><dd class="figure{_length(figure)}">{figure}</dd>'
+        f'<dd class="small">{below}</dd></div>'
         for name, figure, below, style in cards
     )
     return f'<dl class="cards">{made}</dl>'
+
+
+def _length(figure: str) -> str:
+    """The class of a figure that is too long for its card in large letters."""
+    characters = len(unescape(re.sub(r"<span.*</span>|<[^>]*>", "", figure)))
+    return next((style for most, style in _LENGTHS if characters <= most), " longest")
 
 
 def _steps(record: RunRecord) -> str:
@@ -108,7 +120,7 @@ def _steps(record: RunRecord) -> str:
     if not record.summary:
         planned = finite(record.started.get("max_steps"))
         return f"of {planned:,.0f}" if planned else ""
-    return ", ".join(f"{count:,.0f} {words.get(phase, phase)}" for phase, count in counts.items() if count)
+    return escape(", ".join(f"{count:,.0f} {words.get(phase, phase)}" for phase, count in counts.items() if count))
 
 
 def _moves(record: RunRecord) -> tuple[str, str]:
@@ -119,7 +131,7 @@ def _moves(record: RunRecord) -> tuple[str, str]:
     if not counts:
         return "off", "plain run"
     kept = sum(int(finite(counts.get(name)) or 0) for name in ("kept", "shrunk"))
-    others = ", ".join(f"{count} {name}" for name, count in counts.items() if name != "kept")
+    others = escape(", ".join(f"{count} {name}" for name, count in counts.items() if name != "kept"))
     return f'{number(kept, ",.0f")} <span class="unit">kept</span>', others
 
 

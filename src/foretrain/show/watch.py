@@ -7,6 +7,7 @@ changed; one that comes back with the state it had gets only what is newer.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import json
 import math
@@ -75,7 +76,8 @@ class Live:
         except InputError:  # not readable at present: what is known stays on the page
             return
         if changed:
-            self._parts = parts([self.follower.record])
+            with contextlib.suppress(Exception):  # a file that makes no sense: what is known stays on the page
+                self._parts = parts([self.follower.record])
 
     async def page(self) -> str:
         _, made = await self.current()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ import pytest
 from tests.show.trackers.conftest import LAST, fit, tiny_config
 
 from foretrain.events import Bus, Evaluated, Event, Notice, RunEnded, RunStarted
+from foretrain.show.trackers import listener as module
 from foretrain.show.trackers.entries import Entry
-from foretrain.show.trackers.listener import TrackerListener
+from foretrain.show.trackers.listener import TrackerListener, close_all
 from foretrain.show.trackers.tensorboard import TensorBoard
 from foretrain.show.trackers.tracker import Tracker
 
@@ -42,10 +44,10 @@ class Notebook(Tracker):
         self.told.append(("close", reason))
 
 
-def on_a_bus(tracker: Tracker, **options: Any) -> tuple[Bus, TrackerListener, list[Event]]:
+def on_a_bus(tracker: Tracker) -> tuple[Bus, TrackerListener, list[Event]]:
     bus, heard = Bus(), []
     bus.subscribe(heard.append)
-    listener = TrackerListener("notebook", tracker, bus.emit, **options)
+    listener = TrackerListener("notebook", tracker, bus.emit)
     bus.subscribe(listener)
     return bus, listener, heard
 
@@ -59,7 +61,7 @@ def test_everything_is_told_in_order_in_a_thread_of_its_own() -> None:
     bus, listener, heard = on_a_bus(notebook)
     for event in (Notice("before it starts"), STARTED, evaluated(1), Notice("careful"), evaluated(3), ENDED):
         bus.emit(event)
-    listener.close()
+    close_all([listener])
     assert notebook.told == [
         ("start", 0),
         Entry(1, {"held_out/loss": 1.0}),
@@ -72,11 +74,23 @@ def test_everything_is_told_in_order_in_a_thread_of_its_own() -> None:
     assert notices(heard) == ["before it starts", "careful"]
 
 
+def test_the_end_of_a_run_says_where_to_look() -> None:
+    notebook = Notebook()
+    notebook.look = "notes.txt (look at it with: cat notes.txt)"
+    bus, listener, heard = on_a_bus(notebook)
+    bus.emit(STARTED)
+    assert notices(heard) == []
+    bus.emit(ENDED)
+    close_all([listener])
+    assert notices(heard) == ["notebook: notes.txt (look at it with: cat notes.txt)"]
+    assert [type(entry).__name__ for entry in notebook.told] == ["tuple", "Entry", "tuple"]
+
+
 def test_a_run_that_never_ended_is_closed_as_failed() -> None:
     notebook = Notebook()
     bus, listener, _ = on_a_bus(notebook)
     bus.emit(STARTED)
-    listener.close()
+    close_all([listener])
     assert notebook.told == [("start", 0), ("close", "failed")]
 
 
@@ -94,11 +108,81 @@ def test_a_tracker_that_fails_is_off_after_one_warning() -> None:
     bus, listener, heard = on_a_bus(full)
     for event in (STARTED, *map(evaluated, range(1, 6)), ENDED):
         bus.emit(event)
-    listener.close()
+    close_all([listener])
     assert len(notices(heard)) == 1
     assert notices(heard)[0].startswith("tracker notebook failed and is off from here on (OSError: [Errno 28] No space")
     assert [entry.step for entry in full.told if isinstance(entry, Entry)] == [1, 2]
     assert full.told[-1][0] == "close"
+
+
+@pytest.mark.parametrize("where", ["log", "close"])
+def test_a_tracker_that_wants_to_end_the_program_is_off_like_any_other(where: str) -> None:
+    class Leaving(Notebook):
+        def log(self, entry: Entry) -> None:
+            super().log(entry)
+            if where == "log":
+                sys.exit(3)
+
+        def close(self, reason: str) -> None:
+            super().close(reason)
+            if where == "close":
+                sys.exit(3)
+
+    leaving = Leaving()
+    bus, listener, heard = on_a_bus(leaving)
+    bus.emit(STARTED)
+    bus.emit(evaluated(1))
+    if where == "log":
+        listener._thread.join()
+        bus.emit(evaluated(2))
+        assert len(notices(heard)) == 1
+    close_all([listener])
+    (notice,) = notices(heard)
+    assert notice.startswith("tracker notebook failed and is off from here on (SystemExit: 3); the run itself goes on")
+    assert leaving.told[-1] == ("close", "failed")
+
+
+def test_a_thread_that_is_gone_is_told_too() -> None:
+    bus, listener, heard = on_a_bus(Notebook())
+    bus.emit(STARTED)
+    listener._tasks.put(None)  # as if something had ended it
+    listener._thread.join()
+    bus.emit(evaluated(1))
+    bus.emit(evaluated(2))
+    close_all([listener])
+    (notice,) = notices(heard)
+    assert notice.startswith("tracker notebook ended by itself and is off from here on")
+
+
+def test_several_slow_trackers_end_side_by_side_within_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock is the number of seconds waited for; each stuck tracker uses up what it is given."""
+    free, now, waited = threading.Event(), [100.0], []
+
+    class Stuck(Notebook):
+        def close(self, reason: str) -> None:
+            free.wait()
+
+    def join(seconds: float) -> None:
+        waited.append(seconds)
+        now[0] += seconds
+        others[0]._thread.join(20)  # it has been told to end before anybody waits for the first
+
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    bus, first, heard = on_a_bus(Stuck())
+    others = [TrackerListener("second", Notebook(), bus.emit), TrackerListener("third", Stuck(), bus.emit)]
+    listeners = [first, *others]
+    for event in (STARTED, ENDED):
+        first(event)
+        others[0](event)
+    with monkeypatch.context() as patched:
+        for listener in (first, others[1]):
+            patched.setattr(listener._thread, "join", join)
+        close_all(listeners, patience=60.0)
+    assert waited == [60.0, 0.0]
+    assert [text.partition(" has")[0] for text in notices(heard)] == ["tracker notebook", "tracker third"]
+    free.set()
+    for listener in listeners:
+        listener._thread.join()
 
 
 def test_a_failure_at_the_very_end_is_told_too() -> None:
@@ -109,8 +193,8 @@ def test_a_failure_at_the_very_end_is_told_too() -> None:
     bus, listener, heard = on_a_bus(Unclosable())
     bus.emit(STARTED)
     bus.emit(ENDED)
-    listener.close()
-    listener.close()
+    close_all([listener])
+    close_all([listener])
     assert len(notices(heard)) == 1
     assert "the last page is missing" in notices(heard)[0]
 
@@ -124,11 +208,11 @@ def test_no_step_waits_for_a_tracker() -> None:
             super().start(step)
 
     stuck = Stuck()
-    bus, listener, heard = on_a_bus(stuck, patience=0.01)
+    bus, listener, heard = on_a_bus(stuck)
     for event in (STARTED, evaluated(1), ENDED):
         bus.emit(event)
     assert stuck.told == [], "all was emitted while the tracker had done nothing"
-    listener.close()
+    close_all([listener], patience=0.01)
     (notice,) = notices(heard)
     assert notice.startswith("tracker notebook has not written everything within 0.01 seconds; the run itself goes on")
     free.set()

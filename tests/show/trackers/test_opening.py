@@ -15,6 +15,7 @@ from tests.show.trackers.conftest import fit, tiny_config
 from foretrain import run, tuning
 from foretrain.errors import InputError, SaveError
 from foretrain.show.trackers import opening
+from foretrain.show.trackers.listener import close_all
 
 NEEDS = {"tensorboard": "tensorboardX", "wandb": "wandb", "mlflow": "alembic", "trackio": "trackio"}
 
@@ -70,8 +71,7 @@ def test_ids_are_kept_for_the_resumed_run_only(tmp_path: Path) -> None:
     config = tiny_config(log__trackers=["trackio", "trackio"], max_steps=2)
 
     def opened(resume: bool) -> str:
-        for listener in opening.open_trackers(config, tmp_path, resume, lambda _: None):
-            listener.close()
+        close_all(opening.open_trackers(config, tmp_path, resume, lambda _: None))
         return str(json.loads((tmp_path / opening.IDS).read_text(encoding="utf-8"))["trackio"])
 
     first = opened(resume=True)
@@ -79,7 +79,7 @@ def test_ids_are_kept_for_the_resumed_run_only(tmp_path: Path) -> None:
     assert opened(resume=False) != first
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"wandb": 3}'])
+@pytest.mark.parametrize("text", ["{", "[]", '{"wandb": 3}', '{"wandb/row": "3"}'])
 def test_ids_that_cannot_be_read(text: str, tmp_path: Path) -> None:
     (tmp_path / opening.IDS).write_text(text, encoding="utf-8")
     with pytest.raises(InputError, match=r"trackers\.json: .*delete it, and trackers begin new runs"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -42,6 +43,13 @@ def check_the_story(story: Story) -> None:
     assert [line["step"] for line in story.lines("Progress")] == [1, 2, 3, 4, 5, *range(AFTER + 1, LAST + 1)]
     assert story.calls_home == 0
     assert not [line for line in story.lines("Notice") if line["message"].startswith("tracker ")]
+    (name,) = json.loads(str(story.settings[0]["log.trackers"]))
+    (told,) = [line for line in story.lines("Notice") if line["message"].startswith(f"{name}: ")]
+    assert story.lines("RunEnded")[-1]["reason"] == "finished"
+    command = re.search(r"look at it with: (.*)\)$", told["message"])
+    assert command is not None
+    assert str(story.folder / name) in command[1]
+    assert re.search(rf"(^| ){name} ", command[1]), "a command of its own"
     plain = fit(tiny_config(), story.folder.with_name("plain"))
     for name in ("final_val_loss", "final_train_loss"):
         assert plain[name] == story.summary[name]
@@ -103,7 +111,10 @@ def test_weights_and_biases(tell: Tell) -> None:
         found = [(row["step"], row[name]) for row in rows if name in row]
         logged = [(line["step"], line[field]) for line in story.lines("Progress") if line[field] is not None]
         assert found == logged, name
-    assert [row["_step"] for row in rows if row["step"] == AFTER + 1] == [AFTER + 1] * 2, "its rows go on"
+    places = [row["_step"] for row in rows]
+    assert places == sorted(places), "rows only grow, or the server drops them"
+    assert [row["_step"] for row in rows if row["step"] == AFTER + 1] == [AFTER + 1, AFTER + 2], "its rows go on"
+    assert story.ids["wandb/row"] == places[-1]
     held_out = [(row["step"], row["held_out/loss"]) for row in rows if "held_out/loss" in row]
     assert held_out == [(line["step"], line["loss"]) for line in story.lines("Evaluated")]
     assert [row["finding"] for row in rows if "finding" in row] == [FOUND + ADVICE]

@@ -49,13 +49,14 @@ function columns(name) {
     tables.push([x, log && one.scale !== 'rate' ? one.values.map(value => value > 0 ? value : null) : one.values]);
     const colour = colourOf(one.style, place);
     const few = one.values.length < 60;
+    const lone = one.values.filter(value => value != null).length === 1; // no line goes through a single point
     const made = {
       label: several() ? `${run.name}: ${one.label}` : one.label,
       scale: one.scale || 'y',
       stroke: one.style === 'thin' ? faded(colour, several() ? .55 : .8) : one.style === 'edge' ? faded(colour, .35) : colour,
       width: { bold: 2.5, thin: 1.2, dashed: 1.6, edge: .8, dots: 0 }[one.style] ?? 1.6,
       dash: one.style === 'dashed' ? [6, 4] : undefined,
-      points: { show: one.style === 'dots' || (one.style === 'bold' && few), size: one.style === 'dots' ? 3.5 : 6, fill: one.style === 'dots' ? faded(colour, .6) : style('surface'), stroke: colour },
+      points: { show: one.style === 'dots' || (one.style === 'bold' && few) || lone, size: one.style === 'dots' ? 3.5 : 6, fill: one.style === 'dots' ? faded(colour, .6) : style('surface'), stroke: colour },
       value: (u, value) => value == null ? '' : shown(value),
     };
     series.push(made);

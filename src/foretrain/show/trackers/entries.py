@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +19,8 @@ from foretrain.events import (
     Recovered,
     Tuned,
 )
+from foretrain.files import for_json
+from foretrain.show.settings import assignments, flattened
 
 PHASES = ("warmup", "full", "predict", "correct")
 """The number `phase` is a place in here."""
@@ -53,7 +54,7 @@ def entry_of(event: Event, step: int) -> Entry | None:
         case HealthFound():
             return Entry(event.step, texts={"finding": _finding(event)})
         case Tuned():
-            return Entry(event.step, texts={"recovery": f"{event.ailment}: set {_assignments(event.change)}"})
+            return Entry(event.step, texts={"recovery": f"{event.ailment}: set {assignments(event.change)}"})
         case Notice(level="warning"):
             return Entry(step, texts={"warning": event.message})
         case CheckpointRejected():
@@ -82,16 +83,12 @@ def _progress(event: Progress) -> dict[str, float | None]:
 
 def _finding(event: HealthFound) -> str:
     value = "" if event.value is None else f" = {event.value:.4g} (healthy: {event.healthy})"
-    advice = f"; set {_assignments(event.change)}" if event.change else ""
+    advice = f"; set {assignments(event.change)}" if event.change else ""
     return f"{event.level}: {event.ailment} at {event.place}: {event.measure}{value}. {event.meaning}{advice}"
 
 
-def _assignments(change: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} = {json.dumps(value)}" for name, value in change.items())
-
-
 def _finite(numbers: Mapping[str, float | None]) -> dict[str, float]:
-    return {name: value for name, value in numbers.items() if value is not None and math.isfinite(value)}
+    return {name: value for name, value in for_json(numbers).items() if value is not None}
 
 
 def summary_entry(step: int, summary: Mapping[str, Any]) -> Entry:
@@ -99,24 +96,12 @@ def summary_entry(step: int, summary: Mapping[str, Any]) -> Entry:
     numbers: dict[str, float] = {}
     texts: dict[str, str] = {}
     told = {name: value for name, value in summary.items() if name not in ("config", "environment")}
-    for name, value in flattened(told, "summary", "/").items():
+    for name, value in flattened(for_json(told), "summary", "/").items():
         if isinstance(value, str):
             texts[name] = value
-        elif isinstance(value, (int, float)) and math.isfinite(value):
+        elif isinstance(value, (int, float)):
             numbers[name] = float(value)
     return Entry(step, numbers, texts)
-
-
-def flattened(values: Mapping[str, Any], prefix: str = "", joint: str = ".") -> dict[str, Any]:
-    """Nested names joined; lists as they are."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        name = f"{prefix}{joint}{key}" if prefix else str(key)
-        if isinstance(value, Mapping):
-            flat |= flattened(value, name, joint)
-        else:
-            flat[name] = value
-    return flat
 
 
 def hyperparameters(settings: Mapping[str, Any]) -> dict[str, str | int | float | bool]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import shlex
 import time
 import warnings
 
@@ -34,6 +35,8 @@ class MLflow(Tracker):
             self.run_id = place.run_id or self._new_run(place, store.startswith("sqlite:"))
         self._tell_settings(place)
         self._tags: set[str] = set()
+        command = f"mlflow server --backend-store-uri {shlex.quote(store)}"
+        self.look = store if store.startswith("http") else f"{store} (look at it with: {command})"
 
     def _new_run(self, place: Place, local: bool) -> str:
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from importlib import import_module, util
 from pathlib import Path
+from typing import Any
 
 from foretrain.config import Config, to_mapping
 from foretrain.errors import InputError, SaveError
@@ -16,7 +18,8 @@ from foretrain.show.trackers.listener import TrackerListener
 from foretrain.show.trackers.tracker import Place, Tracker
 
 IDS = "trackers.json"
-"""In the run folder: each tracker's own id of the run."""
+"""In the run folder: each tracker's own id of the run, and the last row of those that count rows."""
+_ROW = "{}/row"
 
 _CLASSES = {"tensorboard": "TensorBoard", "wandb": "WeightsAndBiases", "mlflow": "MLflow", "trackio": "Trackio"}
 _PACKAGES = {
@@ -56,7 +59,9 @@ def open_trackers(config: Config, folder: Path, resume: bool, emit: Listener) ->
     given = hyperparameters(to_mapping(config))
     opened: dict[str, Tracker] = {}
     for name in dict.fromkeys(names):
-        place = Place(folder.absolute(), given, kept.get(name))
+        row = kept.get(_ROW.format(name), -1)
+        keep_row = partial(_keep_row, folder / IDS, _ROW.format(name))
+        place = Place(folder.absolute(), given, kept.get(name), row, keep_row)
         try:
             opened[name] = getattr(import_module(f"foretrain.show.trackers.{name}"), _CLASSES[name])(place)
         except Exception as error:
@@ -67,12 +72,16 @@ def open_trackers(config: Config, folder: Path, resume: bool, emit: Listener) ->
                 f"take it out of log.trackers, or delete its line in {folder / IDS} if its own run is lost"
             ) from error
     ids = {name: tracker.run_id for name, tracker in opened.items() if tracker.run_id is not None}
-    if ids != kept:
+    if kept | ids != kept:
         _write_ids(folder / IDS, kept | ids)
     return [TrackerListener(name, tracker, emit) for name, tracker in opened.items()]
 
 
-def _write_ids(path: Path, ids: Mapping[str, str]) -> None:
+def _keep_row(path: Path, name: str, row: int) -> None:
+    _write_ids(path, _read_ids(path) | {name: row})
+
+
+def _write_ids(path: Path, ids: Mapping[str, Any]) -> None:
     try:
         write_atomic(path, json.dumps(ids, indent=2) + "\n")
     except OSError as error:
@@ -80,13 +89,15 @@ def _write_ids(path: Path, ids: Mapping[str, str]) -> None:
         raise SaveError(f"{path}: cannot be written: {cause}. {advice}") from None
 
 
-def _read_ids(path: Path) -> dict[str, str]:
+def _read_ids(path: Path) -> dict[str, Any]:
     try:
         read = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
         raise InputError(f"{path}: cannot be read ({error}); delete it, and trackers begin new runs") from None
-    if not isinstance(read, dict) or not all(isinstance(value, str) for value in read.values()):
+    if not isinstance(read, dict) or not all(
+        isinstance(value, int if name.endswith(_ROW.format("")) else str) for name, value in read.items()
+    ):
         raise InputError(f"{path}: it does not name a run for each tracker; delete it, and trackers begin new runs")
     return read

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from typing import Any
 
@@ -26,6 +27,7 @@ class TensorBoard(Tracker):
         self._settings = dict(place.settings)
         folder = place.folder / "tensorboard"
         make_folder(folder)
+        self.look = f"{folder} (look at it with: tensorboard --logdir {shlex.quote(str(folder))})"
         part = sum(1 for _ in folder.iterdir())  # a run that was resumed within a second has a file of its own, too
         self._writer = EventsWriter(str(folder / "events"), f".{part}")
 

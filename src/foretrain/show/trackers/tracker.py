@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +22,10 @@ class Place:
     settings: Mapping[str, str | int | float | bool]
     run_id: str | None = None
     """The tracker's own name of this run, where the run is resumed."""
+    row: int = -1
+    """The last row it has written of this run, for trackers whose rows can only grow."""
+    keep_row: Callable[[int], None] = lambda _: None
+    """Writes it down, for a run that is resumed."""
 
     @property
     def name(self) -> str:
@@ -33,6 +37,8 @@ class Tracker(ABC):
 
     run_id: str | None = None
     """Kept in the run folder, so that a resumed run goes on in the same one."""
+    look: str = ""
+    """Where it writes, and the command to look at it; said at the end of a run."""
 
     @abstractmethod
     def start(self, step: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import threading
 import uuid
 from collections.abc import Iterator
@@ -25,6 +26,8 @@ class Trackio(Tracker):
     def __init__(self, place: Place) -> None:
         self._folder = Path(os.environ.get(_FOLDER) or place.folder / "trackio").absolute()
         make_folder(self._folder)
+        command = f"{_FOLDER}={shlex.quote(str(self._folder))} trackio show --project {PROJECT}"
+        self.look = f"{self._folder} (look at it with: {command})"
         self._run = place.name
         self.run_id = place.run_id or uuid.uuid4().hex
         self._settings: dict[str, Any] | None = {**place.settings, "_Created": datetime.now(UTC).isoformat()}
