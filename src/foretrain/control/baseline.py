@@ -13,9 +13,34 @@ KEPT_LOSSES = 64
 ENOUGH = 32
 """Values before anything is called unusual: spreads of fewer are too uncertain."""
 SHORT = 10
+FIRST_LOSSES = 3
 RELATIVE_FLOOR = 0.002
 """A loss without noise still varies by this share of itself before anybody should worry."""
 MAD_TO_SIGMA = 1.4826
+
+
+class Start:
+    """The losses before anything was learned or ruined, and what is far above them."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def note(self, loss: float) -> None:
+        if len(self.losses) < FIRST_LOSSES:
+            self.losses.append(loss)
+
+    @property
+    def loss(self) -> float:
+        """Of the very first step."""
+        return self.losses[0] if self.losses else math.nan
+
+    def limit(self, share: float, sigma: float) -> float:
+        """An average loss above it is worse than untrained, by this share at least and beyond the noise of one loss.
+        The first loss may have been luck; the highest of three hardly is, unless the second step was ruin already."""
+        if not self.losses:
+            return math.inf
+        first, highest = self.losses[0], max(self.losses)
+        return min(first + max(share * abs(first), 3 * sigma), highest + max(share * abs(highest), 2 * sigma))
 
 
 class LossBaseline:

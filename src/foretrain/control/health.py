@@ -125,20 +125,23 @@ class Health:
             return
         if self._explodes(vitals, now):
             yield self.advice.explosion(step, vitals.largest_norm, vitals.usual_norm, vitals.spikes, now)
-        if vitals.lost > RUNAWAY_SHARE and vitals.deviation > DEVIATION:
+        if vitals.ruined:
+            yield self.advice.ruin(step, vitals.loss, self.record.start.loss, now)
+        elif vitals.lost > RUNAWAY_SHARE and vitals.deviation > DEVIATION:
             yield self.advice.divergence(step, vitals.deviation, vitals.loss, vitals.best, now)
         oscillates = vitals.sign_changes > self.config.guard.oscillation_changes and vitals.stalled_steps > vitals.steps
         if oscillates and self._oscillated:  # batches of two kinds in turn look like this for a while
             yield self.advice.oscillation(step, vitals.sign_changes, now)
         self._oscillated = oscillates
-        if vitals.stalled_steps >= PLATEAU_STEPS and not oscillates:
+        if vitals.stalled_steps >= PLATEAU_STEPS and not (oscillates or vitals.ruined):
             yield from self._plateau(situation, vitals)
 
     def _plateau(self, situation: Situation, vitals: Vitals) -> Iterator[HealthFinding]:
-        """Unless there is nothing left to learn, or the schedule is about to do what would be advised."""
+        """Unless there is nothing left to learn, or the schedule will do what would be advised; but a rate at which the
+        loss is worse than it was is too high all the while."""
         learned = vitals.best < PLATEAU_GAIN * abs(self.record.first)
         bold = self._update > BOLD_UPDATE
-        cured = not situation.high_rate or (bold and situation.falling)
+        cured = not situation.high_rate or (bold and situation.falling and not vitals.fallen_back)
         if not (learned or cured or Ailment.UNDERFITTING in self.known):
             yield self.advice.plateau(situation.step, vitals.stalled_steps, vitals.best, bold, situation.now)
             self.record.start_over(situation.step)
@@ -180,7 +183,11 @@ class Health:
         since = len(self._evaluations) - 1 - best
         (lowest, trained_then), (held_out, trained) = self._evaluations[best], self._evaluations[-1]
         rise = held_out - lowest
-        if since >= OVERFITTING_EVALUATIONS and rise > OVERFITTING_RISE * abs(lowest) and trained < trained_then:
+        worse = since >= OVERFITTING_EVALUATIONS and rise > OVERFITTING_RISE * abs(lowest)
+        start = self.record.start.loss
+        learned = trained < trained_then and not trained > start - LEVEL * abs(start)
+        by_heart = held_out - trained > LEVEL * abs(trained)  # else both losses suffer
+        if worse and learned and by_heart:
             yield self.advice.overfitting(situation.step, rise, since)
 
     def _underfitting(self, situation: Situation) -> Iterator[HealthFinding]:
