@@ -189,6 +189,8 @@ class HybridTrainer(Engine):
             return self._find_rate(self.pilot, batch)
         if self.pilot.rest_steps:
             return self._rest(self.pilot, batch)
+        if self.backward_passes == 0:
+            self.rescue.aside(self.mover.keep_safe)
         self.observer.before_step()
         output = self.mover.full(batch, self._full_step)
         self.pilot.count(1, phase)
