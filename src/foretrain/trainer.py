@@ -356,6 +356,9 @@ class HybridTrainer(Engine):
         matters = action.kind is not Kind.CONTINUE or action.rate_factor != 1.0
         if matters and self._is_news(action):
             self.bus.emit(Recovered(self.global_step, action.kind.value, action.text))
+        if action.kind is Kind.ROLL_BACK and action.rate_factor < 1:
+            pilot.recovery.hand_over(self.checkup.rolled_back(action.rate_factor))
+            self._follow_recovery(pilot)
         if action.kind is Kind.ABORT:
             raise DivergenceError(f"{action.text} (step {self.global_step})")
 

@@ -21,7 +21,7 @@ from foretrain.control.machine import Phase
 from foretrain.control.recovery import Kind
 from foretrain.dynamics.predictor import Forecast, Situation
 from foretrain.errors import DivergenceError
-from foretrain.events import Event, Progress, Recovered
+from foretrain.events import Event, Progress, Recovered, Tuned
 
 Batch = tuple[Tensor, Tensor, Tensor]
 Fault = Callable[[int, Tensor, Tensor], Batch]
@@ -206,6 +206,24 @@ def test_ruin_in_the_first_steps_is_rolled_back_to_the_beginning() -> None:
     assert run.trainer.global_step == 0
     assert run.trainer.rate_factor == pytest.approx(0.1)
     assert all(torch.equal(a, b) for a, b in zip(before, run.trainer.model.parameters(), strict=True))
+
+
+def test_auto_tune_keeps_the_lower_rate_of_a_rollback() -> None:
+    """Else it comes back, does the same harm again, and the run is given up before the next look could help."""
+    wild = {**SGD, "optimizer.learning_rate": 0.7, "schedule.type": "constant", "guard.max_rollbacks": 1}
+    with pytest.raises(DivergenceError, match="in spite of 1 rollbacks"):
+        faulty(healthy, wild).run()
+    run = faulty(healthy, {**wild, "guard.auto_tune": True, "max_steps": 150}).run()
+    tuned = [event for event in run.events if isinstance(event, Tuned)]
+    assert tuned[0].step < 100
+    assert tuned[0].change == {"optimizer.learning_rate": pytest.approx(0.07), "optimizer.gradient_clip_norm": 1.0}
+    assert run.trainer.global_step == 150
+    assert run.trainer.pilot.recovery.rate_factor == 1.0
+    assert run.trainer.rate_factor <= 0.1
+    assert run.trainer.full_step.clip == 1.0
+    assert DATA.held_out(run.trainer.model) < 1.0
+    before_first_look = [event for event in tuned if event.step <= 100]
+    assert len(before_first_look) == told(run).count("roll_back")  # the look does not do once more what was just done
 
 
 def test_a_loss_high_from_the_second_step_on_is_found_out() -> None:

@@ -249,7 +249,8 @@ class Guard:
 
     def _ruin(self) -> Iterator[Finding]:
         if self.losses.ruined:
-            text = f"the loss {self.losses.recent:.4g} is far above {self.losses.start.loss:.4g}, that of the first step"
+            recent, start = self.losses.recent, self.losses.start.loss
+            text = f"the loss {recent:.4g} is far above {start:.4g}, that of the first step"
             yield Finding(Signal.RUIN, Level.CRITICAL, text, Phase.FULL)
 
     def _runaway(self) -> Iterator[Finding]:

@@ -76,6 +76,8 @@ class Health:
         """What tuning made of the learning rate."""
         self.clip = math.inf
         self.full_steps = config.hybrid.full_steps
+        self.treated = False
+        """Something was done since the last look, about what the next one will still see."""
         self._tuned: dict[str, list[int]] = {}
         """Ailment -> steps at which something was done about it."""
         self._evaluations: list[tuple[float, float]] = []
@@ -219,7 +221,7 @@ class Health:
 
     def tune(self, finding: HealthFinding, peak: float) -> dict[str, Any]:
         """With `guard.auto_tune`: what of a finding's change is made now, as far as it is safe."""
-        if not (self.config.guard.auto_tune and finding.safe):
+        if not (self.config.guard.auto_tune and finding.safe) or self.treated:
             return {}
         made: dict[str, Any] = {}
         for name, value in finding.change.items():
@@ -237,6 +239,20 @@ class Health:
             self._tuned.setdefault(finding.ailment.value, []).append(finding.step)
         return made
 
+    def keep(self, factor: float, peak: float, clip: float) -> tuple[dict[str, Any], float]:
+        """With `guard.auto_tune`, when the guard rolls back: its lower rate stays, and gradients are clipped. What is
+        changed, and what the rate was multiplied with. clip: the present limit, 0 for none."""
+        if not self.config.guard.auto_tune:
+            return {}, 1.0
+        before, self.rate_factor = self.rate_factor, max(self.rate_factor * factor, LOWEST_RATE_FACTOR)
+        made: dict[str, Any] = {}
+        self.treated = True
+        if self.rate_factor < before:
+            made["optimizer.learning_rate"] = float(f"{peak * self.rate_factor:.6g}")
+        if not 0 < clip <= 1:
+            self.clip = made["optimizer.gradient_clip_norm"] = 1.0
+        return made, self.rate_factor / before
+
     # --- state -------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -249,6 +265,7 @@ class Health:
             "trained": list(self._trained),
             "suspects": sorted(self._suspects),
             "oscillated": self._oscillated,
+            "treated": self.treated,
             "update": self._update,
         }
 
@@ -261,6 +278,7 @@ class Health:
         self._evaluations = [(float(held_out), float(trained)) for held_out, trained in state["evaluations"]]
         self._trained = list(state["trained"])
         self._suspects = set(state["suspects"])
+        self.treated = bool(state.get("treated", False))  # not there in older checkpoints
         self._oscillated, self._update = bool(state["oscillated"]), float(state["update"])
 
     def effective(self, peak: float, clip: float, full_steps: int) -> Effective:

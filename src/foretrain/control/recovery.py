@@ -230,6 +230,10 @@ class Recovery:
             Action(Kind.RAISE_THRESHOLD, f"confidence must exceed {self.threshold:.2f} now", threshold_delta=delta),
         ]
 
+    def hand_over(self, factor: float) -> None:
+        """So much of the lower learning rate is another's from now on: it is not given back."""
+        self.rate_factor = min(1.0, self.rate_factor / factor)
+
     def _change_rate(self, factor: float, clip: float | None = None) -> None:
         self.rate_factor *= factor
         self.clip = self.clip if clip is None else min(self.clip, clip)

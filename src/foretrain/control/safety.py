@@ -113,6 +113,8 @@ class Safety:
             position = self.engine.position
             self.rewind()
             self.engine.position = position
+            self.engine.meter.fetch()
+            self.engine.meter.skipped_in_a_row = 0  # they were steps of other weights
             self.pilot.observer.restart()
 
     def weights(self) -> list[Tensor]:
