@@ -362,6 +362,12 @@ class HybridTrainer(Engine):
         if action.kind is Kind.ABORT:
             raise DivergenceError(f"{action.text} (step {self.global_step})")
 
+    def start_counting_anew(self) -> None:
+        """A run that was given up, and is gone on with, gets as many tries as any other."""
+        self.meter.skipped_in_a_row = 0
+        if self.pilot is not None and self.pilot.recovery.rollbacks > self.config.guard.max_rollbacks:
+            self.pilot.recovery.rollbacks = 0
+
     def evaluated(self, held_out: float) -> None:
         """A held-out loss is known: it shows over- and underfitting."""
         if self.checkup.evaluated(held_out):

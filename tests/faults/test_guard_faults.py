@@ -463,6 +463,12 @@ def test_what_goes_wrong_again_and_again_is_given_up_with_a_checkpoint(
     assert same_weights(resumed.model, trainer.model)
     for position in range(5):
         assert math.isfinite(resumed.step(healthy(position, *DATA(position))).loss)
+    again = HybridTrainer(Tampered(), config=trainer.config)
+    again.load_state_dict(loaded.state)
+    assert again.pilot is not None
+    assert again.pilot.recovery.rollbacks > trainer.config.guard.max_rollbacks
+    again.start_counting_anew()  # as `fit` does when it resumes
+    assert again.pilot.recovery.rollbacks == 0
 
 
 def test_a_caution_changes_nothing() -> None:

@@ -249,7 +249,7 @@ class Health:
         self.treated = True
         if self.rate_factor < before:
             made["optimizer.learning_rate"] = float(f"{peak * self.rate_factor:.6g}")
-        if not 0 < clip <= 1:
+        if not 0 < clip <= 1 and not self.config.engine.update_in_backward:
             self.clip = made["optimizer.gradient_clip_norm"] = 1.0
         return made, self.rate_factor / before
 
