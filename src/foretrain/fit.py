@@ -314,8 +314,8 @@ class Run:
             )
         return (
             f"the loss itself is {loss} at the weights of the last good step: they are ruined, or the data is. Look "
-            "for NaN in the data; else --resume cannot help, since it goes on from these weights: start anew, in another "
-            f"folder, with a tenth of optimizer.learning_rate{more_precise}"
+            "for NaN in the data; else --resume cannot help, since it goes on from these weights: start anew, in "
+            f"another folder, with a tenth of optimizer.learning_rate{more_precise}"
         )
 
     def _evaluate(self) -> bool:

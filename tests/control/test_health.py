@@ -164,6 +164,14 @@ def test_a_run_that_is_ruined_before_its_first_look_is_no_measure_of_itself() ->
     assert health.record.best == pytest.approx(5, abs=0.1)
 
 
+def test_gradients_usual_in_ruin_are_no_advice_to_clip() -> None:
+    health = Health(from_mapping({}), [])
+    health.note([(5.5 if step < 3 else 1e20, 3e8 if step % 20 else 1e14, 0.0) for step in range(100)])
+    health.record.close()
+    _, found = health.examine(Situation(100, Effective(30.0, 0.0, 10)))
+    assert [finding.ailment for finding in found] == [Ailment.DIVERGENCE]
+
+
 def test_a_lucky_first_batch_is_no_measure_of_ruin() -> None:
     """Squared errors of single examples: the first can be next to nothing."""
     for seed in range(20):

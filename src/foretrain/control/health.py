@@ -125,7 +125,8 @@ class Health:
             yield self.advice.not_finite(step, vitals.not_finite, now)
         if not math.isfinite(vitals.loss):
             return
-        if self._explodes(vitals, now):
+        senseless = vitals.ruined and vitals.usual_norm > CRITICAL_NORM  # what is usual in ruin is no limit to clip to
+        if self._explodes(vitals, now) and not senseless:
             yield self.advice.explosion(step, vitals.largest_norm, vitals.usual_norm, vitals.spikes, now)
         if vitals.ruined:
             yield self.advice.ruin(step, vitals.loss, self.record.start.loss, now)
