@@ -133,9 +133,15 @@ PATIENTS: dict[str, Patient] = {
         | {"optimizer.learning_rate": 10.0, "optimizer.gradient_clip_norm": 1.0}
         | {"schedule.type": "warmup", "schedule.warmup_steps": 400},
     ),
+    "divergence from the first step": Patient(Net, Regression(rows=64), {"optimizer.learning_rate": 30.0}),
     "oscillation": Patient(Valley, still, SGD | {"optimizer.learning_rate": 10.0}),
     "plateau": Patient(Net, Regression(), {"optimizer.learning_rate": 1e-7, "max_steps": 700}),
     "plateau of long steps": Patient(Net, Regression(), {"optimizer.learning_rate": 0.1, "max_steps": 700}),
+    "plateau far above what was reached": Patient(
+        Net,
+        Regression(),
+        {"optimizer.learning_rate": 0.5, "max_steps": 1000, "schedule.type": "wsd", "schedule.warmup_steps": 400},
+    ),
     "overfitting": Patient(Net, FewExamples(), {"optimizer.learning_rate": 1e-2, "optimizer.weight_decay": 0.1}, True),
     "underfitting": Patient(Net, Regression(rows=64), {"optimizer.learning_rate": 2e-5}, True),
     "vanishing layer": Patient(

@@ -680,6 +680,7 @@ def test_an_impossible_value_is_an_error_in_one_line_that_names_the_setting(text
             ["schedule.type=cosine", "max_steps=10", "schedule.warmup_steps=11"],
             "schedule.warmup_steps = 11 leaves nothing of max_steps = 10",
         ),
+        (["guard.auto_tune=true", "health.interval=0"], "set health.interval = 100, or guard.auto_tune = false"),
         (["schedule.type=cyclic", "schedule.base_rate=1"], "schedule.base_rate = 1.0 is above optimizer.learning_rate"),
     ],
 )

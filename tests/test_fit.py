@@ -433,6 +433,40 @@ def test_too_many_skipped_steps_end_the_run_with_a_checkpoint_of_the_last_good_w
     assert (summary["global_step"], summary["skipped_steps"]) == (12, 3)
 
 
+def test_a_run_that_was_given_up_gets_as_many_skipped_steps_again(make_trainer: Make, tmp_path: Path) -> None:
+    settings = {"max_steps": 20, "guard.max_skipped_steps": 3, "log.interval": 1, "checkpoint.interval": 0}
+    trainer, _ = make_trainer(settings, poisoned({4, 5, 6}))
+    with pytest.raises(DivergenceError):
+        trainer.fit(batches(), out=tmp_path / "run", progress=False)
+    again, _ = make_trainer(settings, poisoned({0, 1}))
+    summary = again.fit(batches(), out=tmp_path / "run", resume=True, progress=False)
+    assert (summary["global_step"], summary["skipped_steps"]) == (20, 5)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_where_the_loss_itself_is_no_number_resuming_is_not_advised(precision: str, make_trainer: Make) -> None:
+    settings = {"max_steps": 20, "guard.max_skipped_steps": 3, "log.interval": 1, "precision.type": precision}
+    trainer, _ = make_trainer(settings, poisoned(set(range(4, 99))))
+    with pytest.raises(DivergenceError, match=r"the loss itself is nan .* they are ruined.* start anew") as caught:
+        trainer.fit(batches(), progress=False)
+    assert ("precision.type = 'fp32'" in str(caught.value)) is (precision != "fp32")
+
+
+def test_where_only_gradients_overflow_the_run_can_go_on(make_trainer: Make, tmp_path: Path) -> None:
+    calls = iter(range(10**6))
+
+    def steep(model: nn.Module, batch: Any) -> torch.Tensor:
+        """Finite, with a gradient that is not from the fifth step on."""
+        value = F.mse_loss(model(batch[0]), batch[1])
+        if next(calls) > 3:
+            value.register_hook(lambda gradient: gradient * math.inf)
+        return value
+
+    trainer, _ = make_trainer({"max_steps": 20, "guard.max_skipped_steps": 3, "log.interval": 1}, steep)
+    with pytest.raises(DivergenceError, match=r"only gradients overflow\. Go on with a lower .*resume=True"):
+        trainer.fit(batches(), out=tmp_path / "run", progress=False)
+
+
 def test_skipped_steps_with_good_ones_between_do_not_end_the_run(make_trainer: Make) -> None:
     bad = {number for number in range(2, 40) if number % 3}
     trainer, _ = make_trainer({"max_steps": 40, "guard.max_skipped_steps": 3}, poisoned(bad))

@@ -298,8 +298,8 @@ class Run:
         if self.config.guard.nan_check and trainer.meter.skipped_in_a_row >= limit:
             self._save(must=False)
             raise DivergenceError(
-                f"{trainer.meter.skipped_in_a_row} steps in a row were not finite (step {trainer.global_step}); the "
-                "weights are those of the last good step. Lower optimizer.learning_rate, or set precision.type = 'fp32'"
+                f"{trainer.meter.skipped_in_a_row} steps in a row were not finite (step {trainer.global_step}); "
+                f"{self._what_to_do()}"
             )
         loss = trainer.last_train_loss
         if not self.config.guard.nan_check and loss != loss:
@@ -307,6 +307,22 @@ class Run:
                 f"the loss is NaN (step {trainer.global_step}) and guard.nan_check is off; switch it on or lower "
                 "optimizer.learning_rate, and go on from the last checkpoint with --resume"
             )
+
+    def _what_to_do(self) -> str:
+        """Skipped steps change no weight: where the loss itself is no number, batch after batch, a lower rate will not
+        make it one, and there is nothing to go on from."""
+        loss = self.trainer.last_train_loss
+        more_precise = "" if self.trainer.precision.name == "fp32" else ", or with precision.type = 'fp32'"
+        if loss is not None and math.isfinite(loss):
+            return (
+                "the weights are those of the last good step, and only gradients overflow. Go on with a lower "
+                f"optimizer.learning_rate{more_precise}{self._how_to_go_on()}"
+            )
+        return (
+            f"the loss itself is {loss} at the weights of the last good step: they are ruined, or the data is. Look "
+            "for NaN in the data; else --resume cannot help, since it goes on from these weights: start anew, in "
+            f"another folder, with a tenth of optimizer.learning_rate{more_precise}"
+        )
 
     def _evaluate(self) -> bool:
         """Measure the held-out loss; True when it is time to stop early."""
@@ -409,6 +425,7 @@ class Run:
             return
         meta = self._check_origin(loaded)
         self.trainer.load_state_dict(loaded.state, str(loaded.path))
+        self.trainer.start_counting_anew()
         self.loader_state = loaded.state.get("loader")
         self.saved_step = loaded.step
         self.earlier_seconds = float(meta.get("total_seconds") or self.trainer.clock.seconds)

@@ -417,7 +417,8 @@ class GuardConfig(Section):
     """Give up, with a saved checkpoint, when a run goes wrong again after this many rollbacks."""
     auto_tune: bool = False
     """Make the safe changes that findings of `health` advise while the run goes on: clipping, a lower learning rate
-    (on a plateau a higher one), more `hybrid.full_steps`. Each is said. Off: they are advice."""
+    (on a plateau a higher one), more `hybrid.full_steps`; and keep the lower rate of a rollback. Each is said. Off:
+    they are advice. Needs `health.interval` above 0."""
 
 
 class HealthConfig(Section):
@@ -505,6 +506,11 @@ class Config(Section):
             raise ValueError(
                 "engine.cuda_graph = true and memory.offload = true exclude each other: a recorded step needs the "
                 "optimizer's state where it was. Set engine.cuda_graph = 'auto', or memory.offload = false"
+            )
+        if self.guard.auto_tune and not self.health.interval:
+            raise ValueError(
+                "guard.auto_tune = true does what looks advise, and health.interval = 0 means none: set "
+                "health.interval = 100, or guard.auto_tune = false"
             )
         warmup = self.schedule.warmup_steps or 0
         if self.schedule.type in ("wsd", "cosine") and warmup >= self.max_steps > 1:

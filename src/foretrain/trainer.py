@@ -190,6 +190,8 @@ class HybridTrainer(Engine):
             return self._find_rate(self.pilot, batch)
         if self.pilot.rest_steps:
             return self._rest(self.pilot, batch)
+        if self.backward_passes == 0:
+            self.rescue.aside(self.mover.keep_safe)
         self.observer.before_step()
         output = self.mover.full(batch, self._full_step)
         self.pilot.count(1, phase)
@@ -355,8 +357,17 @@ class HybridTrainer(Engine):
         matters = action.kind is not Kind.CONTINUE or action.rate_factor != 1.0
         if matters and self._is_news(action):
             self.bus.emit(Recovered(self.global_step, action.kind.value, action.text))
+        if action.kind is Kind.ROLL_BACK and action.rate_factor < 1:
+            pilot.recovery.hand_over(self.checkup.rolled_back(action.rate_factor))
+            self._follow_recovery(pilot)
         if action.kind is Kind.ABORT:
             raise DivergenceError(f"{action.text} (step {self.global_step})")
+
+    def start_counting_anew(self) -> None:
+        """A run that was given up, and is gone on with, gets as many tries as any other."""
+        self.meter.skipped_in_a_row = 0
+        if self.pilot is not None and self.pilot.recovery.rollbacks > self.config.guard.max_rollbacks:
+            self.pilot.recovery.rollbacks = 0
 
     def evaluated(self, held_out: float) -> None:
         """A held-out loss is known: it shows over- and underfitting."""

@@ -17,7 +17,8 @@ from tests.worlds import Bowl, Net, Regression, still, world
 
 from foretrain import HybridTrainer, run
 from foretrain.config import from_mapping
-from foretrain.control.findings import Ailment, HealthFinding, finding_of
+from foretrain.control.findings import Ailment, Effective, HealthFinding, finding_of
+from foretrain.control.health import Health, Situation
 from foretrain.data.loader import Loader, TokenWindows
 from foretrain.errors import DivergenceError
 from foretrain.events import Event, HealthFound, HealthMeasured, Tuned
@@ -138,6 +139,58 @@ def test_what_is_not_safe_is_never_done() -> None:
         _, findings = patient.run(**{"guard.auto_tune": True, "max_steps": 400})
         assert not the(findings, name).safe
         assert name not in [event.ailment for event in patient.events if isinstance(event, Tuned)]
+
+
+def noted(health: Health, losses: list[float], step: int) -> list[Ailment]:
+    """What a look after these losses finds."""
+    health.note([(loss, 1.0, 0.0) for loss in losses])
+    health.record.close()
+    situation = Situation(step, Effective(5.0, 1.0, 10))
+    return [finding.ailment for finding in health.examine(situation)[1]]
+
+
+def test_a_run_that_is_ruined_before_its_first_look_is_no_measure_of_itself() -> None:
+    """It began at 5.5, was at 130 by the first look, and comes back no farther than 90."""
+    health = Health(from_mapping({}), [])
+    random = np.random.default_rng(0)
+    first = [5.5, 5.4, 5.6, *(130 + 20 * random.normal(size=97))]
+    assert noted(health, first, 100) == [Ailment.DIVERGENCE]
+    finding = health.findings[0]
+    assert (finding.level, finding.safe, dict(finding.change)) == ("critical", True, {"optimizer.learning_rate": 0.5})
+    assert "where the run began" in finding.meaning
+    assert noted(health, list(90 + 20 * random.normal(size=100)), 200) == []
+    assert health.record.best == math.inf
+    assert noted(health, list(5 + 0.1 * random.normal(size=100)), 300) == []
+    assert health.record.best == pytest.approx(5, abs=0.1)
+
+
+def test_gradients_usual_in_ruin_are_no_advice_to_clip() -> None:
+    health = Health(from_mapping({}), [])
+    health.note([(5.5 if step < 3 else 1e20, 3e8 if step % 20 else 1e14, 0.0) for step in range(100)])
+    health.record.close()
+    _, found = health.examine(Situation(100, Effective(30.0, 0.0, 10)))
+    assert [finding.ailment for finding in found] == [Ailment.DIVERGENCE]
+
+
+def test_a_lucky_first_batch_is_no_measure_of_ruin() -> None:
+    """Squared errors of single examples: the first can be next to nothing."""
+    for seed in range(20):
+        losses = np.random.default_rng(seed).normal(size=200) ** 2
+        health = Health(from_mapping({}), [])
+        assert noted(health, [1e-6, *losses[:100]], 100) == noted(health, list(losses[100:]), 200) == []
+
+
+def test_a_run_that_diverged_does_not_learn_by_heart() -> None:
+    def after(held_out: list[float], training: list[float]) -> list[Ailment]:
+        health = Health(from_mapping({}), [])
+        health.note([(5.5, 1.0, 0.0)])
+        situation = Situation(0, Effective(5.0, 1.0, 10))
+        found = [health.evaluated(situation, *pair) for pair in zip(held_out, training, strict=True)]
+        return [finding.ailment for findings in found for finding in findings]
+
+    assert after([2.0, 2.1, 2.2, 2.3], [2.0, 1.5, 1.2, 1.0]) == [Ailment.OVERFITTING]
+    assert after([90.0, 92.0, 129.0, 169.0], [135.0, 130.0, 128.0, 126.0]) == []  # worse than it began
+    assert after([3.56, 3.9, 3.7, 3.69], [3.9, 3.85, 3.86, 3.84]) == []  # both suffer
 
 
 # --- rare cases ------------------------------------------------------------------------------------------------------

@@ -13,9 +13,38 @@ KEPT_LOSSES = 64
 ENOUGH = 32
 """Values before anything is called unusual: spreads of fewer are too uncertain."""
 SHORT = 10
+RUIN = 2.0
+"""Share of the first loss by which the median of the last ones is above it in a run that is ruined."""
+SOUND = 1.0
+"""The same, up to which a state is worth going back to."""
+FIRST_LOSSES = 3
 RELATIVE_FLOOR = 0.002
 """A loss without noise still varies by this share of itself before anybody should worry."""
 MAD_TO_SIGMA = 1.4826
+
+
+class Start:
+    """The losses before anything was learned or ruined, and what is far above them."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def note(self, loss: float) -> None:
+        if len(self.losses) < FIRST_LOSSES:
+            self.losses.append(loss)
+
+    @property
+    def loss(self) -> float:
+        """Of the very first step."""
+        return self.losses[0] if self.losses else math.nan
+
+    def limit(self, share: float, sigma: float) -> float:
+        """An average loss above it is worse than untrained, by this share at least and beyond the noise of one loss.
+        The first loss may have been luck; the highest of three hardly is, unless the second step was ruin already."""
+        if not self.losses:
+            return math.inf
+        first, highest = self.losses[0], max(self.losses)
+        return min(first + max(share * abs(first), 3 * sigma), highest + max(share * abs(highest), 2 * sigma))
 
 
 class LossBaseline:
@@ -23,6 +52,7 @@ class LossBaseline:
 
     def __init__(self) -> None:
         self.count = 0
+        self.start = Start()
         self.fast = self.middle = self.slow = math.nan
         """Averages over about 16, 64 and 256 steps."""
         self.first = math.nan
@@ -39,6 +69,7 @@ class LossBaseline:
 
     def update(self, loss: float, limit: float) -> None:
         """Take in a finite loss. Upwards it counts for no more than `limit` sigma, lest one spike move the averages."""
+        self.start.note(loss)
         self.losses.append(loss)
         if self.count:
             self.residuals.append(loss - self.fast)
@@ -113,6 +144,31 @@ class LossBaseline:
         return self.first + max(abs(self.first), 10 * self.best_sigma)
 
     @property
+    def ruined(self) -> bool:
+        """The last losses are far above the first, whatever happened between."""
+        return self.count >= ENOUGH and self._above_start(RUIN)
+
+    def _above_start(self, share: float) -> bool:
+        centre = self.recent
+        sigma = MAD_TO_SIGMA * _middle(sorted(abs(loss - centre) for loss in self.losses))
+        return centre > self.start.limit(share, sigma)
+
+    @property
+    def recent(self) -> float:
+        """Median of the last losses; unlike the averages it takes high ones as they are."""
+        return _middle(sorted(self.losses))
+
+    @property
+    def sound(self) -> bool:
+        """A state that is worth going back to. While the noise is not known yet, twice the first loss is none."""
+        if not self.losses:
+            return True
+        if self.count >= ENOUGH and self._above_start(SOUND):
+            return False
+        sigma = 0.0 if self.count < ENOUGH else self.sigma
+        return _middle(sorted(list(self.losses)[-5:])) <= self.start.limit(SOUND, sigma)
+
+    @property
     def stable(self) -> bool:
         """Not rising: the recent average is no higher than the longer one, noise allowed for."""
         return self.count >= ENOUGH and self.fast <= self.middle + 0.75 * self.sigma
@@ -134,11 +190,12 @@ class LossBaseline:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        state = dict(vars(self))
-        return {**state, "losses": list(self.losses), "residuals": list(self.residuals)}
+        own = {"start": list(self.start.losses), "losses": list(self.losses), "residuals": list(self.residuals)}
+        return {**vars(self), **own}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name in vars(self):
+        self.start.losses = list(state.get("start", []))  # not there in older checkpoints
+        for name in vars(self).keys() - {"start"}:
             value = state[name]
             setattr(self, name, deque(value, maxlen=KEPT_LOSSES) if isinstance(value, list) else value)
 

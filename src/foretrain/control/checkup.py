@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from foretrain.control.findings import HealthFinding
+from foretrain.control.findings import Ailment, HealthFinding
 from foretrain.control.health import Health, Situation
 from foretrain.control.pilot import Pilot
 from foretrain.control.vitals import Row, Vitals
@@ -80,7 +80,9 @@ class Checkup:
             self.looks += 1
             self._keep(measured.step, self._numbers(measured))
             self.emit(self._event(measured, vitals))
-        return self._tell(news)
+        tuned = self._tell(news)
+        self.health.treated = False
+        return tuned
 
     def finish(self) -> None:
         """The run is over: what the last steps say, which no look follows."""
@@ -109,6 +111,14 @@ class Checkup:
                 tuned = True
                 self.emit(Tuned(finding.step, finding.ailment.value, made))
         return tuned
+
+    def rolled_back(self, factor: float) -> float:
+        """The guard rolled back with this factor of the learning rate; what of it was tuned in for good."""
+        step = self.engine.global_step
+        made, kept = self.health.keep(factor, self._peak, self._situation(step).now.clip)
+        if made:
+            self.emit(Tuned(step, Ailment.DIVERGENCE.value, made))
+        return kept
 
     @property
     def _peak(self) -> float:

@@ -134,6 +134,21 @@ class Advice:
             safe=True,
         )
 
+    def ruin(self, step: int, loss: float, start: float, now: Effective) -> HealthFinding:
+        return HealthFinding(
+            Ailment.DIVERGENCE,
+            step,
+            "average loss",
+            RUN,
+            loss,
+            f"below {start:.4g}, that of the first step",
+            "critical",
+            f"the average loss {loss:.4g} is far above {start:.4g}, where the run began: the model is worse than "
+            "before any training, because the steps are far too long",
+            self._lower_rate(now, 0.1),
+            safe=True,
+        )
+
     def oscillation(self, step: int, changes: float, now: Effective) -> HealthFinding:
         return HealthFinding(
             Ailment.OSCILLATION,

@@ -31,6 +31,7 @@ class Level(IntEnum):
 class Signal(StrEnum):
     LOSS_DEVIATION = "loss deviation"
     RUNAWAY = "runaway loss"
+    RUIN = "worse than untrained"
     GRADIENT_EXPLOSION = "gradient explosion"
     GRADIENT_VANISHING = "gradient vanishing"
     NOT_FINITE = "not finite"
@@ -131,7 +132,7 @@ class Guard:
             self.losses.update(reading.loss, self.hybrid.divergence_threshold)
             if reading.gradient_norm is not None:
                 self.gradients.update(reading.gradient_norm, self.config.explosion_factor)
-            findings += [*self._oscillation(), *self._runaway(), *self._slow_rise()]
+            findings += [*self._oscillation(), *self._ruin(), *self._runaway(), *self._slow_rise()]
         return self._conclude(reading, findings)
 
     def anchor(self, step: int, loss: float) -> Verdict:
@@ -245,6 +246,12 @@ class Guard:
             more = f"{changes:.1f} changes of direction in 10 steps more than noise has"
             text = f"the loss goes up and down with {more}, over {steps} steps"
             yield Finding(Signal.OSCILLATION, Level.WARNING, text, Phase.CORRECT)
+
+    def _ruin(self) -> Iterator[Finding]:
+        if self.losses.ruined:
+            recent, start = self.losses.recent, self.losses.start.loss
+            text = f"the loss {recent:.4g} is far above {start:.4g}, that of the first step"
+            yield Finding(Signal.RUIN, Level.CRITICAL, text, Phase.FULL)
 
     def _runaway(self) -> Iterator[Finding]:
         if self.losses.count > KEPT_LOSSES and self.losses.middle > self.losses.far_above(RUNAWAY_SHARE):

@@ -76,6 +76,8 @@ class Health:
         """What tuning made of the learning rate."""
         self.clip = math.inf
         self.full_steps = config.hybrid.full_steps
+        self.treated = False
+        """Something was done since the last look, about what the next one will still see."""
         self._tuned: dict[str, list[int]] = {}
         """Ailment -> steps at which something was done about it."""
         self._evaluations: list[tuple[float, float]] = []
@@ -123,22 +125,26 @@ class Health:
             yield self.advice.not_finite(step, vitals.not_finite, now)
         if not math.isfinite(vitals.loss):
             return
-        if self._explodes(vitals, now):
+        senseless = vitals.ruined and vitals.usual_norm > CRITICAL_NORM  # what is usual in ruin is no limit to clip to
+        if self._explodes(vitals, now) and not senseless:
             yield self.advice.explosion(step, vitals.largest_norm, vitals.usual_norm, vitals.spikes, now)
-        if vitals.lost > RUNAWAY_SHARE and vitals.deviation > DEVIATION:
+        if vitals.ruined:
+            yield self.advice.ruin(step, vitals.loss, self.record.start.loss, now)
+        elif vitals.lost > RUNAWAY_SHARE and vitals.deviation > DEVIATION:
             yield self.advice.divergence(step, vitals.deviation, vitals.loss, vitals.best, now)
         oscillates = vitals.sign_changes > self.config.guard.oscillation_changes and vitals.stalled_steps > vitals.steps
         if oscillates and self._oscillated:  # batches of two kinds in turn look like this for a while
             yield self.advice.oscillation(step, vitals.sign_changes, now)
         self._oscillated = oscillates
-        if vitals.stalled_steps >= PLATEAU_STEPS and not oscillates:
+        if vitals.stalled_steps >= PLATEAU_STEPS and not (oscillates or vitals.ruined):
             yield from self._plateau(situation, vitals)
 
     def _plateau(self, situation: Situation, vitals: Vitals) -> Iterator[HealthFinding]:
-        """Unless there is nothing left to learn, or the schedule is about to do what would be advised."""
+        """Unless there is nothing left to learn, or the schedule will do what would be advised; but a rate at which the
+        loss is worse than it was is too high all the while."""
         learned = vitals.best < PLATEAU_GAIN * abs(self.record.first)
         bold = self._update > BOLD_UPDATE
-        cured = not situation.high_rate or (bold and situation.falling)
+        cured = not situation.high_rate or (bold and situation.falling and not vitals.fallen_back)
         if not (learned or cured or Ailment.UNDERFITTING in self.known):
             yield self.advice.plateau(situation.step, vitals.stalled_steps, vitals.best, bold, situation.now)
             self.record.start_over(situation.step)
@@ -180,7 +186,11 @@ class Health:
         since = len(self._evaluations) - 1 - best
         (lowest, trained_then), (held_out, trained) = self._evaluations[best], self._evaluations[-1]
         rise = held_out - lowest
-        if since >= OVERFITTING_EVALUATIONS and rise > OVERFITTING_RISE * abs(lowest) and trained < trained_then:
+        worse = since >= OVERFITTING_EVALUATIONS and rise > OVERFITTING_RISE * abs(lowest)
+        start = self.record.start.loss
+        learned = trained < trained_then and not trained > start - LEVEL * abs(start)
+        by_heart = held_out - trained > LEVEL * abs(trained)  # else both losses suffer
+        if worse and learned and by_heart:
             yield self.advice.overfitting(situation.step, rise, since)
 
     def _underfitting(self, situation: Situation) -> Iterator[HealthFinding]:
@@ -212,7 +222,7 @@ class Health:
 
     def tune(self, finding: HealthFinding, peak: float) -> dict[str, Any]:
         """With `guard.auto_tune`: what of a finding's change is made now, as far as it is safe."""
-        if not (self.config.guard.auto_tune and finding.safe):
+        if not (self.config.guard.auto_tune and finding.safe) or self.treated:
             return {}
         made: dict[str, Any] = {}
         for name, value in finding.change.items():
@@ -230,6 +240,20 @@ class Health:
             self._tuned.setdefault(finding.ailment.value, []).append(finding.step)
         return made
 
+    def keep(self, factor: float, peak: float, clip: float) -> tuple[dict[str, Any], float]:
+        """With `guard.auto_tune`, when the guard rolls back: its lower rate stays, and gradients are clipped. What is
+        changed, and what the rate was multiplied with. clip: the present limit, 0 for none."""
+        if not self.config.guard.auto_tune:
+            return {}, 1.0
+        before, self.rate_factor = self.rate_factor, max(self.rate_factor * factor, LOWEST_RATE_FACTOR)
+        made: dict[str, Any] = {}
+        self.treated = True
+        if self.rate_factor < before:
+            made["optimizer.learning_rate"] = float(f"{peak * self.rate_factor:.6g}")
+        if not 0 < clip <= 1 and not self.config.engine.update_in_backward:
+            self.clip = made["optimizer.gradient_clip_norm"] = 1.0
+        return made, self.rate_factor / before
+
     # --- state -------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -242,6 +266,7 @@ class Health:
             "trained": list(self._trained),
             "suspects": sorted(self._suspects),
             "oscillated": self._oscillated,
+            "treated": self.treated,
             "update": self._update,
         }
 
@@ -254,6 +279,7 @@ class Health:
         self._evaluations = [(float(held_out), float(trained)) for held_out, trained in state["evaluations"]]
         self._trained = list(state["trained"])
         self._suspects = set(state["suspects"])
+        self.treated = bool(state.get("treated", False))  # not there in older checkpoints
         self._oscillated, self._update = bool(state["oscillated"]), float(state["update"])
 
     def effective(self, peak: float, clip: float, full_steps: int) -> Effective:

@@ -94,9 +94,10 @@ class Mover:
         return all(_equal(self._recent[-1], other) for other in self._recent[:-1])
 
     def keep_safe(self) -> None:
-        """A snapshot of a healthy run now and then, for emergencies."""
-        calm = self.move is None and self.pilot.guard.since_warning > self.trajectory.window
-        if calm and self.safety.due:
+        """A snapshot of a healthy run now and then, for emergencies. The first is of the beginning."""
+        guard = self.pilot.guard
+        calm = self.move is None and guard.since_warning > self.trajectory.window
+        if calm and self.safety.due and guard.losses.sound:
             self.safety.take(for_move=False)
 
     def finish(self, batch: Any) -> None:

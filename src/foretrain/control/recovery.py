@@ -122,8 +122,8 @@ class Recovery:
             self._note(verdict)
         if verdict.level is Level.NORMAL:
             return []
-        if Signal.RUNAWAY in signals:
-            return self._runaway(verdict)
+        if signals & {Signal.RUIN, Signal.RUNAWAY}:
+            return self._runaway(verdict, 0.1 if Signal.RUIN in signals else 0.5)
         actions = [*self._explosion(verdict), *self._oscillation(verdict)]
         if context.move_open and (verdict.exit_to is Phase.FULL or verdict.level is Level.CRITICAL):
             actions += self._undo(verdict)
@@ -185,10 +185,10 @@ class Recovery:
         harm = f"{times} steps in a row were not finite" if context.skipped else "the weights took the harm"
         return self._roll_back(0.1, f"{harm} ({verdict.text})")
 
-    def _runaway(self, verdict: Verdict) -> list[Action]:
+    def _runaway(self, verdict: Verdict, rate_factor: float) -> list[Action]:
         if self._pausing():
             return [Action(Kind.FORCE_FULL, f"no prediction while the last rollback takes effect: {verdict.text}")]
-        return self._roll_back(0.5, verdict.text)
+        return self._roll_back(rate_factor, verdict.text)
 
     def _roll_back(self, rate_factor: float, why: str) -> list[Action]:
         self.rollbacks += 1
@@ -229,6 +229,10 @@ class Recovery:
             Action(Kind.SHORTEN_HORIZON, "shorter moves for a while"),
             Action(Kind.RAISE_THRESHOLD, f"confidence must exceed {self.threshold:.2f} now", threshold_delta=delta),
         ]
+
+    def hand_over(self, factor: float) -> None:
+        """So much of the lower learning rate is another's from now on: it is not given back."""
+        self.rate_factor = min(1.0, self.rate_factor / factor)
 
     def _change_rate(self, factor: float, clip: float | None = None) -> None:
         self.rate_factor *= factor

@@ -43,7 +43,9 @@ class Safety:
 
     @property
     def due(self) -> bool:
-        return self.on and (self.taken is None or self.engine.backward_passes - self.taken_at >= _EVERY)
+        passes = self.engine.backward_passes
+        first = self.taken is None or (self.taken_at == 0 and passes > 0)  # that of the beginning is soon replaced
+        return self.on and (first or passes - self.taken_at >= _EVERY)
 
     def take(self, for_move: bool = True) -> None:
         """Of a move it may still be on its way to host memory, while nothing but probes is made: until `wait`."""
@@ -111,6 +113,8 @@ class Safety:
             position = self.engine.position
             self.rewind()
             self.engine.position = position
+            self.engine.meter.fetch()
+            self.engine.meter.skipped_in_a_row = 0  # they were steps of other weights
             self.pilot.observer.restart()
 
     def weights(self) -> list[Tensor]:

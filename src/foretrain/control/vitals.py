@@ -10,13 +10,17 @@ from typing import Any
 
 import numpy as np
 
-from foretrain.control.baseline import KEPT_LOSSES, MAD_TO_SIGMA, sign_changes
+from foretrain.control.baseline import KEPT_LOSSES, MAD_TO_SIGMA, Start, sign_changes
 
 Row = tuple[float, float, float]
 """(loss, gradient norm, skipped) of one step."""
 FEWEST_ROWS = 20
 """Steps whose average says anything."""
 FIRST_ROWS = 8
+RUIN = 0.5
+"""Share of the first loss by which a mean above it, beyond noise, is ruin: an untrained model was better."""
+FALLEN_BACK = 0.01
+"""Share of the best mean by which those after it are worse, beyond noise, and not only no better."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +37,8 @@ class Vitals:
     """How far the mean is above the best such mean, in sigmas."""
     lost: float
     """Share of all gained since the start that is lost again, beyond noise."""
+    ruined: bool
+    """The mean is far above the loss of the first step."""
     gained: bool
     """The loss fell since the start, beyond noise."""
     gradient_norm: float
@@ -48,6 +54,8 @@ class Vitals:
     """Of the loss around its trend, in 10 steps, above the 5 of independent noise."""
     stalled_steps: int
     """Steps since the mean was last clearly better than ever before."""
+    fallen_back: bool
+    """All in all they were clearly worse than that."""
     best: float
 
 
@@ -63,7 +71,9 @@ class Record:
         self.closed: list[Row] = []
         """What is judged next: whatever else arrives meanwhile, at whatever time, counts for the look after."""
         self.recent: deque[float] = deque(maxlen=KEPT_LOSSES)
+        self.start = Start()
         self.first = math.nan
+        """Mean of the first losses."""
         self.best = math.inf
         self.best_sigma = 0.0
         self.best_step = 0
@@ -73,6 +83,9 @@ class Record:
         self.last_step = 0
 
     def note(self, rows: Sequence[Row]) -> None:
+        for loss, _, skipped in rows[: 2 * FIRST_ROWS]:
+            if math.isfinite(loss) and not skipped:
+                self.start.note(loss)
         self.rows.extend(rows)
 
     def close(self) -> None:
@@ -92,7 +105,23 @@ class Record:
         if len(losses) < FIRST_ROWS:
             nothing = math.nan
             return Vitals(
-                len(table), bad, nothing, 0.0, 0.0, 0.0, False, nothing, self.usual, nothing, 0, 0.0, 0.0, 0, self.best
+                steps=len(table),
+                not_finite=bad,
+                loss=nothing,
+                sigma=0.0,
+                deviation=0.0,
+                lost=0.0,
+                ruined=False,
+                gained=False,
+                gradient_norm=nothing,
+                usual_norm=self.usual,
+                largest_norm=nothing,
+                spikes=0,
+                gradient_variance=0.0,
+                sign_changes=0.0,
+                stalled_steps=0,
+                fallen_back=False,
+                best=self.best,
             )
         self.recent.extend(losses.tolist())
         mean, sigma = float(losses.mean()), _noise(losses)
@@ -100,34 +129,39 @@ class Record:
             self.first = float(losses[:FIRST_ROWS].mean())
         typical = float(np.median(norms))
         usual = self.usual or typical
+        ruined = mean > self.start.limit(RUIN, sigma)
         deviation, lost, gained = self._setback(mean, sigma, len(losses))
+        if ruined:
+            deviation = max(deviation, (mean - self.start.loss) / max(sigma, 1e-300))
         spread = norms.var() / max(norms.mean() ** 2, 1e-300)
         spikes = int(np.count_nonzero(norms > self.spike * usual)) if usual > 0 else 0
-        if not math.isfinite(self.best) or mean < self.best - self.gain * abs(self.best):
+        if mean < self.best - self.gain * abs(self.best) or (not math.isfinite(self.best) and not ruined):
             self.best_step, self.means = began, []
         self.means.append((step, mean))
-        if mean < self.best:
+        if mean < self.best and not ruined:  # what is worse than untrained is no measure of what comes after it
             self.best, self.best_sigma = mean, sigma
         self.usual = math.sqrt(usual * typical)
         changes = sign_changes(list(self.recent)) if len(self.recent) == KEPT_LOSSES else 0.0
         if self._creeps():
             self.best_step = self.means[0][0]
         return Vitals(
-            len(table),
-            bad,
-            mean,
-            sigma,
-            deviation,
-            lost,
-            gained,
-            typical,
-            usual,
-            float(norms.max()),
-            spikes,
-            float(spread),
-            changes,
-            step - self.best_step,
-            self.best,
+            steps=len(table),
+            not_finite=bad,
+            loss=mean,
+            sigma=sigma,
+            deviation=deviation,
+            lost=lost,
+            ruined=ruined,
+            gained=gained and not ruined,
+            gradient_norm=typical,
+            usual_norm=usual,
+            largest_norm=float(norms.max()),
+            spikes=spikes,
+            gradient_variance=float(spread),
+            sign_changes=changes,
+            stalled_steps=step - self.best_step,
+            fallen_back=self._fell_back(len(losses)),
+            best=self.best,
         )
 
     def start_over(self, step: int) -> None:
@@ -146,6 +180,14 @@ class Record:
             return False
         self.means = self.means[half:]
         return True
+
+    def _fell_back(self, count: int) -> bool:
+        """The means after the best one are, on average, clearly worse. count: losses in a mean."""
+        after = [mean for _, mean in self.means[1:]]
+        if len(after) < 2 or not math.isfinite(self.best):
+            return False
+        margin = max(FALLEN_BACK * abs(self.best), 3 * self.best_sigma / math.sqrt(count))
+        return sum(after) / len(after) > self.best + margin
 
     def _setback(self, mean: float, sigma: float, count: int) -> tuple[float, float, bool]:
         """Deviation from the best mean, share of the gain lost, and whether there is a gain."""
@@ -170,9 +212,11 @@ class Record:
             "closed": [list(row) for row in self.closed],
             "means": [list(mean) for mean in self.means],
             "recent": list(self.recent),
+            "start": list(self.start.losses),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.start.losses = list(state.get("start", []))  # not there in older checkpoints
         for name in ("first", "best", "best_sigma", "best_step", "usual", "last_step"):
             setattr(self, name, state[name])
         self.rows, self.closed = (

@@ -292,6 +292,8 @@ class Engine:
         self.full_step.changing = True
         self._put_back_training(state, "the snapshot")
         self.full_step.changing = False
+        if not state["optimizer"]["state"]:  # of before the first step: its tensors are made anew
+            self._run_step = self._run_gradient = self._run_loss = None
         self.global_step, self.position = (int(state["progress"][name]) for name in ("global_step", "position"))
 
     def _put_back_training(self, state: dict[str, Any], origin: str) -> None:
