@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 from importlib import metadata
@@ -16,6 +15,7 @@ from foretrain.cli_models import adapters_app, finetune, generate
 from foretrain.cli_plan import plan
 from foretrain.cli_report import report, watch
 from foretrain.errors import ConfigError, ForetrainError, InputError, OutOfMemory, is_out_of_memory
+from foretrain.outlet import outlets
 from foretrain.terminal import (
     Document,
     Json,
@@ -290,14 +290,11 @@ def check(file: Path, /, *, set_: Settings = None, json_: Json = False) -> None:
 
 def main(arguments: list[str] | None = None) -> Any:
     """Entry point. Errors of ours are one line and an exit code, never a traceback: 2 for what was handed in, 3 for a
-    lack of memory, 1 for any other run that failed. With `--json` they are a document as well."""
+    lack of memory, 1 for any other run that failed. With `--json` they are a document as well. A reader of the output
+    that goes away, as `head` does, ends nothing."""
     given = sys.argv[1:] if arguments is None else arguments
-    try:
-        with Document.wanted(given) as document:
-            code = _carry_out(given, document)
-    except BrokenPipeError:  # the reader of our output went away, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 1
+    with outlets(), Document.wanted(given) as document:
+        code = _carry_out(given, document)
     sys.exit(code)
 
 
@@ -322,8 +319,6 @@ def _carry_out(arguments: list[str], document: Document | None) -> int:
             document.fail(error, "interrupted", 130)
         say("interrupted")
         return 130
-    except BrokenPipeError:
-        raise
     except Exception as error:
         if is_out_of_memory(error):
             where = "Out of memory outside of the run's steps: use a smaller model or batch_size, or another device."

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import App, Parameter
 
 from foretrain.errors import ForetrainError, InputError
+from foretrain.outlet import is_lost
 from foretrain.terminal import (
     Json,
     Quiet,
@@ -190,6 +191,8 @@ def _write(
             for token in generator.stream(text, sampling):
                 sys.stdout.write(token.text)
                 sys.stdout.flush()
+                if is_lost(sys.stdout):
+                    return
             put("")
         return
     completions = generator.generate(prompts, sampling)
