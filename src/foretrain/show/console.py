@@ -259,10 +259,7 @@ def _prediction(summary: Mapping[str, Any]) -> dict[str, str | None]:
     if "moves" not in summary:
         return {}
     moves = ", ".join(f"{count} {verdict.replace('_', ' ')}" for verdict, count in summary["moves"].items())
-    forecasts = [
-        f"{horizon} steps: R2 {values['r2']:.2f} (repeat {values['repeat_r2']:.2f}), cosine {values['cosine']:.2f}"
-        for horizon, values in summary["forecast"].items()
-    ]
+    forecasts = [f"{horizon} steps: {_scores(values)}" for horizon, values in summary["forecast"].items()]
     error = summary["confidence"]["calibration_error"]
     return {
         "moves": moves,
@@ -271,6 +268,13 @@ def _prediction(summary: Mapping[str, Any]) -> dict[str, str | None]:
         "predictability": summary["predictability"]["verdict"],
         "audited gain": summary["audit"]["sentence"],
     }
+
+
+def _scores(values: Mapping[str, Any]) -> str:
+    """Of the forecasts of one horizon. Before it knows something, a predictor makes none."""
+    if values.get("made") == 0:
+        return f"no forecast yet (repeat {values['repeat_r2']:.2f})"
+    return f"R2 {values['r2']:.2f} (repeat {values['repeat_r2']:.2f}), cosine {values['cosine']:.2f}"
 
 
 def _forecast(event: Progress) -> str:
