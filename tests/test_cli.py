@@ -252,15 +252,17 @@ def test_verbose_tells_everything_and_its_opposite_is_refused(
     assert "contradict each other" in capfd.readouterr().err
 
 
-def test_progress_goes_to_standard_error(
+def test_progress_goes_to_standard_error_and_the_result_to_standard_output(
     command: Command, tmp_path: Path, text_file: Path, tiny_settings: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
     arguments = [*tiny_settings, "--set", f"data.path={text_file}", "--set", "data.domain=code"]
     assert command("train", *arguments, "--out", tmp_path / "run") == 0
     output = capfd.readouterr()
-    assert output.out == ""
-    for words in ("note: data.domain has no effect", "step 6/6", "held-out loss", "run finished"):
+    for words in ("note: data.domain has no effect", "step 6/6", "held-out loss"):
         assert words in output.err
+    assert output.out.startswith("run finished")
+    assert "held-out loss │" in output.out
+    assert "run finished" not in output.err
     assert f"report   {tmp_path / 'run' / 'report.html'}  (open it in a browser)\n" in output.err
     assert f"live    foretrain watch {tmp_path / 'run'} --open\n" in output.err
     assert "\x1b" not in output.err

@@ -110,7 +110,7 @@ def train(
     from foretrain.run import train as run
 
     folder = out or default_folder(loaded.config)
-    summary = run(loaded.config, folder, resume=resume, overwrite=overwrite, progress=level, say=tell)
+    summary = run(loaded.config, folder, resume=resume, overwrite=overwrite, progress=level, table=False, say=tell)
     end_run(summary, folder, level, json_)
 
 

@@ -96,7 +96,7 @@ def finetune(
 
     check(loaded.config)
     folder = out or default_folder(loaded.config)
-    summary = run(loaded.config, folder, resume=resume, overwrite=overwrite, progress=level, say=tell)
+    summary = run(loaded.config, folder, resume=resume, overwrite=overwrite, progress=level, table=False, say=tell)
     end_run(summary, folder, level, json_, lambda: _result_lines(summary))
 
 

@@ -157,13 +157,18 @@ def as_json(value: Any) -> str:
 def end_run(
     summary: Mapping[str, Any], folder: Path, level: Level, json_: bool, results: Callable[[], list[str]] = list
 ) -> None:
-    """Say what came of a run and where it is, then exit as its end demands.
+    """Say what came of a run, on standard output, and where it is, then exit as its end demands.
 
     results: further lines on standard output.
     """
     from foretrain.run import written
 
     files = written(folder)
+    if level != "quiet":
+        from foretrain.show.console import summary_table
+        from foretrain.show.screen import screen
+
+        screen(wide=False).print(summary_table(summary, summary["reason"]))
     if json_:
         put_json({**summary, "files": files})
     elif level == "quiet":

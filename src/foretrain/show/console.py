@@ -54,12 +54,14 @@ class Console:
     """Listens to a run and shows it, on standard error. Without a terminal it prints some forty plain lines per run,
     with time left.
 
-    level: "quiet" shows what needs attention; "verbose" every event, and a line per `log.interval`.
+    level: "quiet" shows what needs attention; "verbose" every event, and a line per `log.interval`. table: end with
+    the table of results.
     """
 
-    def __init__(self, console: RichConsole | None = None, level: Level = "normal") -> None:
+    def __init__(self, console: RichConsole | None = None, level: Level = "normal", table: bool = True) -> None:
         self.console = console or screen("stderr", wide=False)
         self.level = level
+        self.table = table
         self._bar: ProgressBar | None = None
         self._task = TaskID(0)
         self._max_steps = 0
@@ -80,7 +82,7 @@ class Console:
                 self._progress(event)
             case RunEnded():
                 self.close()
-                if event.reason != "failed":
+                if event.reason != "failed" and self.table:
                     self.console.print(summary_table(event.summary, event.reason))
             case Evaluated():
                 self._val = event.loss
