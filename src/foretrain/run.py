@@ -92,8 +92,7 @@ def default_folder(config: Config) -> Path:
 
 
 def check_steps(run: Path, config: Config) -> None:
-    """A run that is to go on must have something left to do. Raises ConfigError where `max_steps` was lowered too far.
-    """
+    """A run that goes on must have something left to do. Raises ConfigError where `max_steps` was lowered too far."""
     newest = next(CheckpointStore(run / "checkpoints").steps(), None)
     if newest is None or newest[0] <= config.max_steps or not (run / "config.toml").is_file():
         return

@@ -151,7 +151,7 @@ def test_the_sentence_of_a_run_without_noise() -> None:
 def test_the_sentence_names_the_longest_horizon_that_was_scored() -> None:
     assert "over the next 20 steps" in watched(0.3, 0.2).sentence(scored(0.3, horizon=2))
     unknown = watched(0.3, 0.2).sentence(Quality(10))
-    assert unknown == "how predictable this run is cannot be said: no forecasts could be judged"
+    assert unknown == "too few forecasts (0) to say what is predictable"
 
 
 def test_few_forecasts_say_nothing() -> None:
@@ -162,7 +162,7 @@ def test_few_forecasts_say_nothing() -> None:
     quality.tallies[8].count, quality.tallies[8].recent_square = 5, 5.0
     assert watched(0.3, 0.2).sentence(quality).startswith("30% of the motion over the next 20 steps")
     few = watched(0.3, 0.2).sentence(scored(0.0, made=1))
-    assert few == "how predictable this run is cannot be said: 1 forecast could be judged"
+    assert few == "too few forecasts (1) to say what is predictable"
 
 
 def test_motion_that_repeats_is_predictable_whatever_the_predictor_does() -> None:

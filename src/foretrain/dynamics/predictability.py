@@ -75,8 +75,7 @@ class Predictability:
         known = [windows for windows in HORIZONS_IN_WINDOWS if quality.tallies[windows].made >= FEWEST]
         if not known:
             made = max(quality.tallies[windows].made for windows in HORIZONS_IN_WINDOWS)
-            forecasts = "1 forecast" if made == 1 else f"{made or 'no'} forecasts"
-            return f"how predictable this run is cannot be said: {forecasts} could be judged"
+            return f"too few forecasts ({made}) to say what is predictable"
         horizon = known[-1]
         share, repeat = (max(0.0, r2(horizon)) for r2 in (quality.r2, quality.repeat_r2))
         start = f"{max(share, repeat):.0%} of the motion over the next {horizon * quality.window} steps is predictable"
