@@ -62,6 +62,30 @@ def test_the_installed_program_runs() -> None:
     assert (answer.returncode, answer.stdout.strip()) == (0, metadata.version("foretrain"))
 
 
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (
+            ["train", "a.toml", "b.toml"],
+            "foretrain train: there is no use for b.toml; `foretrain train --help` shows how",
+        ),
+        (["config", "init"], "foretrain config init: FILE is missing; `foretrain config init --help` shows how"),
+        (["train", "--out"], "foretrain train: --out needs a value; `foretrain train --help` shows how"),
+        (
+            ["compare", "--seeds", "many"],
+            "foretrain compare: --seeds many: not a whole number; `foretrain compare --help` shows how",
+        ),
+        (["trian"], 'Unknown command "trian". Did you mean "train"? `foretrain --help` shows how'),
+        (["train", "--ou", "x"], "Unknown option: --ou. Did you mean --out? `foretrain train --help` shows how"),
+    ],
+)
+def test_a_wrong_command_line_is_explained_in_our_words(
+    arguments: list[str], error: str, command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command(*arguments) == 2
+    assert capsys.readouterr().err == f"error: {error}\n"
+
+
 @pytest.mark.parametrize("arguments", [["trian"], ["train", "--stes", "3"], ["config", "check"], ["export", "one"]])
 def test_a_wrong_command_line_exits_with_2(arguments: list[str], command: Command) -> None:
     assert command(*arguments) == 2
@@ -364,6 +388,12 @@ def test_export_writes_the_newest_checkpoint_and_a_named_one(
         for folder in (out / "model", tmp_path / "newest", tmp_path / "older")
     )
     assert of_run == newest != older
+    capsys.readouterr()
+    assert command("export", out, tmp_path / "older") == 2
+    assert "add --overwrite to replace files" in capsys.readouterr().err
+    assert (tmp_path / "older" / "model.safetensors").read_bytes() == older
+    assert command("export", out, tmp_path / "older", "--overwrite") == 0
+    assert (tmp_path / "older" / "model.safetensors").read_bytes() == newest
 
 
 def test_export_of_something_else_exits_with_2(

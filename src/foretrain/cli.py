@@ -8,10 +8,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
-from cyclopts import App, CycloptsError, Parameter
+from cyclopts import App, CoercionError, CycloptsError, MissingArgumentError, Parameter, Token, UnusedCliTokensError
+from cyclopts.argument import Argument
 
 from foretrain.cli_bench import bench_app
-from foretrain.cli_models import adapters_app, finetune, generate
+from foretrain.cli_models import Overwrite, adapters_app, finetune, generate
 from foretrain.cli_plan import plan
 from foretrain.cli_report import report, watch
 from foretrain.errors import ConfigError, ForetrainError, InputError, OutOfMemory, is_out_of_memory
@@ -23,6 +24,7 @@ from foretrain.terminal import (
     Settings,
     Verbose,
     check_resume,
+    check_target,
     chosen_level,
     end_run,
     flag,
@@ -120,11 +122,13 @@ def export(
     folder: Annotated[Path, Parameter(help="Where to write.")],
     /,
     *,
+    overwrite: Overwrite = False,
     json_: Json = False,
 ) -> None:
     """Write a checkpoint as a Hugging Face GPT-2 folder (config.json, model.safetensors)."""
     from foretrain.run import export_checkpoint
 
+    check_target(folder, overwrite)
     put_written(export_checkpoint(source, folder), json_)
 
 
@@ -311,7 +315,7 @@ def _carry_out(arguments: list[str], document: Document | None) -> int:
     try:
         app(arguments, print_error=False, exit_on_error=False)
     except CycloptsError as error:
-        return fail(error, f"{error} `foretrain --help` lists what there is.", 2)
+        return fail(error, _misuse(error), 2)
     except ForetrainError as error:
         return fail(error, str(error), error.exit_code)
     except KeyboardInterrupt as error:
@@ -327,6 +331,25 @@ def _carry_out(arguments: list[str], document: Document | None) -> int:
             document.fail(error, f"{type(error).__name__}: {error}", 1)
         raise
     return 0
+
+
+def _misuse(error: CycloptsError) -> str:
+    """A command line that cannot be understood, in our words, and where help is."""
+    command = " ".join(["foretrain", *(error.command_chain or ())])
+    match error:
+        case UnusedCliTokensError(unused_tokens=list() as tokens):
+            text = f"{command}: there is no use for {shlex.join(tokens)}"
+        case MissingArgumentError(argument=Argument() as argument):
+            given = error.keyword or argument.name
+            text = f"{command}: {given} needs a value" if given.startswith("-") else f"{command}: {given} is missing"
+        case CoercionError(token=Token() as token) if error.msg is None:
+            kinds = {bool: "neither true nor false", int: "not a whole number", float: "not a number"}
+            name = f"{token.keyword} " if token.keyword else ""
+            kind = kinds.get(error.target_type, "not understood") if error.target_type else "not understood"
+            text = f"{command}: {name}{token.value}: {kind}"
+        case _:
+            text = str(error).partition(" Available commands")[0].rstrip(".")
+    return f"{text}{'' if text.endswith('?') else ';'} `{command} --help` shows how"
 
 
 if __name__ == "__main__":
