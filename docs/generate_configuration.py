@@ -47,15 +47,15 @@ def page() -> str:
         "",
         "## Presets",
         "",
-        '`preset = "NAME"` sets these values before the file is read. Settings of parts that are not',
+        '`preset = "NAME"` sets these values before the file is read. `measured` is the default: the defaults above.',
+        "",
     ]
-    lines += ["in this version yet are listed as they will be, and change nothing today.", ""]
     keys = list(dict.fromkeys(key for values in PRESETS.values() for key in values))
-    lines += ["| preset | " + " | ".join(f"`{key}`{' *' if key in RESERVED else ''}" for key in keys) + " |"]
+    lines += ["| preset | " + " | ".join(f"`{key}`" for key in keys) + " |"]
     lines += ["|---" * (len(keys) + 1) + "|"]
     for name, values in PRESETS.items():
         lines.append(f"| `{name}` | " + " | ".join(str(values.get(key, "")) for key in keys) + " |")
-    lines += ["", "\\* not in this version yet. `measured` is the default: the defaults above.", ""]
+    lines += [""]
     lines += [
         "## Other names",
         "",

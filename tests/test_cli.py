@@ -62,6 +62,30 @@ def test_the_installed_program_runs() -> None:
     assert (answer.returncode, answer.stdout.strip()) == (0, metadata.version("foretrain"))
 
 
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (
+            ["train", "a.toml", "b.toml"],
+            "foretrain train: there is no use for b.toml; `foretrain train --help` shows how",
+        ),
+        (["config", "init"], "foretrain config init: FILE is missing; `foretrain config init --help` shows how"),
+        (["train", "--out"], "foretrain train: --out needs a value; `foretrain train --help` shows how"),
+        (
+            ["compare", "--seeds", "many"],
+            "foretrain compare: --seeds many: not a whole number; `foretrain compare --help` shows how",
+        ),
+        (["trian"], 'Unknown command "trian". Did you mean "train"? `foretrain --help` shows how'),
+        (["train", "--ou", "x"], "Unknown option: --ou. Did you mean --out? `foretrain train --help` shows how"),
+    ],
+)
+def test_a_wrong_command_line_is_explained_in_our_words(
+    arguments: list[str], error: str, command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command(*arguments) == 2
+    assert capsys.readouterr().err == f"error: {error}\n"
+
+
 @pytest.mark.parametrize("arguments", [["trian"], ["train", "--stes", "3"], ["config", "check"], ["export", "one"]])
 def test_a_wrong_command_line_exits_with_2(arguments: list[str], command: Command) -> None:
     assert command(*arguments) == 2
@@ -252,15 +276,17 @@ def test_verbose_tells_everything_and_its_opposite_is_refused(
     assert "contradict each other" in capfd.readouterr().err
 
 
-def test_progress_goes_to_standard_error(
+def test_progress_goes_to_standard_error_and_the_result_to_standard_output(
     command: Command, tmp_path: Path, text_file: Path, tiny_settings: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
     arguments = [*tiny_settings, "--set", f"data.path={text_file}", "--set", "data.domain=code"]
     assert command("train", *arguments, "--out", tmp_path / "run") == 0
     output = capfd.readouterr()
-    assert output.out == ""
-    for words in ("note: data.domain has no effect", "step 6/6", "held-out loss", "run finished"):
+    for words in ("note: data.domain has no effect", "step 6/6", "held-out loss"):
         assert words in output.err
+    assert output.out.startswith("run finished")
+    assert "held-out loss │" in output.out
+    assert "run finished" not in output.err
     assert f"report   {tmp_path / 'run' / 'report.html'}  (open it in a browser)\n" in output.err
     assert f"live    foretrain watch {tmp_path / 'run'} --open\n" in output.err
     assert "\x1b" not in output.err
@@ -362,6 +388,12 @@ def test_export_writes_the_newest_checkpoint_and_a_named_one(
         for folder in (out / "model", tmp_path / "newest", tmp_path / "older")
     )
     assert of_run == newest != older
+    capsys.readouterr()
+    assert command("export", out, tmp_path / "older") == 2
+    assert "add --overwrite to replace files" in capsys.readouterr().err
+    assert (tmp_path / "older" / "model.safetensors").read_bytes() == older
+    assert command("export", out, tmp_path / "older", "--overwrite") == 0
+    assert (tmp_path / "older" / "model.safetensors").read_bytes() == newest
 
 
 def test_export_of_something_else_exits_with_2(

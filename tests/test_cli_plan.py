@@ -67,6 +67,7 @@ def test_json_says_the_same(command: Command, capsys: pytest.CaptureFixture[str]
     made = json.loads(capsys.readouterr().out)
     assert set(made) == {
         "fits", "budget_bytes", "settings", "levers", "relative_step_time", "estimate", "estimate_before",
+            "planned", "without_prediction",
     }  # fmt: skip
     assert made["fits"] is True
     assert made["budget_bytes"] == 3 * 10**9
@@ -151,3 +152,25 @@ def test_a_fine_tuning_run_is_planned_from_its_model(
 def test_another_device_is_refused(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
     assert command("plan", "--device", "tpu") == 2
     assert "plan for cuda or cpu" in capsys.readouterr().err
+
+
+def test_what_was_planned_is_said(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command("plan", *SMALL, "--set", "batch_size=8") == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first.startswith("gpt2-small, 124,")
+    assert first.endswith(" parameters, vocabulary of 50,257; batches of 8 x 1024 tokens; cuda, bf16")
+
+
+def test_what_the_plain_loop_would_need_instead_is_said(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command("plan", *SMALL, "--budget", "3GB") == 0
+    said = capsys.readouterr().err
+    assert said.startswith('note: without prediction (hybrid.mode = "off"): that fits at about 1')
+    assert command("plan", *SMALL, "--budget", "3GB", "--set", "hybrid.mode=off") == 0
+    assert command("plan", *SMALL, "--budget", "40GB") == 0
+    assert capsys.readouterr().err == ""
+    named = ["accumulation_steps=1", "memory.basis=device", "memory.snapshots=device", "optimizer.state_type=fp32"]
+    settings = [part for name in named for part in ("--set", name)]
+    assert command("plan", *SMALL, *settings, "--budget", "6GB") == 2
+    said = capsys.readouterr().err
+    assert "; take a smaller model, context or batch, or leave settings that are named to the plan (" in said
+    assert "memory.snapshots and 1 more), or train without prediction" in said

@@ -94,6 +94,7 @@ CALLS: dict[Path_, tuple[list[str], Callable[[Any], object]]] = {
         ["--only", "confidence estimate", "--processes", "1", "--out", "x.json"],
         lambda found: found["written"] == "x.json" and found["benchmarks"],
     ),
+    ("bench", "list"): ([], lambda found: {"full step"} <= {row["name"] for row in found}),
     ("bench", "compare"): (["a.json", "b.json"], lambda found: found["step"]["ratio"] == 1.0),
     ("bench", "history"): (["a.json", "b.json"], lambda found: found["step"]["medians"] == [1.2, 1.2]),
     ("config", "init"): (["my.toml"], lambda found: found["command"] == "foretrain train my.toml"),

@@ -89,8 +89,11 @@ def test_after_the_line_on_how_to_go_on_nothing_more_is_said(
 def test_the_end_of_a_run_names_what_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "my run"
     (folder / "adapter").mkdir(parents=True)
-    end_run({"reason": "finished"}, folder, "normal", json_=False, results=lambda: ["accuracy 90.0%"])
+    counts = {"global_step": 3, "steps": {}, "backward_passes": 3, "tokens": 12, "seconds": 1.0}
+    summary = {"reason": "finished", **counts}
+    end_run(summary, folder, "normal", json_=False, results=lambda: ["accuracy 90.0%"])
     shown = capsys.readouterr()
-    assert shown.out == "accuracy 90.0%\n"
+    assert shown.out.startswith("run finished")
+    assert shown.out.endswith("┘\naccuracy 90.0%\n")
     ask = f"foretrain generate '{folder}' --prompt \"...\""
     assert shown.err == f"folder   {folder}\nadapter  {folder / 'adapter'}  ({ask})\n"

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
-from cyclopts import App, CycloptsError, Parameter
+from cyclopts import App, CoercionError, CycloptsError, MissingArgumentError, Parameter, Token, UnusedCliTokensError
+from cyclopts.argument import Argument
 
 from foretrain.cli_bench import bench_app
-from foretrain.cli_models import adapters_app, finetune, generate
+from foretrain.cli_models import Overwrite, adapters_app, finetune, generate
 from foretrain.cli_plan import plan
 from foretrain.cli_report import report, watch
 from foretrain.errors import ConfigError, ForetrainError, InputError, OutOfMemory, is_out_of_memory
+from foretrain.outlet import outlets
 from foretrain.terminal import (
     Document,
     Json,
@@ -23,6 +24,7 @@ from foretrain.terminal import (
     Settings,
     Verbose,
     check_resume,
+    check_target,
     chosen_level,
     end_run,
     flag,
@@ -110,7 +112,7 @@ def train(
     from foretrain.run import train as run
 
     folder = out or default_folder(loaded.config)
-    summary = run(loaded.config, folder, resume=resume, overwrite=overwrite, progress=level, say=tell)
+    summary = run(loaded.config, folder, resume=resume, overwrite=overwrite, progress=level, table=False, say=tell)
     end_run(summary, folder, level, json_)
 
 
@@ -120,11 +122,13 @@ def export(
     folder: Annotated[Path, Parameter(help="Where to write.")],
     /,
     *,
+    overwrite: Overwrite = False,
     json_: Json = False,
 ) -> None:
     """Write a checkpoint as a Hugging Face GPT-2 folder (config.json, model.safetensors)."""
     from foretrain.run import export_checkpoint
 
+    check_target(folder, overwrite)
     put_written(export_checkpoint(source, folder), json_)
 
 
@@ -290,14 +294,11 @@ def check(file: Path, /, *, set_: Settings = None, json_: Json = False) -> None:
 
 def main(arguments: list[str] | None = None) -> Any:
     """Entry point. Errors of ours are one line and an exit code, never a traceback: 2 for what was handed in, 3 for a
-    lack of memory, 1 for any other run that failed. With `--json` they are a document as well."""
+    lack of memory, 1 for any other run that failed. With `--json` they are a document as well. A reader of the output
+    that goes away, as `head` does, ends nothing."""
     given = sys.argv[1:] if arguments is None else arguments
-    try:
-        with Document.wanted(given) as document:
-            code = _carry_out(given, document)
-    except BrokenPipeError:  # the reader of our output went away, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 1
+    with outlets(), Document.wanted(given) as document:
+        code = _carry_out(given, document)
     sys.exit(code)
 
 
@@ -314,7 +315,7 @@ def _carry_out(arguments: list[str], document: Document | None) -> int:
     try:
         app(arguments, print_error=False, exit_on_error=False)
     except CycloptsError as error:
-        return fail(error, f"{error} `foretrain --help` lists what there is.", 2)
+        return fail(error, _misuse(error), 2)
     except ForetrainError as error:
         return fail(error, str(error), error.exit_code)
     except KeyboardInterrupt as error:
@@ -322,8 +323,6 @@ def _carry_out(arguments: list[str], document: Document | None) -> int:
             document.fail(error, "interrupted", 130)
         say("interrupted")
         return 130
-    except BrokenPipeError:
-        raise
     except Exception as error:
         if is_out_of_memory(error):
             where = "Out of memory outside of the run's steps: use a smaller model or batch_size, or another device."
@@ -332,6 +331,25 @@ def _carry_out(arguments: list[str], document: Document | None) -> int:
             document.fail(error, f"{type(error).__name__}: {error}", 1)
         raise
     return 0
+
+
+def _misuse(error: CycloptsError) -> str:
+    """A command line that cannot be understood, in our words, and where help is."""
+    command = " ".join(["foretrain", *(error.command_chain or ())])
+    match error:
+        case UnusedCliTokensError(unused_tokens=list() as tokens):
+            text = f"{command}: there is no use for {shlex.join(tokens)}"
+        case MissingArgumentError(argument=Argument() as argument):
+            given = error.keyword or argument.name
+            text = f"{command}: {given} needs a value" if given.startswith("-") else f"{command}: {given} is missing"
+        case CoercionError(token=Token() as token) if error.msg is None:
+            kinds = {bool: "neither true nor false", int: "not a whole number", float: "not a number"}
+            name = f"{token.keyword} " if token.keyword else ""
+            kind = kinds.get(error.target_type, "not understood") if error.target_type else "not understood"
+            text = f"{command}: {name}{token.value}: {kind}"
+        case _:
+            text = str(error).partition(" Available commands")[0].rstrip(".")
+    return f"{text}{'' if text.endswith('?') else ';'} `{command} --help` shows how"
 
 
 if __name__ == "__main__":

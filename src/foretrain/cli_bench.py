@@ -1,4 +1,4 @@
-"""`foretrain bench`: run, compare, history. Heavy imports stay inside, so that `--help` is instant."""
+"""`foretrain bench`: run, list, compare, history. Heavy imports stay inside, so that `--help` is instant."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import App, Parameter
 
 from foretrain.errors import InputError
-from foretrain.terminal import Json, Quiet, Verbose, chosen_level, put, put_json, say
+from foretrain.terminal import Json, Quiet, Verbose, chosen_level, put, put_beside, put_json, say
 
 if TYPE_CHECKING:
     from foretrain.schema import Level
@@ -93,6 +93,19 @@ def run(
     else:
         say(wrote)
         screen().print(bench_tables.run_table(records[0]))
+
+
+@bench_app.command(name="list")
+def list_(*, json_: Json = False) -> None:
+    """List the benchmarks and what each of them times; `bench run --only NAME` runs one."""
+    from foretrain.measure.hotpaths import BENCHMARKS
+
+    if json_:
+        put_json([{"name": name, "description": found.description} for name, found in BENCHMARKS.items()])
+        return
+    width = max(len(name) for name in BENCHMARKS)
+    for name, found in BENCHMARKS.items():
+        put_beside(f"{name:<{width}}  ", found.description)
 
 
 @bench_app.command

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import App, Parameter
 
 from foretrain.errors import ForetrainError, InputError
+from foretrain.outlet import is_lost
 from foretrain.terminal import (
     Json,
     Quiet,
@@ -95,7 +96,7 @@ def finetune(
 
     check(loaded.config)
     folder = out or default_folder(loaded.config)
-    summary = run(loaded.config, folder, resume=resume, overwrite=overwrite, progress=level, say=tell)
+    summary = run(loaded.config, folder, resume=resume, overwrite=overwrite, progress=level, table=False, say=tell)
     end_run(summary, folder, level, json_, lambda: _result_lines(summary))
 
 
@@ -190,6 +191,8 @@ def _write(
             for token in generator.stream(text, sampling):
                 sys.stdout.write(token.text)
                 sys.stdout.flush()
+                if is_lost(sys.stdout):
+                    return
             put("")
         return
     completions = generator.generate(prompts, sampling)

@@ -44,7 +44,7 @@ def plan(
     """
     from foretrain.config import given, load
     from foretrain.planning.estimate import estimate
-    from foretrain.planning.plan import NothingFitsError
+    from foretrain.planning.plan import NothingFitsError, without_prediction
     from foretrain.planning.plan import plan as make_plan
 
     loaded = load(config, set_ or (), preset="finetune" if finetune else "measured")
@@ -53,22 +53,54 @@ def plan(
     target = _target(loaded.config, device)
     found = estimate(loaded.config, target)
     limit = _budget(loaded.config, budget, target)
+    planned = _planned(loaded.config, target)
     if limit is None:
         if json_:
-            put_json({"fits": None, "budget_bytes": None, "estimate": found.as_dict()})
+            put_json({"planned": planned, "fits": None, "budget_bytes": None, "estimate": found.as_dict()})
         else:
+            put(_planned_line(planned))
             _print_estimate(found)
         return
     try:
         made = make_plan(loaded.config, target, limit, given(loaded.config))
     except NothingFitsError as error:
-        error.facts = {"fits": False} | _smallest(error.smallest)
+        error.facts = {"planned": planned, "fits": False} | _smallest(error.smallest)
         raise
+    cheaper = without_prediction(loaded.config, target, limit, given(loaded.config), made.choice.cost)
     if json_:
-        put_json({"fits": True} | made.as_dict())
+        put_json({"planned": planned, "fits": True, "without_prediction": cheaper} | made.as_dict())
         return
+    put(_planned_line(planned))
     _print_estimate(found)
     _print_plan(made)
+    if cheaper:
+        say(f"note: {cheaper}")
+
+
+def _planned(config: Config, target: Target) -> dict[str, Any]:
+    """What the plan is for."""
+    from foretrain.planning.estimate import all_parameters
+    from foretrain.planning.parameters import parameters_of
+
+    return {
+        "model": config.model.weights or config.model.type,
+        "parameters": parameters_of(target.shape).elements,
+        "trained_parameters": all_parameters(config, target).elements,
+        "vocabulary": target.shape.vocab_size,
+        "batch_size": config.batch_size,
+        "length": target.length,
+        "device": "cuda" if target.cuda else "cpu",
+        "precision": target.precision,
+    }
+
+
+def _planned_line(planned: dict[str, Any]) -> str:
+    adapter = planned["trained_parameters"] != planned["parameters"]
+    trained = f", {planned['trained_parameters']:,} of an adapter" if adapter else ""
+    return (
+        f"{planned['model']}, {planned['parameters']:,} parameters{trained}, vocabulary of {planned['vocabulary']:,}; "
+        f"batches of {planned['batch_size']} x {planned['length']} tokens; {planned['device']}, {planned['precision']}"
+    )
 
 
 def _smallest(plan: Plan) -> dict[str, Any]:

@@ -49,7 +49,7 @@ def report(
 
 
 def watch(
-    run: Annotated[Path, Parameter(help="Run folder, of a run that goes on or has ended.")],
+    run: Annotated[Path, Parameter(help="Run folder, of a run that goes on, has ended, or is about to begin.")],
     /,
     *,
     port: Annotated[int, Parameter(help="Of this machine's own address. 0: any that is free.")] = 0,
@@ -58,18 +58,24 @@ def watch(
 ) -> None:
     """Look at a run while it goes on: the page of `foretrain report`, live, until Ctrl-C.
 
+    It can be started before the run: it waits for it.
+
     It reads the run's files and never speaks to the trainer, so neither can hurt the other: a run that is stopped and
     resumed is followed. It answers on this machine only, to whoever has the printed address; nothing can be changed
     through it.
     """
+    from foretrain.show.follow import has_begun
     from foretrain.show.watch import WatchServer
 
+    begun = has_begun(run)
     server = WatchServer(run, port)
     if json_:
         put_json({"address": server.address, "port": server.port})
     else:
         put(server.address)
         say("open this address in a browser on this machine; Ctrl-C ends it, the run goes on")
+    if not begun:
+        say(f"{run}: no run has begun there yet; it is shown as soon as it does")
     if open_:
         import webbrowser
 

@@ -7,12 +7,13 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from pydantic import ValidationError
 
 from foretrain.errors import ConfigError
-from foretrain.names import BARE_ALIASES, KEY_ALIASES, PRESETS, RESERVED, SECTION_ALIASES, VALUE_ALIASES
+from foretrain.names import BARE_ALIASES, KEY_ALIASES, NICKNAMES, PRESETS, RESERVED, SECTION_ALIASES, VALUE_ALIASES
 from foretrain.schema import (
     AuditConfig,
     CheckpointConfig,
@@ -79,17 +80,18 @@ def load(path: str | Path | None = None, overrides: Sequence[str] = (), preset: 
     """Read a TOML file (or nothing), then apply `key=value` overrides. Raises ConfigError with one clear line.
 
     preset: where neither names one."""
-    origin = str(path) if path is not None else "the command line"
-    layers: list[tuple[str, dict[str, Any]]] = []
-    if path is not None:
-        layers.append((origin, _flatten(_read(Path(path)))))
-    layers.append(("--set", dict(parse_override(text) for text in overrides)))
-    values: dict[str, Any] = {}
     notices: list[str] = []
-    for source, entries in layers:
-        values.update(_resolve(entries, source, notices))
+    values = _resolve(_flatten(_read(Path(path))), str(path), notices) if path is not None else {}
+    said: dict[str, str] = {}
+    entries: dict[str, Any] = {}
+    for text in overrides:
+        name, value = parse_override(text)
+        entries[name] = value
+        said |= dict.fromkeys(_canonical(name, "--set"), f"--set {text}")
+    values |= _resolve(entries, "--set", notices)
     values.setdefault("preset", preset)
-    return Loaded(_build(values, origin), tuple(notices))
+    origin = " with ".join([str(path)] * (path is not None) + ["--set"] * bool(said))
+    return Loaded(_build(values, origin or "the defaults", said), tuple(notices))
 
 
 def from_mapping(mapping: Mapping[str, Any], origin: str = "mapping") -> Config:
@@ -223,13 +225,24 @@ def _canonical(name: str, source: str) -> tuple[str, ...]:
         return KEY_ALIASES[spelled]
     if key in BARE_ALIASES:
         return (BARE_ALIASES[key],)
+    near = _nearest(spelled, key)
+    hint = f"; did you mean {near}?" if near else "; `foretrain config show` lists every key"
+    raise ConfigError(f"{source}: unknown key {name}{hint}")
+
+
+def _nearest(spelled: str, key: str) -> str | None:
+    """What was probably meant: the same name in another section, a common short form, or the nearest spelling."""
+    if spelled in NICKNAMES:
+        return NICKNAMES[spelled]
+    same = [name for name in sorted(KNOWN) if name.rpartition(".")[2] == key]
+    if same and spelled == key:
+        return " or ".join(same) if len(same) <= _FEW else difflib.get_close_matches(spelled, same, n=1, cutoff=0)[0]
     known = [*KNOWN, *RESERVED, *KEY_ALIASES, *BARE_ALIASES]
     near = difflib.get_close_matches(spelled, known, n=1, cutoff=0.6)
     if not near:
         by_leaf = {candidate.rpartition(".")[2]: candidate for candidate in known}
         near = [by_leaf[leaf] for leaf in difflib.get_close_matches(key, by_leaf, n=1, cutoff=0.6)]
-    hint = f"; did you mean {near[0]}?" if near else "; `foretrain config show` lists every key"
-    raise ConfigError(f"{source}: unknown key {name}{hint}")
+    return near[0] if near else None
 
 
 def _spelling(canonical: str, value: Any) -> Any:
@@ -242,7 +255,8 @@ def _spelling(canonical: str, value: Any) -> Any:
         return value
 
 
-def _build(values: Mapping[str, Any], origin: str) -> Config:
+def _build(values: Mapping[str, Any], origin: str, said: Mapping[str, str] = MappingProxyType({})) -> Config:
+    """said: how the command line gave a setting, by canonical name."""
     preset = values.get("preset", "measured")
     merged = {name: value for name, value in PRESETS.get(preset, {}).items() if name in KNOWN} | dict(values)
     nested: dict[str, Any] = {}
@@ -252,20 +266,44 @@ def _build(values: Mapping[str, Any], origin: str) -> Config:
     try:
         return Config.model_validate(nested)
     except ValidationError as error:
-        raise ConfigError(f"{origin}: {_explain(error)}") from None
+        raise ConfigError(_explain(error, origin, said)) from None
 
 
-def _explain(error: ValidationError) -> str:
-    """The first problem in one line, in the words of the configuration file."""
-    problem = error.errors()[0]
-    name = ".".join(part for part in map(str, problem["loc"]) if part in _FIELD_PARTS)
-    message = problem["msg"].removeprefix("Value error, ")
-    message = message[0].lower() + message[1:]
-    if not name:
-        return message
+def _explain(error: ValidationError, origin: str, said: Mapping[str, str]) -> str:
+    """The first problem in one line: who said it, what is wrong with it, what is allowed."""
+    problems = error.errors()
+    first = problems[0]
+    name = _named(first)
     setting = next((setting for setting in settings() if setting.name == name), None)
-    allowed = f" (allowed: {setting.kind})" if setting else ""
-    return f"{name} = {problem['input']!r}: {message}{allowed}"
+    message = first["msg"].removeprefix("Value error, ")
+    if setting is None:  # several settings do not fit together
+        return f"{origin}: {message[0].lower()}{message[1:]}"
+    who = said.get(name) or f"{origin.removesuffix(' with --set')}: {name} = {first['input']!r}"
+    if first["type"] == "value_error":  # in our own words
+        return f"{who}: {message}"
+    kinds = {problem["type"] for problem in problems if _named(problem) == name}
+    wrong = next((text for start, text in _WRONG.items() if all(kind.startswith(start) for kind in kinds)), "")
+    wrong = "no value is given" if first["input"] == "" else wrong or "this cannot be used"
+    return f"{who}: {wrong}; allowed: {setting.kind}"
+
+
+def _named(problem: Any) -> str:
+    return ".".join(part for part in map(str, problem["loc"]) if part in _FIELD_PARTS)
+
+
+_WRONG = {
+    "literal": "there is no such value",
+    "int": "not an integer",
+    "float": "not a number",
+    "bool": "neither true nor false",
+    "string": "not a text; put it in quotes",
+    "list": "not a list",
+    "greater": "too small",
+    "less": "too large",
+    "finite": "not a finite number",
+}
+"""By how pydantic's names of problems begin."""
+_FEW = 3
 
 
 _FIELD_PARTS = frozenset(part for name in KNOWN for part in name.split("."))

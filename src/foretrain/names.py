@@ -62,6 +62,16 @@ BARE_ALIASES: dict[str, str] = {
 }
 """Bare keys, resolved wherever they stand, unless their section has a key of that name."""
 
+NICKNAMES: dict[str, str] = {
+    "lr": "optimizer.learning_rate",
+    "learning_rate": "optimizer.learning_rate",
+    "wd": "optimizer.weight_decay",
+    "steps": "max_steps",
+    "batch": "batch_size",
+    "dropout": "model.dropout",
+}
+"""What people may write for a setting: not accepted, but understood, to say the right name."""
+
 VALUE_ALIASES: dict[str, dict[Any, Any]] = {
     "schedule.type": {"warmupstabledecay": "wsd", "warmup_stable_decay": "wsd", "warmuponly": "warmup"},
     "precision.type": {True: "fp16", False: "fp32"},

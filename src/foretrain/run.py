@@ -91,6 +91,19 @@ def default_folder(config: Config) -> Path:
     return Path("runs") / f"{config.model.type}-{datetime.now().astimezone():%Y%m%d-%H%M%S}"
 
 
+def check_steps(run: Path, config: Config) -> None:
+    """A run that goes on must have something left to do. Raises ConfigError where `max_steps` was lowered too far."""
+    newest = next(CheckpointStore(run / "checkpoints").steps(), None)
+    if newest is None or newest[0] <= config.max_steps or not (run / "config.toml").is_file():
+        return
+    before = configuration.load(run / "config.toml").config.max_steps
+    if before > config.max_steps:
+        raise ConfigError(
+            f"max_steps = {config.max_steps}: nothing left to do: the run in {run} is at step {newest[0]}; leave "
+            f"max_steps at {before}, or choose at least {newest[0]}"
+        )
+
+
 def written(folder: Path) -> dict[str, str]:
     """What a run has left in its folder for people and other programs."""
     parts = {"report": report.NAME, "model": "model", "adapter": "adapter"}
@@ -106,6 +119,7 @@ def train(
     resume: bool = False,
     overwrite: bool = False,
     progress: bool | Level = True,
+    table: bool = True,
     listeners: Sequence[Listener] = (),
     say: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
@@ -115,6 +129,8 @@ def train(
     bus = Bus()
     for listener in listeners:
         bus.subscribe(listener)
+    if resume:
+        check_steps(path, config)
     with RunFolder(path, resume, overwrite) as folder:
         device = choose_device(config.device)
         corpus = tokens.prepare(config.data, say)
@@ -138,6 +154,7 @@ def train(
             out=folder,
             resume=resume,
             progress=progress,
+            table=table,
             title=config.model.type,
             details=_details(config, corpus, model, path),
             data_fingerprint=corpus.fingerprint,

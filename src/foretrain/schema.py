@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from foretrain.sizes import parse_size
 
@@ -21,13 +21,13 @@ Level = Literal["quiet", "normal", "verbose"]
 Share = bool | Annotated[float, Field(ge=0, le=1)]
 
 
-def _amount(text: str) -> str:
-    if text:
-        parse_size(text)  # says what is wrong with it
-    return text
+def _amount(value: Any) -> Any:
+    if value != "":
+        parse_size(str(value))  # says what is wrong with it
+    return value
 
 
-Amount = Annotated[str, AfterValidator(_amount)]
+Amount = Annotated[str, BeforeValidator(_amount)]
 
 
 FIRST_RATE = 1e-3
@@ -305,7 +305,9 @@ class HybridConfig(Section):
     """`leap` moves a whole horizon at once and probes it; `rollout` moves one predicted step at a time; `off` is the
     plain loop."""
     warmup_steps: Count = 100
-    """Full steps before anything is predicted. Quasi-Newton leaps, where the loss is exact, need none."""
+    """Full steps before anything is predicted; up to three times as many while the loss has not settled. Fewer where
+    nothing will be tried, because batches differ and no audit can be afforded: 3 windows or a tenth of the run,
+    whichever is longer. None for quasi-Newton leaps, where the loss is exact."""
     full_steps: Count = 20
     """Full steps between two predicted phases, at the least."""
     max_predict_steps: Count = 60
@@ -568,8 +570,8 @@ def _describe(annotation: Any, metadata: Sequence[Any]) -> str:
     arguments = get_args(annotation)
     if origin is Literal:
         return " | ".join(json.dumps(value) for value in arguments)
-    if origin is list and get_origin(arguments[0]) is Literal:
-        return f"list of {_describe(arguments[0], metadata)}"
+    if origin is list and arguments[0] is not str:
+        return f"list of {_describe(arguments[0], metadata)}".replace("integer", "integers")
     if arguments and origin is not list:
         kinds = [_describe(part, metadata) for part in arguments if part is not type(None)]
         return " or ".join(kinds)

@@ -167,29 +167,33 @@ def as_json(value: Any) -> str:
 def end_run(
     summary: Mapping[str, Any], folder: Path, level: Level, json_: bool, results: Callable[[], list[str]] = list
 ) -> None:
-    """Say what came of a run and where it is, then exit as its end demands.
+    """Say what came of a run, on standard output, and where it is, then exit as its end demands.
 
     results: further lines on standard output.
     """
     from foretrain.run import written
 
     files = written(folder)
+    interrupted = summary["reason"] == "interrupted"
+    if level != "quiet" and not interrupted:
+        from foretrain.show.console import summary_table
+        from foretrain.show.screen import screen
+
+        screen(wide=False).print(summary_table(summary))
     if json_:
         put_json({**summary, "files": files})
-    elif level == "quiet":
+    elif level == "quiet" or interrupted:  # the last line says how to go on
         from foretrain.show.console import result_line
 
-        how = ", go on with --resume" if summary["reason"] == "interrupted" else ""
+        how = ", go on with --resume" if interrupted else ""
         put(f"{result_line(summary)}; {files['folder']}{how}")
     else:
         for line in results():
             put(line)
-        if summary["reason"] == "interrupted":  # its last line says how to go on
-            files = {}
         run = shlex.quote(str(folder))
         advice = {"report": "open it in a browser", "model": f'foretrain generate {run} --prompt "..."'}
         advice["adapter"] = advice["model"]
         for name, path in files.items():
             say(f"{name:<7}  {path}" + (f"  ({advice[name]})" if name in advice else ""))
-    if summary["reason"] == "interrupted":  # saved but not finished: a shell's `&&` and a scheduler must know
+    if interrupted:  # saved but not finished: a shell's `&&` and a scheduler must know
         sys.exit(128 + signal.Signals[summary["signal"]])

@@ -445,6 +445,7 @@ class HybridTrainer(Engine):
         out: str | Path | RunFolder | None = None,
         resume: bool = False,
         progress: bool | Level = True,
+        table: bool = True,
         title: str = "",
         details: dict[str, str] | None = None,
         data_fingerprint: str = "",
@@ -453,14 +454,14 @@ class HybridTrainer(Engine):
 
         loader: batches. One with `seek(position)` (such as `foretrain.Loader`) resumes at once; any other iterable is
         read again from its start up to the saved position. out: the run folder; without one nothing is written.
-        progress: how much is shown; True: as `log.console` says, False: nothing.
+        progress: how much is shown; True: as `log.console` says, False: nothing. table: it ends with the results.
         """
         with ExitStack() as stack:
             folder = (
                 out if isinstance(out, RunFolder) or out is None else stack.enter_context(RunFolder(Path(out), resume))
             )
             if progress:
-                console = Console(level=self.config.log.console if progress is True else progress)
+                console = Console(level=self.config.log.console if progress is True else progress, table=table)
                 stack.callback(self.bus.subscribe(console))
                 stack.callback(console.close)
             if folder is not None:

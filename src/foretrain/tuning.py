@@ -26,7 +26,7 @@ from foretrain.models.gpt2 import GPT2
 from foretrain.models.lora import LoraSettings
 from foretrain.planning.budget import within_budget
 from foretrain.planning.estimate import target_of
-from foretrain.run import read_checkpoint
+from foretrain.run import check_steps, read_checkpoint
 from foretrain.schema import Level
 from foretrain.serve.generate import TextGenerator
 from foretrain.serve.sampling import Sampling
@@ -60,6 +60,7 @@ def finetune(
     resume: bool = False,
     overwrite: bool = False,
     progress: bool | Level = True,
+    table: bool = True,
     listeners: Sequence[Listener] = (),
     say: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
@@ -73,6 +74,7 @@ def finetune(
         raise InputError(f"--out {path}: it holds the model that is to be fine-tuned; choose another folder")
     if resume:
         _check_adapter(path, config)
+        check_steps(path, config)
     bus = Bus()
     for listener in listeners:
         bus.subscribe(listener)
@@ -96,6 +98,7 @@ def finetune(
             out=folder,
             resume=resume,
             progress=progress,
+            table=table,
             title=f"adapter for {base.folder}",
             details=_details(config, data, base.model, path),
             data_fingerprint=data.train.fingerprint,

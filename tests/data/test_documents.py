@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import json
 import lzma
+import re
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,9 +47,39 @@ def test_any_suffix_is_text_when_the_file_is_named(tmp_path: Path) -> None:
     assert texts(write(tmp_path / "notes.log", "a log")) == ["a log"]
 
 
-def test_broken_utf8_is_replaced_and_not_an_error(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes(b"good \xff\xfe bad")
-    assert texts(tmp_path / "a.txt") == ["good \ufffd\ufffd bad"]
+def test_text_of_another_encoding_is_refused_with_the_command_that_converts_it(tmp_path: Path) -> None:
+    file = tmp_path / "my text.txt"
+    file.write_bytes("Grüße aus Köln. ".encode("latin1"))
+    with pytest.raises(DataError, match=r"3 of its 16 bytes cannot be read, the first at byte 2") as raised:
+        texts(file)
+    commands = re.findall(r"iconv [^;]*", str(raised.value))
+    assert len(commands) == 2
+    for command, wanted in zip(commands, ["Grüße aus Köln. ", "Gre aus Kln. "], strict=True):
+        subprocess.run(["bash", "-c", command])  # iconv -c says by its exit code that it left something out
+        assert texts(tmp_path / "utf8-my text.txt") == [wanted]
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".xz"])
+def test_so_is_a_compressed_one(suffix: str, tmp_path: Path) -> None:
+    file = tmp_path / f"a.txt{suffix}"
+    with {".gz": gzip.open, ".xz": lzma.open}[suffix](file, "wb") as target:
+        target.write("Köln".encode("latin1"))
+    with pytest.raises(DataError, match="not UTF-8") as raised:
+        texts(file)
+    command = re.search(r"latin1: ([^;]*)", str(raised.value))
+    assert command is not None
+    subprocess.run(["bash", "-c", command[1]], check=True)
+    assert texts(tmp_path / "utf8-a.txt") == ["Köln"]
+
+
+def test_utf16_and_what_is_no_text_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "a.txt"
+    file.write_bytes("hello".encode("utf-16"))
+    with pytest.raises(DataError, match="UTF-16, not UTF-8; convert it: iconv -f utf-16 -t utf-8"):
+        texts(file)
+    file.write_bytes(b"\x7fELF" + bytes(60))
+    with pytest.raises(DataError, match=r"not a text file \(60 of its 64 bytes are zero\)"):
+        texts(file)
 
 
 def test_globs_are_sorted_and_may_go_deep(tmp_path: Path) -> None:

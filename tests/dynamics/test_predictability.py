@@ -45,12 +45,13 @@ def watched(
     return made
 
 
-def scored(r2: float, horizon: int = 8) -> Quality:
+def scored(r2: float, horizon: int = 8, repeat: float | None = None, made: int = 5) -> Quality:
     quality = Quality(10)
     for windows in HORIZONS_IN_WINDOWS:
         if windows <= horizon:
             tally = quality.tallies[windows]
-            tally.count, tally.recent_square, tally.recent_error = 5, 5.0, 5 * (1 - r2)
+            tally.count, tally.made, tally.recent_square, tally.recent_error = 5, made, 5.0, 5 * (1 - r2)
+            tally.recent_repeat = 5 * (1 - (r2 if repeat is None else repeat))
     return quality
 
 
@@ -149,7 +150,25 @@ def test_the_sentence_of_a_run_without_noise() -> None:
 
 def test_the_sentence_names_the_longest_horizon_that_was_scored() -> None:
     assert "over the next 20 steps" in watched(0.3, 0.2).sentence(scored(0.3, horizon=2))
-    assert "not known yet" in watched(0.3, 0.2).sentence(Quality(10))
+    unknown = watched(0.3, 0.2).sentence(Quality(10))
+    assert unknown == "too few forecasts (0) to say what is predictable"
+
+
+def test_few_forecasts_say_nothing() -> None:
+    """A horizon that was forecast once, or never but counted, is no measurement."""
+    quality = scored(0.3, horizon=2)
+    quality.tallies[4].count = quality.tallies[4].made = 1
+    quality.tallies[4].recent_square = quality.tallies[4].recent_error = 1.0
+    quality.tallies[8].count, quality.tallies[8].recent_square = 5, 5.0
+    assert watched(0.3, 0.2).sentence(quality).startswith("30% of the motion over the next 20 steps")
+    few = watched(0.3, 0.2).sentence(scored(0.0, made=1))
+    assert few == "too few forecasts (1) to say what is predictable"
+
+
+def test_motion_that_repeats_is_predictable_whatever_the_predictor_does() -> None:
+    said = watched(0.3, 0.2).sentence(scored(0.0, repeat=0.83))
+    assert said.startswith("83% of the motion over the next 80 steps is predictable by repeating the last displacement")
+    assert said.endswith("0% by the predictor: leaps wait until it does as well")
 
 
 def test_state_survives_a_round_trip() -> None:

@@ -75,6 +75,14 @@ def test_scores_are_those_of_the_real_vectors(windows: int) -> None:
     assert quality.r2(windows) == pytest.approx(found["r2"], abs=1e-4)
 
 
+def test_standing_still_is_counted_but_is_no_forecast() -> None:
+    quality = fed(np.zeros((G, R)), along(repeating()), count=4)
+    quality.add(happened(along(repeating())), forecast(repeating()))
+    found = quality.summary()[str(WINDOW)]
+    assert (found["count"], found["made"]) == (5, 1)
+    assert quality.repeat_r2(1) == pytest.approx(1.0)
+
+
 def test_a_perfect_forecast() -> None:
     coefficients = np.random.default_rng(2).normal(size=(G, R))
     quality = fed(coefficients, along(coefficients))

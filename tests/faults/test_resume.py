@@ -67,7 +67,7 @@ def test_a_finished_run_is_left_as_it_is(workshop: Any) -> None:
     code, printed = workshop.foretrain("train", "tiny.toml", "--out", "undisturbed", "--resume")
     assert code == 0
     assert "resumed from step 11" in printed
-    assert "run finished" in printed
+    assert "report   undisturbed/report.html" in printed
     after = contents(workshop.folder / "undisturbed")
     assert {name for name in before if before[name] != after[name]} <= {"summary.json", "report.html"}
     assert before.keys() == after.keys()
@@ -312,3 +312,14 @@ def test_any_loader_resumes_exactly(kind: str, stop: int, tmp_path: Path) -> Non
         if isinstance(value, torch.Tensor):
             assert torch.equal(value, resumed.state_dict()[name]), name
     assert any("has no seek()" in notice for notice in notices)
+
+
+def test_a_run_that_is_past_its_new_end_says_so_and_is_left_alone(workshop: Any) -> None:
+    before = contents(workshop.folder / "undisturbed")
+    code, printed = workshop.foretrain("train", "--out", "undisturbed", "--resume", "--set", "max_steps=5")
+    assert code == 2
+    assert printed == (
+        "error: max_steps = 5: nothing left to do: the run in undisturbed is at step 11; leave max_steps at 11, or "
+        "choose at least 11\n"
+    )
+    assert contents(workshop.folder / "undisturbed") == before

@@ -190,3 +190,29 @@ def test_in_a_program_of_ones_own(out: str | None, tmp_path: Path, capsys: pytes
     assert (summary["reason"], summary["global_step"]) == ("interrupted", 1)
     advice = f"; go on with fit(..., out={path!r}, resume=True)" if out else ""
     assert capsys.readouterr().err.endswith(f"\nSIGTERM: stopped after step 1{advice}\n")
+
+
+def test_a_terminal_that_goes_away_stops_and_saves(workshop: Any) -> None:
+    """As an ssh connection that breaks: SIGHUP, and nothing can be printed any more."""
+    out = workshop.folder / "run"
+    code = "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); " + FORETRAIN
+    mine, its = os.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, "train", "tiny.toml", "--out", "run", *settings(*ENDLESS)],
+        stdin=its,
+        stdout=its,
+        stderr=its,
+        start_new_session=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    os.close(its)
+    try:
+        wait_until(lambda: steps_in(out / "metrics.jsonl") >= 5, process)
+        os.close(mine)
+        assert process.wait(60) == 128 + signal.SIGHUP
+    finally:
+        process.kill()
+        process.wait()
+    summary = json.loads((out / "summary.json").read_text())
+    assert (summary["reason"], summary["signal"]) == ("interrupted", "SIGHUP")
+    verify(out / "checkpoints" / f"step-{summary['global_step']:08d}")

@@ -107,3 +107,14 @@ def test_fine_tuning_keeps_to_a_budget_too(tmp_path: Path) -> None:
     tuning.finetune(config, tmp_path / "run", progress=False, say=said.append)
     assert any("instead of" in line for line in said)
     assert load(tmp_path / "run" / "config.toml").config != config
+
+
+def test_what_the_plain_loop_would_need_instead_is_said(make_config: Callable[..., Any]) -> None:
+    plain = make_config({"model.vocab_size": 257, "batch_size": 16, "model.context": 64})
+    config = make_config(
+        {"model.vocab_size": 257, "batch_size": 16, "model.context": 64, "memory.budget": budget_of(plain, 0.5)}
+    )
+    said: list[str] = []
+    target = target_of(config, gpt2.shape_from_config(config.model))
+    budget_module.within_budget(config, target, given(config), said.append)
+    assert any(line.startswith('note: without prediction (hybrid.mode = "off"): that fits ') for line in said), said

@@ -78,7 +78,7 @@ def test_what_fits_is_left_as_it_is() -> None:
 def test_nothing_fits_says_the_smallest_figure_and_what_is_in_the_way() -> None:
     config = from_mapping({"batch_size": 8, "optimizer.state_type": "fp32"})
     target = Target(SHAPES[2], True, "bf16", 512)
-    words = r"smallest possible is \d\.\d\d GB.*leave optimizer\.state_type unset"
+    words = r"smallest possible is \d\.\d\d GB.*leave settings .*\(optimizer\.state_type\)"
     with pytest.raises(NothingFitsError, match=words) as failed:
         plan(config, target, 10**9, named(config))
     every = [estimate(with_settings(config, one.settings), target) for one in choices(config, named(config), target)]

@@ -382,3 +382,17 @@ def test_how_often_memory_ran_out() -> None:
 
 def _flat(text: str) -> str:
     return " ".join(text.split())
+
+
+def test_a_predictor_that_said_nothing_yet_has_no_scores() -> None:
+    scores = {"count": 1, "r2": 0.0, "repeat_r2": 0.83, "cosine": 0.0}
+    prediction = {
+        "moves": {"kept": 0},
+        "forecast": {"20": scores | {"made": 0}, "40": scores | {"made": 2, "r2": 0.5}},
+        "confidence": {"calibration_error": None},
+        "predictability": {"verdict": "unknown"},
+        "audit": {"sentence": "not tried"},
+    }
+    text = shown([RunEnded(1000, "finished", SUMMARY | prediction)])
+    assert "20 steps: no forecast yet (repeat 0.83)" in text
+    assert "40 steps: R2 0.50 (repeat 0.83), cosine 0.00" in text

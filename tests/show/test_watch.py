@@ -19,6 +19,7 @@ from tests.show.runs import STARTED, SUMMARY, append, end, progress, some_run, w
 
 from foretrain.cli import main
 from foretrain.show import watch
+from foretrain.show.follow import Follower
 from foretrain.show.watch import WatchServer
 
 
@@ -400,7 +401,7 @@ def test_the_command_prints_the_address_and_opens_it(
     assert set(json.loads(capsys.readouterr().out)) == {"address", "port"}
 
 
-def test_a_port_in_use_and_a_missing_folder_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_port_in_use_and_what_is_no_run_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_run(tmp_path / "run", some_run())
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -410,9 +411,36 @@ def test_a_port_in_use_and_a_missing_folder_are_named(tmp_path: Path, capsys: py
     assert "--port" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         main(["watch", str(folder), "--port", "99999"])
-    with pytest.raises(SystemExit, match="2"):
-        main(["watch", str(tmp_path / "nothing")])
-    assert "no such run folder" in capsys.readouterr().err
+    (tmp_path / "else").mkdir()
+    (tmp_path / "else" / "notes.txt").write_text("mine", encoding="utf-8")
+    for name in ("else", "else/notes.txt"):
+        with pytest.raises(SystemExit, match="2"):
+            main(["watch", str(tmp_path / name)])
+    assert "else: no run folder (it holds no metrics.jsonl)" in capsys.readouterr().err
+
+
+def test_it_can_be_started_before_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    followed = []
+
+    def serve(server: WatchServer) -> None:
+        server._socket.close()
+        follower = Follower(tmp_path / "later")
+        followed.append(follower.poll())
+        write_run(tmp_path / "later", some_run())
+        followed.append(follower.poll())
+
+    monkeypatch.setattr(WatchServer, "run", serve)
+    with pytest.raises(SystemExit, match="0"):
+        main(["watch", str(tmp_path / "later")])
+    assert followed == [False, True]
+    assert (
+        f"{tmp_path / 'later'}: no run has begun there yet; it is shown as soon as it does" in capsys.readouterr().err
+    )
+    with pytest.raises(SystemExit, match="0"):
+        main(["watch", str(tmp_path / "later")])
+    assert "no run has begun" not in capsys.readouterr().err
 
 
 def test_reports_need_no_server() -> None:

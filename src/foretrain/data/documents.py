@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import codecs
 import glob
 import gzip
 import itertools
 import json
 import lzma
+import shlex
 import sysconfig
 import zlib
 from collections.abc import Callable, Iterator
@@ -20,6 +22,8 @@ TOKEN_SUFFIXES = (".bin", ".npy")
 _OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
 _FOLDER_SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet")
 HUB_PREFIX = "hf:"
+_MOST_ZEROS = 0.01
+"""Share of zero bytes above which a file is UTF-16 or no text at all."""
 
 
 @dataclass(frozen=True)
@@ -111,12 +115,38 @@ def _read_all(source: Source, text_field: str) -> Iterator[str]:
 
 
 def _read_text(path: Path) -> str:
+    """Raises DataError for what is not UTF-8: a letter that is read wrong would be lost, and learned as noise."""
     try:
-        with _OPENERS.get(path.suffix, open)(path, "rt", encoding="utf-8", errors="replace", newline="") as file:
-            text: str = file.read()
-            return text
+        with _OPENERS.get(path.suffix, open)(path, "rb") as file:
+            content: bytes = file.read()
     except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
         raise DataError(f"{path}: cannot be read ({error}); check the file and its permissions") from None
+    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise DataError(f"{path}: UTF-16, not UTF-8; convert it: {_iconv(path, 'utf-16')}")
+    if (zeros := content.count(0)) > _MOST_ZEROS * len(content):
+        raise DataError(
+            f"{path}: not a text file ({zeros:,} of its {len(content):,} bytes are zero); leave it out, or convert it "
+            "to UTF-8 if it is text in another encoding"
+        )
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        wrong = sum("\udc80" <= letter <= "\udcff" for letter in content.decode("utf-8", "surrogateescape"))
+        raise DataError(
+            f"{path}: not UTF-8 ({wrong:,} of its {len(content):,} bytes cannot be read, the first at byte "
+            f"{error.start:,}); convert it, if its encoding is latin1: {_iconv(path, 'latin1')}; or drop those bytes: "
+            f"{_iconv(path, 'utf-8', '-c ')}; leave it out if it is not text"
+        ) from None
+
+
+def _iconv(path: Path, encoding: str, option: str = "") -> str:
+    """The command that makes UTF-8 of it."""
+    plain = Path(path.name).stem if path.suffix in _OPENERS else path.name
+    unpack = {".gz": "gzip -dc", ".xz": "xz -dc"}.get(path.suffix)
+    source = shlex.quote(str(path))
+    target = shlex.quote(str(path.with_name(f"utf8-{plain}")))
+    command = f"iconv {option}-f {encoding} -t utf-8"
+    return f"{unpack} {source} | {command} > {target}" if unpack else f"{command} {source} > {target}"
 
 
 def _read_jsonl(path: Path, field: str) -> Iterator[str]:

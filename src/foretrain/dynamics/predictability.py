@@ -18,6 +18,11 @@ LOW_NOISE_COSINE = 0.9
 NOISY_COSINE = 0.5
 """The same, below which they clearly differ."""
 
+FEWEST = 3
+"""Forecasts of a horizon from which on their mean says something."""
+MARGIN = 0.05
+"""Shares of the motion that differ by less are alike."""
+
 
 class Predictability:
     """Signal against noise in displacements, gradients and losses."""
@@ -67,16 +72,22 @@ class Predictability:
 
     def sentence(self, quality: Quality, held_out: bool = False) -> str:
         """Plain words on what prediction can do for this run."""
-        known = [windows for windows in HORIZONS_IN_WINDOWS if quality.tallies[windows].count]
+        known = [windows for windows in HORIZONS_IN_WINDOWS if quality.tallies[windows].made >= FEWEST]
         if not known:
-            return "it is not known yet how much of the motion is predictable"
+            made = max(quality.tallies[windows].made for windows in HORIZONS_IN_WINDOWS)
+            return f"too few forecasts ({made}) to say what is predictable"
         horizon = known[-1]
-        share = max(0.0, quality.r2(horizon))
-        start = f"{share:.0%} of the motion over the next {horizon * quality.window} steps is predictable"
+        share, repeat = (max(0.0, r2(horizon)) for r2 in (quality.r2, quality.repeat_r2))
+        start = f"{max(share, repeat):.0%} of the motion over the next {horizon * quality.window} steps is predictable"
+        behind = repeat > share + MARGIN
+        if behind:
+            start += f" by repeating the last displacement, {share:.0%} by the predictor"
         if self.low_noise:
             return f"{start} and batches hardly differ: leaps are searched on the exact loss"
         if held_out:
             return f"{start}; leaps are searched on held-out examples"
+        if behind:
+            return f"{start}: leaps wait until it does as well"
         if share < 0.15:
             return f"{start}: leaps will not pay here; averaging and look-ahead may"
         if share < 0.5:

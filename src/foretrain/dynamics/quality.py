@@ -22,6 +22,8 @@ class _Tally:
     """Sums over forecasts of one horizon: over the whole run, and fading ones for decisions."""
 
     count: int = 0
+    made: int = 0
+    """Of these, forecasts that the weights move at all: before it knows something, a predictor says "no change"."""
     cosine: float = 0.0
     norm_ratio: float = 0.0
     loss_error: float = 0.0
@@ -61,6 +63,7 @@ class Quality:
         loss_error = abs(expected - followed.loss) / max(abs(followed.loss), 1e-12)
         loss_error = min(loss_error, 10.0) if np.isfinite(loss_error) else 10.0
         tally.count += 1
+        tally.made += bool(np.any(coefficients))
         tally.cosine += cosine
         tally.norm_ratio += min(norm_ratio, 1e6)
         tally.loss_error += loss_error
@@ -78,6 +81,11 @@ class Quality:
         """Recent share of the motion that was forecast at this horizon (the nearest that was scored); nan before."""
         tally = self._nearest(windows)
         return 1 - tally.recent_error / tally.recent_square if tally else float("nan")
+
+    def repeat_r2(self, windows: int) -> float:
+        """The same of repeating the last displacement."""
+        tally = self._nearest(windows)
+        return 1 - tally.recent_repeat / tally.recent_square if tally else float("nan")
 
     def cosine(self, windows: int) -> float:
         tally = self._nearest(windows)
@@ -104,6 +112,7 @@ class Quality:
         return {
             str(windows * self.window): {
                 "count": tally.count,
+                "made": tally.made,
                 "cosine": round(tally.cosine / tally.count, 4),
                 "norm_ratio": round(tally.norm_ratio / tally.count, 4),
                 "r2": round(1 - tally.error / tally.count, 4),

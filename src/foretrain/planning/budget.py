@@ -11,7 +11,7 @@ from foretrain import config as configuration
 from foretrain.config import Config
 from foretrain.engine.precision import choose_device
 from foretrain.planning.estimate import Target
-from foretrain.planning.plan import changed_values, plan
+from foretrain.planning.plan import changed_values, plan, without_prediction
 from foretrain.sizes import format_size, parse_size
 
 CHANGE_RESULTS = {"optimizer.state_type", "optimizer.gradient_clip_norm"}
@@ -36,6 +36,8 @@ def within_budget(
     if changes.keys() & CHANGE_RESULTS:
         say("note: what is computed changes a little, by " + " and ".join(sorted(changes.keys() & CHANGE_RESULTS)))
     say(f"memory.budget = {config.memory.budget}: {format_size(found.estimate.needed)} will be needed at the peak")
+    if cheaper := without_prediction(config, target, budget, given, found.choice.cost):
+        say(f"note: {cheaper}")
     cap_allocator(config, budget, say)
     return configuration.changed(config, found.choice.settings, "the memory plan")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,11 @@ from foretrain.errors import ConfigError
 from foretrain.planning.estimate import Estimate, Target, estimate
 from foretrain.planning.levers import EXPLANATIONS, LEVERS, Choice, choices, value_of
 from foretrain.sizes import format_size
+
+_NAMED = 3
+"""Settings that a message lists."""
+_WORTH_SAYING = 0.02
+"""Of a step's time."""
 
 
 class NothingFitsError(ConfigError):
@@ -63,13 +69,37 @@ def plan(config: Config, target: Target, budget: int, given: frozenset[str]) -> 
             smallest = found
     if smallest is None:
         raise RuntimeError("the configuration itself is always a choice")
-    fixed = sorted(name for name in LEVERS if name in given)
-    hint = f"; leave {', '.join(fixed)} unset to let the plan choose" if fixed else ""
+    advice = ["take a smaller model, context or batch"]
+    if fixed := sorted(name for name in LEVERS if name in given):
+        more = f" and {len(fixed) - _NAMED} more" if len(fixed) > _NAMED else ""
+        advice.append(f"leave settings that are named to the plan ({', '.join(fixed[:_NAMED])}{more})")
+    if cheaper := without_prediction(config, target, budget, given):
+        advice.append(f"train {cheaper}")
     raise NothingFitsError(
-        f"nothing fits into {format_size(budget)}: the smallest possible is {format_size(smallest.estimate.needed)}"
-        f"{hint}; or take a smaller model, context or batch",
+        f"nothing fits into {format_size(budget)}: the smallest possible is {format_size(smallest.estimate.needed)}; "
+        + ", or ".join(advice),
         smallest,
     )
+
+
+def without_prediction(
+    config: Config, target: Target, budget: int, given: frozenset[str], cost: float = math.inf
+) -> str | None:
+    """What the plain loop, which has neither directions nor snapshots, would need; None unless it fits at a lower cost.
+
+    cost: of the plan with prediction, as a share of a step's time.
+    """
+    if config.hybrid.mode == "off":
+        return None
+    plain = with_settings(config, {"hybrid.mode": "off"})
+    for choice in choices(plain, given, target):
+        if choice.cost > cost - _WORTH_SAYING:
+            return None
+        needed = estimate(with_settings(plain, choice.settings), target).needed
+        if needed <= budget:
+            how = f"at about {1 + choice.cost:.0%} of the time per step" if choice.settings else "as it is"
+            return f'without prediction (hybrid.mode = "off"): that fits {how}, in {format_size(needed)}'
+    return None
 
 
 def with_settings(config: Config, settings: dict[str, Any]) -> Config:

@@ -55,12 +55,14 @@ class Console:
     """Listens to a run and shows it, on standard error. Without a terminal it prints some forty plain lines per run,
     with time left.
 
-    level: "quiet" shows what needs attention; "verbose" every event, and a line per `log.interval`.
+    level: "quiet" shows what needs attention; "verbose" every event, and a line per `log.interval`. table: end with
+    the table of results.
     """
 
-    def __init__(self, console: RichConsole | None = None, level: Level = "normal") -> None:
+    def __init__(self, console: RichConsole | None = None, level: Level = "normal", table: bool = True) -> None:
         self.console = console or screen("stderr", wide=False)
         self.level = level
+        self.table = table
         self._bar: ProgressBar | None = None
         self._task = TaskID(0)
         self._max_steps = 0
@@ -81,7 +83,7 @@ class Console:
                 self._progress(event)
             case RunEnded():
                 self.close()
-                if event.reason != "failed":
+                if event.reason != "failed" and self.table:
                     self._print(f"[italic]run {event.reason}[/]")
                     self.console.print(summary_table(event.summary))
             case Evaluated():
@@ -266,10 +268,7 @@ def _prediction(summary: Mapping[str, Any]) -> dict[str, str | None]:
     if "moves" not in summary:
         return {}
     moves = ", ".join(f"{count} {verdict.replace('_', ' ')}" for verdict, count in summary["moves"].items())
-    forecasts = [
-        f"{horizon} steps: R2 {values['r2']:.2f} (repeat {values['repeat_r2']:.2f}), cosine {values['cosine']:.2f}"
-        for horizon, values in summary["forecast"].items()
-    ]
+    forecasts = [f"{horizon} steps: {_scores(values)}" for horizon, values in summary["forecast"].items()]
     error = summary["confidence"]["calibration_error"]
     return {
         "moves": moves,
@@ -278,6 +277,13 @@ def _prediction(summary: Mapping[str, Any]) -> dict[str, str | None]:
         "predictability": summary["predictability"]["verdict"],
         "audited gain": summary["audit"]["sentence"],
     }
+
+
+def _scores(values: Mapping[str, Any]) -> str:
+    """Of the forecasts of one horizon. Before it knows something, a predictor makes none."""
+    if values.get("made") == 0:
+        return f"no forecast yet (repeat {values['repeat_r2']:.2f})"
+    return f"R2 {values['r2']:.2f} (repeat {values['repeat_r2']:.2f}), cosine {values['cosine']:.2f}"
 
 
 def _forecast(event: Progress) -> str:

@@ -15,13 +15,11 @@ _REMEMBERED = 256
 
 
 class Follower:
-    """One run folder. `poll` reads what is new; it never writes, and never waits for the trainer."""
+    """One run folder, which may come later. `poll` reads what is new; it never writes, nor waits for the trainer."""
 
     def __init__(self, folder: Path, name: str = "") -> None:
         self.folder = folder
         self.metrics = folder / "metrics.jsonl"
-        if not folder.is_dir():
-            raise InputError(f"{folder}: there is no such run folder; name one that `foretrain train` has made")
         self.name = name or folder.resolve().name
         self.generation = 0
         """How often the log was found replaced."""
@@ -102,6 +100,19 @@ class Follower:
                 record.summary = read
             elif isinstance(read, dict):
                 record.config = read
+
+
+def has_begun(folder: Path) -> bool:
+    """Whether there is a run in the folder, or none yet. Raises InputError for one that is no run folder."""
+    if (folder / "metrics.jsonl").is_file():
+        return True
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"{folder}: a file; name the folder of a run")
+    known = {"config.toml", "checkpoints", ".lock"}  # of a run that reads its data, or was saved without a log
+    found = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    if found and not found & known:
+        raise InputError(f"{folder}: no run folder (it holds no metrics.jsonl); name one that a run has written")
+    return False
 
 
 def read_runs(folders: list[Path]) -> list[RunRecord]:

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, TextIO, cast
 
 from rich.console import Console
 
+from foretrain.outlet import discard
+
 _WIDE = 200
 """Columns of a table that nobody looks at on a terminal: none of its cells is cut or folded."""
+
+
+class Screen(Console):
+    """One whose reader may go away, as `head` does: what is printed afterwards is dropped, and the work goes on."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        discard(cast("TextIO", self.file))
 
 
 def screen(stream: Literal["stdout", "stderr"] = "stdout", *, wide: bool = True) -> Console:
@@ -15,7 +25,7 @@ def screen(stream: Literal["stdout", "stderr"] = "stdout", *, wide: bool = True)
 
     wide: without a terminal, tables are as wide as they need; otherwise 80 columns.
     """
-    console = Console(stderr=stream == "stderr", highlight=False)
+    console = Screen(stderr=stream == "stderr", highlight=False)
     if console.file.isatty():
         return console
-    return Console(stderr=stream == "stderr", highlight=False, force_interactive=False, width=_WIDE if wide else None)
+    return Screen(stderr=stream == "stderr", highlight=False, force_interactive=False, width=_WIDE if wide else None)

@@ -1,0 +1,75 @@
+"""Output that nobody reads any more is dropped: a pipe or a terminal that went away ends no work."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any, TextIO
+
+_GONE = {errno.EPIPE, errno.EIO, errno.ENXIO, errno.ESTALE}
+"""What writing says when the reader of a pipe, or the terminal, is gone."""
+
+
+class Outlet:
+    """A stream as it was, but for one thing: once its reader is gone, what is written is dropped.
+
+    lost: the reader is gone.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self.lost = False
+
+    def write(self, text: str) -> int:
+        if not self.lost:
+            with self._dropping():
+                self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        if not self.lost:
+            with self._dropping():
+                self._stream.flush()
+
+    @contextlib.contextmanager
+    def _dropping(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in _GONE:
+                raise
+            self.lost = True
+            discard(self._stream)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def discard(stream: TextIO) -> None:
+    """From now on it writes to nowhere, also what it still holds when the program ends."""
+    with contextlib.suppress(OSError, ValueError):  # a stream without a file has nothing to fail later
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
+
+
+@contextlib.contextmanager
+def outlets() -> Iterator[None]:
+    """Standard output and standard error as outlets."""
+    before = sys.stdout, sys.stderr
+    out, err = Outlet(before[0]), Outlet(before[1])
+    sys.stdout, sys.stderr = out, err
+    try:
+        yield
+    finally:
+        for outlet in (out, err):
+            outlet.flush()
+        sys.stdout, sys.stderr = before
+
+
+def is_lost(stream: object) -> bool:
+    """Whether nobody reads it any more."""
+    return isinstance(stream, Outlet) and stream.lost
