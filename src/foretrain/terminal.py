@@ -179,15 +179,16 @@ def end_run(
         from foretrain.show.console import summary_table
         from foretrain.show.screen import screen
 
+        put(f"run {summary['reason']}")
         screen(wide=False).print(summary_table(summary))
     if json_:
         put_json({**summary, "files": files})
-    elif level == "quiet" or interrupted:  # the last line says how to go on
+    elif level == "quiet":
         from foretrain.show.console import result_line
 
         how = ", go on with --resume" if interrupted else ""
         put(f"{result_line(summary)}; {files['folder']}{how}")
-    else:
+    elif not interrupted:  # else the run's last line has said how to go on
         for line in results():
             put(line)
         run = shlex.quote(str(folder))
