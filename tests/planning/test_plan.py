@@ -44,7 +44,7 @@ def attempt(config: Config, target: Target, budget: float) -> Plan | None:
         return None
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(configs, shapes, precisions, st.floats(0.02, 1.2), st.floats(1.0, 3.0))
 def test_plans_fit_and_more_memory_is_never_slower(
     changes: dict[str, Any], shape: GPT2Shape, precision: str, share: float, more: float
