@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 
 from foretrain import HybridTrainer
 from foretrain.config import from_mapping
+from foretrain.engine.in_backward import BATCHES, waiting_bytes
 from foretrain.engine.state import snapshot
 from foretrain.errors import ConfigError
 
@@ -52,7 +55,7 @@ def test_the_bits_are_those_of_one_update_at_the_end(
     assert [name for name in ends[0] if not torch.equal(ends[0][name], ends[1][name])] == []
 
 
-def test_muon_takes_one_matrix_at_a_time(make_config: Make, make_model: Make, make_batch: Make) -> None:
+def test_muon_takes_smaller_batches_of_matrices(make_config: Make, make_model: Make, make_batch: Make) -> None:
     curves = []
     for how in (OFF, ON):
         trainer = trainer_for(make_model(), how, make_config)
@@ -65,16 +68,49 @@ def test_gradients_never_all_exist_at_once(make_config: Make, make_model: Make, 
     for on, how in ((False, OFF), (True, ON)):
         model = make_model(layers=4)
         trainer = trainer_for(model, {**how, "optimizer.type": "adamw"}, make_config)
+        sizes = [p.numel() * p.element_size() for p in model.parameters()]
         seen: list[int] = []
         for p in model.parameters():
             p.register_post_accumulate_grad_hook(
-                lambda p, seen=seen, model=model: seen.append(sum(q.grad is not None for q in model.parameters()))
+                lambda p, seen=seen, model=model: seen.append(
+                    sum(q.grad.numel() * q.grad.element_size() for q in model.parameters() if q.grad is not None)
+                )
             )
         trainer.step(make_batch())
         most[on] = max(seen)
         assert all(p.grad is None for p in model.parameters()) is on
-    assert most[False] == len(list(model.parameters()))
-    assert most[True] == 0  # freed before any later hook
+    assert most[False] == sum(sizes)
+    assert 0 < most[True] < waiting_bytes(sum(sizes)) < sum(sizes) / 31  # what is too small for an update of its own
+
+
+def test_there_are_few_updates_and_all_parameters_are_in_one(
+    make_config: Make, make_model: Make, make_batch: Make
+) -> None:
+    model = make_model(layers=4)
+    trainer = trainer_for(model, {**ON, "optimizer.type": "adamw"}, make_config)
+    updated: list[list[Any]] = []
+    trainer.optimizer.register_step_pre_hook(
+        lambda optimizer, *_: updated.append([p for group in optimizer.param_groups for p in group["params"]])
+    )
+    trainer.step(make_batch())
+    together = [p for some in updated for p in some]
+    assert sorted(map(id, together)) == sorted(map(id, model.parameters()))
+    assert 1 < len(updated) <= min(BATCHES, len(together) // 2)
+
+
+@pytest.mark.parametrize("how", [OFF, ON], ids=["at the end", "in the backward pass"])
+def test_a_trainer_that_is_let_go_leaves_no_weights_behind(
+    how: dict[str, Any], make_config: Make, make_model: Make, make_batch: Make
+) -> None:
+    def train() -> list[weakref.ref[Tensor]]:
+        trainer = trainer_for(make_model(), {**how, "optimizer.type": "adamw"}, make_config)
+        trainer.step(make_batch())
+        moments = [value for state in trainer.optimizer.state.values() for value in state.values()]
+        return [weakref.ref(tensor) for tensor in [*trainer.model.parameters(), *moments]]
+
+    left = train()
+    gc.collect()
+    assert [tensor for tensor in left if tensor() is not None] == []
 
 
 def test_a_gradient_alone_updates_nothing(make_config: Make, make_model: Make, make_batch: Make) -> None:
@@ -143,6 +179,30 @@ def test_a_gradient_that_is_not_finite_spares_its_own_parameter(kind: str, make_
     assert float(model.seen) == 1  # of the good step alone
     trainer.meter.fetch()
     assert trainer.meter.skipped == 1
+
+
+class PoisonedBeside(Poisoned):
+    """The same beside a weight so large that the other two wait for each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large = nn.Parameter(torch.ones(1000))
+
+    def loss(self, batch: Tensor) -> Tensor:
+        return super().loss(batch) + self.large.square().mean()
+
+
+def test_a_gradient_that_is_not_finite_spares_those_updated_with_it(make_config: Make) -> None:
+    model = PoisonedBeside()
+    trainer = trainer_for(model, {**ON, "optimizer.type": "adamw"}, make_config)
+    trainer.step(torch.tensor(1.0))
+    model.two.data.fill_(1.0)
+    before = tensors(trainer)
+    assert trainer.step(torch.tensor(-1.0)).skipped
+    after = tensors(trainer)
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert any("large" in name for name in changed)
+    assert not any("one" in name or "two" in name for name in changed)
 
 
 def test_a_loss_that_is_not_finite_changes_nothing(make_config: Make) -> None:

@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from foretrain.config import OptimizerConfig
+from foretrain.engine.in_backward import waiting_bytes
 from foretrain.engine.narrow import AT_ONCE
 from foretrain.models.gpt2 import recomputed_blocks
 from foretrain.planning.activations import Pass
@@ -36,7 +37,7 @@ class Moment(NamedTuple):
 def full_step(
     work: Pass, parameters: Parameters, optimizer: OptimizerConfig, accumulation: int, in_backward: bool
 ) -> Moment:
-    """The moment of a step that needs the most. in_backward: weights are updated as soon as a gradient is there."""
+    """The moment of a step that needs the most. in_backward: weights are updated soon after a gradient is there."""
     return max(moments(work, parameters, optimizer, accumulation, in_backward), key=lambda moment: moment.total)
 
 
@@ -53,6 +54,7 @@ def moments(
     before = everything if accumulation > 1 and not in_backward else 0
     adds_up = accumulation > 1 and not work.compiled and not in_backward
     vanish = adds_up or in_backward
+    waiting = waiting_bytes(everything) if in_backward else 0
 
     found: list[Moment] = []
     activations, casts = work.kept_of_embedding, 0
@@ -76,24 +78,26 @@ def moments(
         # The narrow form of a gradient exists before the second of the two wide ones of the stream does.
         buffers = at_once + (max(0, at_once // 2 - 4 * work.stream * work.number) if work.half else 0)
         if in_backward:
-            buffers += update_buffers(optimizer, parameters, work.cuda, alone=True)
+            buffers += waiting + update_buffers(optimizer, parameters, work.cuda, waiting)
         found.append(Moment("backward", gradients, activations + working, casts + copies, 0, buffers))
         activations -= kept[layer]
         casts -= 0 if recomputed else work.casts_per_block
         gradients += 0 if vanish else parameters.block_gradients
     stream = work.stream * FP32 if head else 0
-    found.append(Moment("embedding", gradients, stream, 0, 0, head))
+    found.append(Moment("embedding", gradients, stream, 0, 0, head + waiting))
     if not in_backward:
         found.append(Moment("update", everything, 0, 0, 0, update_buffers(optimizer, parameters, work.cuda)))
     return found
 
 
-def update_buffers(optimizer: OptimizerConfig, parameters: Parameters, cuda: bool, alone: bool = False) -> int:
-    """What an update needs for a while. alone: one parameter at a time, else all matrices of a shape at once."""
+def update_buffers(optimizer: OptimizerConfig, parameters: Parameters, cuda: bool, waiting: int | None = None) -> int:
+    """What an update needs for a while. waiting: bytes of gradients that are used together with the last to come;
+    None: all at once."""
     widened = 0 if optimizer.state_type == "fp32" or cuda else min(AT_ONCE, parameters.largest)  # a GPU has a kernel
     narrow = 5 * FP32 * widened
     if optimizer.type != "muon":
         return narrow  # fused updates work in place; narrow averages are widened, a piece at a time
-    batches = parameters.by_shape
-    sizes = [math.prod(shape) for shape in batches] if alone else list(batches.values())
+    sizes = list(parameters.by_shape.values())
+    if waiting is not None:
+        sizes = [min(size, math.prod(shape) + waiting // FP32) for shape, size in parameters.by_shape.items()]
     return max(narrow, MUON_BYTES * max(sizes, default=0))
