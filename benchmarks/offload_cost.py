@@ -187,6 +187,9 @@ def switched(settings: dict[str, Any], mode: str, rounds: int, cycles: int) -> A
             trainer.step(next(arm.batches))
         trainer.away = leaving if name == "offload" else None
         memories[name] = memory(arm, mode, before)
+    if leaving is not None and trainer.device.type == "cuda":
+        memories["offload"]["copied_gb_per_second"] = round(leaving.parking.lane.rate / 1e9, 2)
+        memories["offload"]["probe_seconds"] = round(trainer.mover._probe_seconds, 4)
     return steps, seconds, dict(trainer.pilot.counts.moves) if trainer.pilot else {}, memories
 
 

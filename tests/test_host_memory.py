@@ -17,6 +17,7 @@ from foretrain.engine import checkpoint
 from foretrain.engine.checkpoint import CheckpointStore
 from foretrain.engine.host import host_bytes
 from foretrain.engine.loop import Engine
+from foretrain.engine.offload import OptimizerParking
 from foretrain.engine.state import take_apart
 
 from .worlds import Bowl, Net, Regression, World, still, world
@@ -91,6 +92,35 @@ def test_these_runs_have_moves_of_every_kind(plain: dict[str, World]) -> None:
     assert {move.verdict for move in moves} == {"kept", "shrunk", "refused", "rolled back"}
     assert any(move.chained for move in moves)
     assert {move.audited for move in moves} == {True, False}
+
+
+@pytest.mark.parametrize("hidden", [0, 600, 5000])
+@pytest.mark.parametrize("name", [name for name in RUNS if name != "chains"])
+def test_a_run_has_the_same_bits_when_its_state_leaves_and_comes_back_in_parts(
+    name: str, hidden: int, plain: dict[str, World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a device where copies take time: a probe hides so many bytes."""
+    monkeypatch.setattr(OptimizerParking, "hidden_bytes", lambda self, seconds: hidden)
+    if name not in plain:
+        plain[name] = make(name).run()
+    for lookahead in (2, 0):
+        run = make(name, **{"memory.offload": True, "memory.lookahead": lookahead}).run()
+        assert_same(run, plain[name])
+
+
+def test_no_more_leaves_than_probes_hide_and_can_be_back_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OptimizerParking, "hidden_bytes", lambda self, seconds: 600)
+    run = make("audited rollout", **{"memory.offload": True, "memory.lookahead": 3})
+    parking = run.trainer.away
+    assert parking is not None
+    away: list[int] = []
+    while run.trainer.global_step < 160:
+        run.step()
+        away.append(sum(tensor.nbytes for tensor, _ in parking.parking._away))
+    state = sum(t.nbytes for s in run.trainer.optimizer.state.values() for t in s.values() if t.ndim)
+    assert 600 < max(away) <= 3 * 600 < state
+    # begun before the anchor, so the first predicted step sees two parts
+    assert all(-600 <= now - before <= 2 * 600 for before, now in itertools.pairwise(away))
 
 
 def is_away(run: World) -> bool:

@@ -260,9 +260,10 @@ class MemoryConfig(Section):
     """The optimizer's state leaves the device for pinned host memory while steps are predicted, and the gradients are
     dropped. Switches `engine.cuda_graph = "auto"` off, because a recorded step needs them where they were."""
     lookahead: CountOrZero = 5
-    """With `offload`: predicted steps before its end at which the state begins to come back. 0: after the last of them,
-    beside the next full step's forward and backward pass; slower, but only so the peak of PREDICT is lower by the
-    state. A leap is one step: 1 or more is beside its last probe."""
+    """With `offload`: predicted steps before its end at which the state begins to come back, a part beside each probe;
+    only so much of it leaves as can leave and be back without being waited for. A leap is one step. 0: all of it leaves
+    at once and comes back after the last predicted step; slower, but only so the peak of PREDICT is lower by all of
+    the state."""
     on_out_of_memory: Literal["stop", "retry"] = "stop"
     """`stop`: the run ends with exit code 3, says what to change, and can be resumed. `retry`: the same batch is done
     again in smaller parts (twice the `accumulation_steps`, then `engine.activation_checkpointing`), and a move that

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -159,7 +160,7 @@ class Recorded:
             name=name,
             wait_stream=lambda other: self.told.append(f"{name} waits for {other.name}"),
             wait_event=lambda event: self.told.append(f"{name} waits for {event.name}"),
-            record_event=lambda: self.told.append(f"{name} records") or event,
+            record_event=lambda timer=event: self.told.append(f"{name} records") or timer,
         )
 
 
@@ -174,6 +175,25 @@ def test_a_lane_waits_for_what_was_queued_and_is_waited_for_once(monkeypatch: py
     lane.join()
     copied = ["side waits for main", "into side", "copy", "out of side", "side records"]
     assert recorded.told == [*copied, "main waits for event of side"]
+
+
+def test_a_lane_knows_its_rate_by_copies_that_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    Recorded(monkeypatch)
+    done = False
+    timer = SimpleNamespace(query=lambda: done, elapsed_time=lambda other: 250.0)
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: timer)
+    lane = Lane(torch.device("cuda"))
+    first = lane.rate
+    assert 1e9 < first < 1e11
+    with lane.behind(5_000_000_000):
+        pass
+    assert lane.rate == first  # the host does not wait for it
+    done = True
+    assert lane.rate == lane.rate == 20e9
+    with lane.behind():
+        pass
+    assert lane.rate == 20e9
+    assert Lane(CPU).rate == math.inf
 
 
 def test_memory_that_a_lane_copies_from_is_not_given_to_others_before(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from typing import Any
 
 import pytest
@@ -240,6 +241,48 @@ def test_an_optimizer_whose_state_was_away_goes_on_as_if_it_had_stayed(kind: str
         assert not parking.away
     assert same([*ours[0]], [*theirs[0]])
     assert {id(p): {k: id(v) for k, v in ours[1].state[p].items()} for p in ours[0]} == before
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("at_once", [10, 40, 100, 1000])
+def test_a_state_that_leaves_and_comes_back_in_parts_is_the_same(at_once: int, kind: str) -> None:
+    ours, theirs = trained(kind), trained(kind)
+    parking = OptimizerParking(ours[1], ours[0], CPU)
+
+    def gone() -> int:
+        return sum(tensor.nbytes for tensor, _ in parking.parking._away)
+
+    for step in range(4):
+        away = [0]
+        for _ in range(4):
+            parking.leave(at_once=at_once, in_all=200)
+            away.append(gone())
+        for _ in range(step):
+            parking.fetch(at_once)
+            away.append(gone())
+            parking.leave()  # it is on its way back
+        assert all(abs(now - before) <= at_once for before, now in itertools.pairwise(away))
+        assert max(away) <= 200
+        assert (max(away) > 0) == (at_once >= 20 and kind != "no state")
+        update(*ours, seed=step)
+        update(*theirs, seed=step)
+        assert not parking.away
+    assert same([*ours[0]], [*theirs[0]])
+
+
+def test_memory_that_runs_out_on_the_way_back_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = some()
+    expected = [tensor.clone() for tensor in tensors]
+    parking = Parking(CPU)
+    parking.park(tensors)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty_like", lambda *_, **__: (_ for _ in ()).throw(torch.OutOfMemoryError("no")))
+        with pytest.raises(torch.OutOfMemoryError):
+            parking.fetch()
+    assert parking.away
+    parking.back()
+    assert same(tensors, expected)
+    assert not parking.away
 
 
 def test_a_state_that_is_away_can_be_saved_and_replaced() -> None:

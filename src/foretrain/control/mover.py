@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -64,6 +65,8 @@ class Mover:
         self.chain = Chain(engine, pairs, hybrid.secant_memory_mb, _LONGEST_CHAIN * hybrid.max_predict_steps)
         self._recent: list[Any] = []
         self._outputs: list[Tensor] = []
+        self._probe_seconds = 0.0
+        """The last one took so long."""
 
     @property
     def open_move(self) -> Move:
@@ -139,17 +142,26 @@ class Mover:
         return move
 
     def _offload(self) -> None:
-        """The optimizer's state leaves the device, unless it is away."""
-        if self.engine.away is not None and not self.engine.away.away:
-            self.engine.away.leave(self.safety.optimizer_state())
+        """The optimizer's state leaves the device. With a look-ahead it is to cost no time: no more leaves at once than
+        fits beside the next probe, because reading a loss waits for all copies that go the same way, and no more in all
+        than can be back in time."""
+        away, memory = self.engine.away, self.pilot.config.memory
+        if away is None:
+            return
+        at_once, steps = math.inf, math.inf
+        if memory.lookahead:
+            at_once = away.hidden_bytes(self._probe_seconds)
+            steps = 1 if self.pilot.config.hybrid.mode == "leap" else memory.lookahead
+        away.leave(self.safety.optimizer_state(), at_once, at_once * steps)
 
     def _bring_back(self, steps_left: int) -> None:
         """It begins to come back, beside what the device does meanwhile, if so few predicted steps follow on this one.
 
         -1: no more are made.
         """
-        if self.engine.away is not None and steps_left < self.pilot.config.memory.lookahead:
-            self.engine.away.fetch()
+        away = self.engine.away
+        if away is not None and steps_left < self.pilot.config.memory.lookahead:
+            away.fetch(math.inf if steps_left < 0 else away.hidden_bytes(self._probe_seconds))
 
     def leap_on(self, batch: Any) -> StepOutput | None:
         """One leap of a chain; None when no leap lowers the loss any more."""
@@ -458,7 +470,7 @@ class Mover:
 
     def _probe(self, batch: Any = None) -> float:
         """Forward loss with the random numbers of the anchor, so that only the weights differ."""
-        move, now = self.open_move, random_state()
+        move, now, began = self.open_move, random_state(), time.monotonic()
         restore_random_state(move.random)
         try:
             if batch is None and self.held_out:
@@ -466,6 +478,7 @@ class Mover:
             return self.engine.probe(move.batch if batch is None else batch)
         finally:
             restore_random_state(now)
+            self._probe_seconds = time.monotonic() - began
 
     def _price(self, batch: Any) -> float:
         """Of a probe, in full steps."""

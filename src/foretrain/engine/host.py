@@ -6,6 +6,7 @@ everywhere.
 
 from __future__ import annotations
 
+import math
 import mmap
 import sys
 from collections.abc import Iterator, Sequence
@@ -71,6 +72,14 @@ def host_like(tensor: Tensor, device: torch.device) -> Tensor:
     return memory.as_strided(form.size(), form.stride())
 
 
+_FIRST_RATE = 1e10
+"""Bytes per second between device and host memory, before any were copied."""
+
+
+def _timer() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
 class Lane:
     """A side stream for copies between a device and host memory; elsewhere than on CUDA copies are made at once."""
 
@@ -78,18 +87,31 @@ class Lane:
         self.device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._pending: torch.cuda.Event | None = None
+        self._timed: tuple[int, torch.cuda.Event, torch.cuda.Event] | None = None
+        self._rate = math.inf if self._stream is None else _FIRST_RATE
 
     @contextmanager
-    def behind(self) -> Iterator[None]:
+    def behind(self, size: int = 0) -> Iterator[None]:
         """Copies inside the block begin when what is queued so far on the current stream is done, and wait for nothing
-        that is queued later."""
+        that is queued later. size: bytes that are copied, where `rate` is wanted."""
         if self._stream is None:
             yield
             return
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        began = self._stream.record_event(_timer()) if size else None
         with torch.cuda.stream(self._stream):
             yield
-        self._pending = self._stream.record_event()
+        self._pending = self._stream.record_event(_timer()) if size else self._stream.record_event()
+        if began is not None:
+            self._timed = (size, began, self._pending)
+
+    @property
+    def rate(self) -> float:
+        """Bytes per second, by copies that are done."""
+        if self._timed is not None and self._timed[2].query():  # type: ignore[no-untyped-call]
+            size, began, ended = self._timed
+            self._rate, self._timed = 1e3 * size / max(began.elapsed_time(ended), 1e-3), None
+        return self._rate
 
     def used(self, tensor: Tensor) -> None:
         """Its memory is not given to others before the copies that were queued here are done."""

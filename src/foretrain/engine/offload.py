@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,10 @@ from torch.optim import Optimizer
 
 from foretrain.engine.host import Lane, copy_each, host_like, on_device
 from foretrain.engine.state import Snapshot, take_apart
+
+_Item = TypeVar("_Item")
+_UNNOTICED = 0.8
+"""Of what a device does, copies beside it may take so much of the time. More would make it wait now and then."""
 
 
 class HostSnapshots:
@@ -104,7 +109,8 @@ class Parking:
         self.lane.join()  # of an earlier way back
         known, there = copies or {}, {id(tensor) for tensor, _ in self._away}
         leaving = [(tensor, known.get(id(tensor))) for tensor in _separate(tensors) if id(tensor) not in there]
-        with self.lane.behind():
+        gone: list[tuple[Tensor, Tensor]] = []
+        with self.lane.behind(sum(tensor.nbytes for tensor, copy in leaving if copy is None)):
             for tensor, copy in leaving:
                 host = copy if copy is not None else self._take(tensor)
                 if copy is None:
@@ -112,27 +118,29 @@ class Parking:
                     self.lane.used(tensor)
                 else:
                     self._lent.add(id(host))
-                self._away.append((tensor, host))
-        for tensor, host in self._away:
+                gone.append((tensor, host))
+        for tensor, host in gone:
             tensor.data = host  # nobody else holds its memory on the device: it is free for others
+        self._away += gone
 
     @torch.no_grad()
-    def fetch(self) -> None:
-        """Begin to bring everything back; `lane.join` before it is used."""
-        if not self._away:
+    def fetch(self, most: float = math.inf) -> None:
+        """Begin to bring it back, no more bytes than `most`; `lane.join` before it is used."""
+        coming, others = _split(most, self._away, lambda one: one[0].nbytes)
+        if not coming:
             return
         device = self.lane.device
-        places = [torch.empty_like(host, device=device) for _, host in self._away]  # from the current stream's memory
-        with self.lane.behind():
-            for (_, host), place in zip(self._away, places, strict=True):
+        places = [torch.empty_like(host, device=device) for _, host in coming]  # from the current stream's memory
+        with self.lane.behind(sum(place.nbytes for place in places)):
+            for (_, host), place in zip(coming, places, strict=True):
                 place.copy_(host, non_blocking=place.is_cuda)
                 self.lane.used(place)
-        for (tensor, host), place in zip(self._away, places, strict=True):
+        for (tensor, host), place in zip(coming, places, strict=True):
             tensor.data = place
             if id(host) not in self._lent:
                 self._free.setdefault(_form(host), []).append(host)
-        self._away.clear()
-        self._lent.clear()
+            self._lent.discard(id(host))
+        self._away = others
 
     def back(self) -> None:
         """Everything is where it was."""
@@ -171,40 +179,79 @@ class OptimizerParking:
         self.optimizer = optimizer
         self.parameters = list(parameters)
         self.parking = Parking(device)
-        optimizer.register_step_pre_hook(lambda *_: self.parking.back())
+        self._to_leave: list[tuple[Tensor, Tensor | None]] | None = None
+        """While it leaves: what is still here, and copies of it in host memory."""
+        self._left = 0
+        """Bytes that were copied since it began to leave."""
+        optimizer.register_step_pre_hook(lambda *_: self.back())
         optimizer.register_state_dict_pre_hook(lambda _: self._readable())
-        optimizer.register_load_state_dict_pre_hook(lambda *_: self.parking.back())
+        optimizer.register_load_state_dict_pre_hook(lambda *_: self.back())
 
     @property
     def away(self) -> bool:
         return self.parking.away
 
-    def leave(self, snapshot: Mapping[str, Any] | None = None) -> None:
-        """snapshot: a state of the optimizer in host memory, equal to the present one and not overwritten meanwhile."""
-        if self.away:
-            return
-        for parameter in self.parameters:
-            parameter.grad = None
+    def leave(
+        self, snapshot: Mapping[str, Any] | None = None, at_once: float = math.inf, in_all: float = math.inf
+    ) -> None:
+        """Also in several calls; none leaves after `fetch` before all of it was `back`.
+
+        snapshot: a state of the optimizer in host memory, equal to the present one and not overwritten meanwhile.
+        at_once, in_all: so many bytes are copied by this call, and by all, at the most.
+        """
+        if self._to_leave is None:
+            for parameter in self.parameters:
+                parameter.grad = None
+            self._to_leave, self._left = self._found(snapshot), 0
+        some, self._to_leave = _split(min(at_once, in_all - self._left), self._to_leave, _bytes_to_copy)
+        self._left += sum(map(_bytes_to_copy, some))
+        self.parking.park([t for t, _ in some], {id(t): copy for t, copy in some if copy is not None})
+
+    def _found(self, snapshot: Mapping[str, Any] | None) -> list[tuple[Tensor, Tensor | None]]:
         state = self.optimizer.state_dict()["state"]
-        tensors = [t for t in _tensors_in(state) if t.ndim and t.device.type == self.parking.lane.device.type]
+        here = [t for t in _tensors_in(state) if t.ndim and t.device.type == self.parking.lane.device.type]
         copies: dict[int, Tensor] = {}
         if snapshot is not None:
             pairs = zip(_tensors_in(state), _tensors_in(snapshot["state"]), strict=True)
             copies = {id(t): copy for t, copy in pairs if _form(t) == _form(copy)}
-        self.parking.park(tensors, copies)
+        return [(tensor, copies.get(id(tensor))) for tensor in _separate(here)]
 
-    def fetch(self) -> None:
-        """Begin to come back, beside what the device does meanwhile."""
-        self.parking.fetch()
+    def hidden_bytes(self, seconds: float) -> float:
+        """What can be copied beside something that takes so long, and is done before it."""
+        rate = self.parking.lane.rate
+        return rate if math.isinf(rate) else _UNNOTICED * rate * seconds
+
+    def fetch(self, most: float = math.inf) -> None:
+        """Begin to come back, beside what the device does meanwhile, no more bytes than `most`."""
+        self.parking.fetch(most)
+        self._to_leave = []
 
     def back(self) -> None:
         self.parking.back()
+        self._to_leave = None
 
     def _readable(self) -> None:
         if self.away:
             self.parking.lane.finish()
         else:
             self.parking.lane.join()
+
+
+def _bytes_to_copy(one: tuple[Tensor, Tensor | None]) -> int:
+    return one[0].nbytes if one[1] is None else 0
+
+
+def _split(most: float, items: Iterable[_Item], size: Callable[[_Item], int]) -> tuple[list[_Item], list[_Item]]:
+    """Those that fit into `most` together, and the others."""
+    fit: list[_Item] = []
+    others: list[_Item] = []
+    for item in items:
+        if size(item) <= most:
+            most -= size(item)
+            fit.append(item)
+        else:
+            others.append(item)
+    return fit, others
 
 
 def _tensors_in(tree: Any) -> list[Tensor]:
