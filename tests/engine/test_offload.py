@@ -270,6 +270,18 @@ def test_a_state_that_leaves_and_comes_back_in_parts_is_the_same(at_once: int, k
     assert same([*ours[0]], [*theirs[0]])
 
 
+def test_host_memory_is_made_once_however_little_leaves_at_first() -> None:
+    parameters, optimizer = trained("adamw")
+    parking, used = OptimizerParking(optimizer, parameters, CPU), settled_host_bytes()
+    parking.leave(at_once=20)
+    everything = host_bytes()
+    assert everything >= used + sum(t.nbytes for s in optimizer.state.values() for t in s.values() if t.ndim)
+    for at_once in (20, 100, 1000):
+        parking.leave(at_once=at_once)
+        assert host_bytes() == everything
+        parking.back()
+
+
 def test_memory_that_runs_out_on_the_way_back_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = some()
     expected = [tensor.clone() for tensor in tensors]

@@ -147,6 +147,11 @@ class Parking:
         self.fetch()
         self.lane.join()
 
+    def reserve(self, tensors: Iterable[Tensor]) -> None:
+        """Host memory for all of them, at once: to pin more of it later would stop the device again."""
+        for host in [self._take(tensor) for tensor in tensors]:
+            self._free.setdefault(_form(host), []).append(host)
+
     def _take(self, tensor: Tensor) -> Tensor:
         memory = self._free.get(_form(torch.empty_like(tensor, device="meta")))
         return memory.pop() if memory else host_like(tensor, self.lane.device)
@@ -203,6 +208,7 @@ class OptimizerParking:
             for parameter in self.parameters:
                 parameter.grad = None
             self._to_leave, self._left = self._found(snapshot), 0
+            self.parking.reserve(tensor for tensor, copy in self._to_leave if copy is None)
         some, self._to_leave = _split(min(at_once, in_all - self._left), self._to_leave, _bytes_to_copy)
         self._left += sum(map(_bytes_to_copy, some))
         self.parking.park([t for t, _ in some], {id(t): copy for t, copy in some if copy is not None})
