@@ -880,6 +880,15 @@ def _(bench: Bench) -> None:
         assert names == [f"step-{step:08d}" for step in range(7 - keep, 7)]
 
 
+@effect("checkpoint.directions")
+def _(bench: Bench) -> None:
+    def saved(directions: bool) -> float:
+        events = bench.train(checkpoint__directions=directions, hybrid__mode="leap")[1]
+        return [event.megabytes for event in events if isinstance(event, CheckpointSaved)][-1]
+
+    assert saved(False) < 0.6 * saved(True)
+
+
 def poisoned(bench: Bench, bad_from: int, **changes: Any) -> HybridTrainer:
     """A trainer whose loss is NaN from step `bad_from` on."""
     calls = iter(range(10**6))

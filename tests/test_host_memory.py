@@ -220,3 +220,56 @@ def test_an_emergency_brings_the_state_back() -> None:
         run.step()
     run.trainer.mover.safety.flee()
     assert all(torch.equal(a, b) for a, b in zip(run.trainer.model.parameters(), weights, strict=True))
+
+
+# --- checkpoints without directions ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", [{}, ALL], ids=["on the device", "in host memory"])
+def test_a_checkpoint_without_directions_goes_on_after_watching_anew(where: dict[str, Any], tmp_path: Path) -> None:
+    small, large = ({**where, "checkpoint.directions": saved} for saved in (False, True))
+    whole = make("audited", **large)
+    whole.run(lambda: whole.position >= 60 and whole.trainer.mover.move is None)
+    state = take_apart(whole.trainer.state_dict()).tensors
+    run = make("audited", **small)
+    run.trainer.load_state_dict(whole.trainer.state_dict())
+    left = take_apart(run.trainer.state_dict()).tensors
+    rows = {name: tensor for name, tensor in state.items() if ".trajectory." in name}
+    assert state.keys() - left.keys() == rows.keys()
+    trained = sum(p.numel() for p in run.trainer.model.parameters())
+    assert sum(tensor.nbytes for tensor in rows.values()) >= 20 * trained
+
+    folder = CheckpointStore(tmp_path).save(1, run.trainer.state_dict())
+    begun = make("audited", **small)
+    begun.run(lambda: begun.position >= 30)  # what it saw itself is no part of that run
+    begun.trainer.load_state_dict(checkpoint.read(folder))
+    begun.position, begun.used = whole.position, []
+    fresh = make("audited", **large)
+    trajectory, seen = begun.trainer.observer.trajectory, fresh.trainer.observer.trajectory
+    assert torch.equal(trajectory.basis, seen.basis)
+    assert (trajectory.windows, trajectory.steps, trajectory.frozen_windows) == (0, 0, -1)
+    assert begun.trainer.observer.forecast is None
+    assert begun.trainer.observer.quality.state_dict() == whole.trainer.observer.quality.state_dict()
+    same_weights = {name: t for name, t in bits(begun).items() if name.startswith("model.")}
+    assert all(torch.equal(tensor, bits(whole)[name]) for name, tensor in same_weights.items())
+    windows: list[int] = []
+    moved = len(begun.moves)
+    while len(begun.moves) == moved:
+        begun.step()
+        windows.append(begun.trainer.observer.windows)
+    assert max(windows) >= 2  # no move before what it is made of was seen again
+
+
+def test_in_the_middle_of_a_move_directions_are_saved_in_any_case(tmp_path: Path) -> None:
+    whole = make("audited", **{"checkpoint.directions": False})
+    whole.run(lambda: whole.trainer.phase is Phase.CORRECT)
+    folder = CheckpointStore(tmp_path).save(1, whole.trainer.state_dict())
+    position, used, moves = whole.position, list(whole.used), len(whole.moves)
+    whole.run()
+    run = make("audited", **{"checkpoint.directions": False})
+    run.trainer.load_state_dict(checkpoint.read(folder))
+    run.position, run.used = position, used
+    run.run()
+    mine, theirs = bits(run), bits(whole)
+    assert [name for name in mine if not torch.equal(mine[name], theirs[name])] == []
+    assert run.moves == whole.moves[moves:]

@@ -231,11 +231,12 @@ class EngineConfig(Section):
     """Recompute blocks in the backward pass instead of keeping their activations: all (`true`), none, or a share, such
     as 0.5, at least one block, evenly spread. Same bits, dropout included. For GPT-2 models."""
     update_in_backward: bool = False
-    """Update each parameter as soon as its gradient is complete, and free the gradient: they never all exist at once.
-    Same bits, except for the rounding of `muon` and of compiled models. Needs `optimizer.gradient_clip_norm = 0` and
-    `accumulation_steps = 1`, not fp16; there are no quasi-Newton leaps. A gradient that is not finite spares its own
-    parameter only, not the whole step. `torch.compile` then takes one block at a time, from the model's list `blocks`;
-    a model without one is compiled as a whole, which brings all gradients at once."""
+    """Update parameters soon after their gradients are complete, some at a time, and free the gradients: they never all
+    exist at once. Same bits, except for the rounding of `muon` and of compiled models. Needs
+    `optimizer.gradient_clip_norm = 0` and `accumulation_steps = 1`, not fp16; there are no quasi-Newton leaps. A
+    gradient that is not finite spares its own parameter and those updated with it, not the whole step. `torch.compile`
+    then takes one block at a time, from the model's list `blocks`; a model without one is compiled as a whole, which
+    brings all gradients at once."""
     deterministic: bool = False
     """Refuse operations whose result can differ between two runs (slower on a GPU)."""
 
@@ -297,6 +298,10 @@ class CheckpointConfig(Section):
     """Steps between checkpoints. Unset: five per run. 0: only at the end and on Ctrl-C or SIGTERM."""
     keep: Annotated[int, Field(ge=2)] = 2
     """Newest checkpoints that stay on disk; at least 2, so that a damaged one can be replaced by the one before."""
+    directions: bool = True
+    """Save the directions that moves are made of: up to 22 bytes per trained weight for large models, 40 for small
+    ones. `false`: checkpoints are smaller and quicker by that, but a resumed run first has to watch some windows anew,
+    and so is not the same bit for bit. In the middle of a move they are saved in any case."""
 
 
 class HybridConfig(Section):

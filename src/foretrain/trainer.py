@@ -413,6 +413,8 @@ class HybridTrainer(Engine):
                 "race": self.race.state_dict(),
                 "said": dict(self._said),
             }
+            if not self.config.checkpoint.directions and self.mover.move is None:
+                state["hybrid"]["pilot"]["observer"]["trajectory"] = None
         return state
 
     def _put_back(self, state: dict[str, Any], origin: str) -> None:

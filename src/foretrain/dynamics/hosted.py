@@ -129,6 +129,10 @@ class HostedTrajectory(Trajectory):
             copy_each([self._scratch[part]], [out.view(-1)])
         return self._scratch_views
 
+    def forget(self) -> None:
+        settle(self.device)
+        super().forget()
+
     def state_dict(self) -> dict[str, Any]:
         settle(self.device)
         return super().state_dict()

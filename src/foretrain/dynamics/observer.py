@@ -205,7 +205,6 @@ class Observer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.trajectory.load_state_dict(state["trajectory"])
         self.sample.load_state_dict(state["sample"])
         self.encoder.load_state_dict(state["encoder"])
         self.quality.load_state_dict(state["quality"])
@@ -215,6 +214,11 @@ class Observer:
         outputs = state["outputs"]
         self._outputs = [] if outputs is None else list(outputs.to(self.trajectory.device).clone().unbind())
         self._next, self._frozen = _unpack_pending(state["next"]), _unpack_pending(state["frozen"])
+        if state["trajectory"] is not None:
+            self.trajectory.load_state_dict(state["trajectory"])
+        else:  # `checkpoint.directions` was off
+            self.restart()
+            self.trajectory.forget()
 
 
 def _effective_rank(gram: Array) -> float:

@@ -117,6 +117,13 @@ class Trajectory:
         self.steps = 0
         self.frozen_windows = -1
 
+    @torch.no_grad()
+    def forget(self) -> None:
+        """Begin anew: nothing was seen yet."""
+        self.basis.zero_()
+        self.windows = 0
+        self.restart()
+
     def before_step(self) -> None:
         """Before each full step: the last one of a window is a direction of its own."""
         if self.steps == self.window - 1:

@@ -12,17 +12,17 @@ from foretrain.planning.estimate import Target
 RECOMPUTING = 0.28
 """Of the part of a step that is spent in blocks, when all of them are recomputed. One more forward pass would be 1/3;
 GPT-2 124M on an H200 took 19 % longer, blocks being 69 % of its work (docs/results.md)."""
-BUS_TOKENS = 47_000
+BUS_TOKENS = 100_000
 """Directions in main memory cross the bus at the end of a window, which takes as long as full steps on so many tokens.
-Both grow with the model, so that its size cancels out. Measured with 355M parameters on an H200 (docs/results.md)."""
+Both grow with the model, so that its size cancels out. On an H200: 47,000 with 355M parameters, 105,000 with 124M and
+103,000 with 1.56B (docs/results.md)."""
 HALF_SPEED_TOKENS = 512
 """Tokens of a micro-batch at which kernels run at half their best speed. An assumption for large GPUs."""
 COSTS: dict[str, dict[Any, float]] = {
     "engine.fused_loss": {True: 0.01},  # faster where logits are large, a little slower where they are small
     "engine.loss_rows": {4096: 0.02, 1024: 0.05},  # 0.02: 124M on an H200, 32 x 1024 tokens
     "optimizer.state_type": {"bf16": 0.005, "8bit": 0.005},  # 0.002 in the same run
-    # one update per weight instead of one for all: 26 % at 124M, where launching them takes the time; less for larger
-    "engine.update_in_backward": {True: 0.1},
+    "engine.update_in_backward": {True: 0.04},  # 0.03 to 0.04 at 124M on an H200
     "memory.snapshots": {"pinned": 0.005},  # a copy over the bus per move
     "memory.offload": {True: 0.01},  # a copy out and back per move, mostly hidden; 0.007 at 124M on an H200
     "memory.lookahead": {0: 0.005},  # the way back is hidden by the next step only
@@ -37,7 +37,7 @@ EXPLANATIONS = {
     "engine.fused_loss": "logits are computed in slices and never all exist",
     "engine.loss_rows": "fewer tokens per slice of the logits",
     "optimizer.state_type": "the optimizer's averages are stored in fewer bits",
-    "engine.update_in_backward": "each gradient is used and freed at once",
+    "engine.update_in_backward": "gradients are used and freed a few at a time",
     "optimizer.gradient_clip_norm": "what is updated in the backward pass cannot wait for the norm of all gradients",
     "memory.snapshots": "what a move is taken back to waits in main memory",
     "memory.basis": "the stored directions live in main memory",
