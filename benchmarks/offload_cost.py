@@ -189,7 +189,7 @@ def switched(settings: dict[str, Any], mode: str, rounds: int, cycles: int) -> A
         memories[name] = memory(arm, mode, before)
     if leaving is not None and trainer.device.type == "cuda":
         memories["offload"]["copied_gb_per_second"] = round(leaving.parking.lane.rate / 1e9, 2)
-        memories["offload"]["probe_seconds"] = round(trainer.mover._probe_seconds, 4)
+        memories["offload"]["probe_seconds"] = round(trainer.mover.probes.seconds, 4)
     return steps, seconds, dict(trainer.pilot.counts.moves) if trainer.pilot else {}, memories
 
 

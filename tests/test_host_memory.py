@@ -103,14 +103,18 @@ def test_a_run_has_the_same_bits_when_its_state_leaves_and_comes_back_in_parts(
     monkeypatch.setattr(OptimizerParking, "hidden_bytes", lambda self, seconds: hidden)
     if name not in plain:
         plain[name] = make(name).run()
-    for lookahead in (2, 0):
-        run = make(name, **{"memory.offload": True, "memory.lookahead": lookahead}).run()
-        assert_same(run, plain[name])
+    for lookahead, snapshots in itertools.product((2, 0), ("device", "pinned")):
+        where = {"memory.offload": True, "memory.lookahead": lookahead, "memory.snapshots": snapshots}
+        assert_same(make(name, **where).run(), plain[name])
 
 
-def test_no_more_leaves_than_probes_hide_and_can_be_back_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("snapshots", ["device", "pinned"])
+def test_no_more_leaves_than_probes_hide_and_can_be_back_in_time(
+    snapshots: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(OptimizerParking, "hidden_bytes", lambda self, seconds: 600)
-    run = make("audited rollout", **{"memory.offload": True, "memory.lookahead": 3})
+    where = {"memory.offload": True, "memory.lookahead": 3, "memory.snapshots": snapshots}
+    run = make("audited rollout", **where)
     parking = run.trainer.away
     assert parking is not None
     away: list[int] = []

@@ -134,8 +134,8 @@ class HybridTrainer(Engine):
             self.full_step.in_backward.watchers.append(self.observer.sample.watch())
         self.pilot = Pilot(config, self.observer, "adapters" if self._trains_adapters() else "full weights")
         self.mover = Mover(self, self.pilot, self.bus.emit)
-        self.mover.held_out = [self.to_device(batch) for batch in probe]
-        if self.mover.held_out:
+        self.mover.probes.held_out = [self.to_device(batch) for batch in probe]
+        if self.mover.probes.held_out:
             self.pilot.judge_on_held_out()
         self.race = RateRace(self.mover, config)
         self.checkup.pilot = self.pilot

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -22,13 +21,14 @@ from foretrain.control.guard import Reading
 from foretrain.control.machine import Phase, View
 from foretrain.control.move import Move, pack_move, unpack_move
 from foretrain.control.pilot import Pilot
+from foretrain.control.probes import Probes
 from foretrain.control.products import Products
 from foretrain.control.recovery import Action, Kind
 from foretrain.control.safety import Safety
 from foretrain.dynamics.predictor import Array
 from foretrain.engine.host import add_each
-from foretrain.engine.loop import Engine, count
-from foretrain.engine.state import random_state, restore_random_state
+from foretrain.engine.loop import Engine
+from foretrain.engine.state import random_state
 from foretrain.engine.step import StepOutput, map_tensors, tensors_of
 from foretrain.events import Event, Moved, Recovered
 
@@ -51,22 +51,15 @@ class Mover:
         self.emit = emit
         self.trajectory = pilot.observer.trajectory
         self.safety = Safety(engine, pilot)
+        self.probes = Probes(engine, pilot, self.safety)
         self.forks = Forks(engine, pilot, self.safety, lambda batch: self._probe(batch))  # noqa: PLW0108 - looked up anew, as benchmarks replace it
         self.move: Move | None = None
-        self.held_out: list[Any] = []
-        """Batches that are never trained on; if there are any, they judge moves."""
-        self._seen: tuple[int, float] = (0, math.nan)
-        """Backward passes and held-out loss of the last probe of weights that stayed."""
-        self._held_out_fall = math.nan
-        """Of the held-out loss per full step, lately."""
         hybrid = pilot.config.hybrid
         self.products = Products.of(engine.model, self.trajectory.parameters) if hybrid.space == "product" else None
         pairs = hybrid.secant_pairs if hybrid.mode == "leap" else 0
         self.chain = Chain(engine, pairs, hybrid.secant_memory_mb, _LONGEST_CHAIN * hybrid.max_predict_steps)
         self._recent: list[Any] = []
         self._outputs: list[Tensor] = []
-        self._probe_seconds = 0.0
-        """The last one took so long."""
 
     @property
     def open_move(self) -> Move:
@@ -118,16 +111,16 @@ class Mover:
         chains = self.pilot.may_chain and plan.low_noise and self.pilot.searches and self.chain.ready
         self.safety.take()
         if not chains:  # a chain takes gradients
-            self._offload()
+            self.probes.offload()
         random = random_state()
-        move = Move(plan, map_tensors(batch, lambda tensor: tensor.clone()), random, math.nan, self._price(batch))
+        move = Move(plan, map_tensors(batch, lambda tensor: tensor.clone()), random, math.nan, self.probes.price(batch))
         self.move = move
         move.anchor = self._probe()
         finite = math.isfinite(move.anchor) and bool(np.isfinite(plan.coefficients).all())
         if not finite:
             self._refuse("the forecast is not a number" if math.isfinite(move.anchor) else "the probe is not a number")
             return move
-        self._watch_held_out(move.anchor)
+        self.probes.watch(move.anchor)
         drift = self.pilot.guard.anchor(self.engine.global_step, move.anchor)
         for action in self.pilot.recovery.decide(drift, self.pilot.context()) if drift.findings else []:
             self.pilot.apply(action, self.engine.global_step)
@@ -138,30 +131,8 @@ class Mover:
         if move.chained:  # without noise there is nothing to average away
             move.plan = replace(plan, correct_steps=self.pilot.config.hybrid.correct_steps)
         elif chains:
-            self._offload()
+            self.probes.offload()
         return move
-
-    def _offload(self) -> None:
-        """The optimizer's state leaves the device. With a look-ahead it is to cost no time: no more leaves at once than
-        fits beside the next probe, because reading a loss waits for all copies that go the same way, and no more in all
-        than can be back in time."""
-        away, memory = self.engine.away, self.pilot.config.memory
-        if away is None:
-            return
-        at_once, steps = math.inf, math.inf
-        if memory.lookahead:
-            at_once = away.hidden_bytes(self._probe_seconds)
-            steps = 1 if self.pilot.config.hybrid.mode == "leap" else memory.lookahead
-        away.leave(self.safety.optimizer_state(), at_once, at_once * steps)
-
-    def _bring_back(self, steps_left: int) -> None:
-        """It begins to come back, beside what the device does meanwhile, if so few predicted steps follow on this one.
-
-        -1: no more are made.
-        """
-        away = self.engine.away
-        if away is not None and steps_left < self.pilot.config.memory.lookahead:
-            away.fetch(math.inf if steps_left < 0 else away.hidden_bytes(self._probe_seconds))
 
     def leap_on(self, batch: Any) -> StepOutput | None:
         """One leap of a chain; None when no leap lowers the loss any more."""
@@ -202,16 +173,16 @@ class Mover:
             nonlocal probes
             probes += 1
             if probes > self.pilot.searches:  # a search hardly ends with its first probe; any other may be the last
-                self._bring_back(0)
+                self.probes.bring_back(0)
             return self._probe()
 
-        if self.pilot.searches and self.held_out:
+        if self.pilot.searches and self.probes.held_out:
             result = leap.search(place, probe, move.anchor, _FIRST_HELD_OUT, shorter=())
         elif self.pilot.searches:
             result = leap.search(place, probe, move.anchor)
         else:
             result = leap.careful(place, probe, self.pilot.disaster_limit(move.anchor))
-        move.cost += self._price(move.batch) * result.probes
+        move.cost += self.probes.price(move.batch) * result.probes
         if result.share == 0:
             reason = "no length of the move lowers the loss" if self.pilot.searches else "the loss rose beyond noise"
             self._refuse(reason)
@@ -228,8 +199,8 @@ class Mover:
         move, config = self.open_move, self.pilot.config.hybrid
         forecast, steps_left = move.plan.forecast, move.plan.horizon - move.moved - 1
         if steps_left >= self.pilot.config.memory.lookahead:
-            self._offload()  # it is here after a resumption
-        self._bring_back(steps_left)
+            self.probes.offload()  # it is here after a resumption
+        self.probes.bring_back(steps_left)
         step = forecast.at(move.moved + 1) - forecast.at(move.moved)
         if config.correction_interval and (move.moved + 1) % config.correction_interval == 0:
             step = step + self._suggestion(step * config.correction_interval, config.correction_interval)
@@ -275,7 +246,7 @@ class Mover:
                 self._reset_predictor("it led to numbers that are not finite")
             return None
         move.loss = self._probe()
-        move.cost += self._price(move.batch)
+        move.cost += self.probes.price(move.batch)
         if move.plan.low_noise and not move.loss < move.anchor:
             self._refuse("the exact loss is no lower than before")
             return None
@@ -284,7 +255,7 @@ class Mover:
 
     def _leave_predict(self, view: View | None = None) -> None:
         """What the move counts, as far as that is known now; then on to CORRECT. `view`: why, if not at the horizon."""
-        self._bring_back(-1)
+        self.probes.bring_back(-1)
         move, pilot = self.open_move, self.pilot
         if move.chained:
             move.credit = 0  # every leap was counted by itself
@@ -299,27 +270,11 @@ class Mover:
             pilot.guard.after_move()
         self._count_credit(move.credit)
 
-    def _watch_held_out(self, loss: float) -> None:
-        """How fast full steps alone lower the held-out loss."""
-        passes, before = self._seen
-        steps = self.engine.backward_passes - passes
-        if self.held_out and steps > 0 and math.isfinite(before):
-            self._held_out_fall = (before - loss) / steps
-        self._seen = (self.engine.backward_passes, loss)
-
-    def _worth_held_out(self, move: Move, gain: float, most: float) -> float:
-        fall = self._held_out_fall if math.isfinite(self._held_out_fall) else self.pilot.slope.per_step(low_noise=False)
-        if not gain > 0:
-            return 0.0
-        if not fall > 0:  # full steps alone do not get there, or nobody knows yet
-            return float(max(1, move.moved))
-        return min(gain / fall, most)
-
     def _worth(self, move: Move, before: float, after: float) -> float:
         """Full steps that the fall of the loss that judges it is worth."""
         most = _MOST_WORTH * max(1, move.moved)
-        if self.held_out:
-            return self._worth_held_out(move, before - after, most)
+        if self.probes.held_out:
+            return self.probes.worth(move.moved, before - after, most)
         steps = self.pilot.worth_exactly(before, after)
         if not move.chained:
             return steps
@@ -429,14 +384,14 @@ class Mover:
             after = audit.loss_with
         else:
             after = self._probe()
-            move.cost += self._price(move.batch) * (1 + move.chained)
+            move.cost += self.probes.price(move.batch) * (1 + move.chained)
             harmed = not move.chained and any(action.kind is Kind.ROLL_BACK for action in actions)
             kept = after < move.anchor and not harmed
             before = min(move.anchor, self.chain.start_loss) if move.chained else move.anchor
             worth = self._worth(move, before, move.loss) if move.plan.low_noise else float(move.credit)
         if not kept and audit is None:
             move.cost += move.steps  # these full steps are taken back
-        self._seen = (self.engine.backward_passes, after if kept else move.anchor)
+        self.probes.remember(after if kept else move.anchor)
         transition = pilot.settled(self.engine.global_step, move.plan, kept, worth, move.cost, audit)
         if kept:
             self._keep(move, audit)
@@ -469,21 +424,7 @@ class Mover:
     # --- probes ------------------------------------------------------------------------------------------------------
 
     def _probe(self, batch: Any = None) -> float:
-        """Forward loss with the random numbers of the anchor, so that only the weights differ."""
-        move, now, began = self.open_move, random_state(), time.monotonic()
-        restore_random_state(move.random)
-        try:
-            if batch is None and self.held_out:
-                return self.engine.probe_all(self.held_out)
-            return self.engine.probe(move.batch if batch is None else batch)
-        finally:
-            restore_random_state(now)
-            self._probe_seconds = time.monotonic() - began
-
-    def _price(self, batch: Any) -> float:
-        """Of a probe, in full steps."""
-        tokens = sum(count(held_out) for held_out in self.held_out)
-        return FORWARD * tokens / max(1, count(batch)) if tokens else FORWARD
+        return self.probes.loss(self.open_move, batch)
 
     def _tell(self, move: Move, verdict: str, reason: str, after: float, worth: float) -> None:
         self.emit(
@@ -516,7 +457,7 @@ class Mover:
             **self.safety.state_dict(),
             "chain": self.chain.state_dict(),
             "recent": self._recent,
-            "held_out": [*self._seen, self._held_out_fall],
+            "held_out": self.probes.state_dict(),
             "outputs": torch.stack([value.float() for value in self._outputs]) if self._outputs else None,
         }
 
@@ -525,8 +466,7 @@ class Mover:
         self.safety.load_state_dict(state, device)
         self.chain.load_state_dict(state["chain"])
         self._recent = [self.own(batch) for batch in state["recent"]]
-        passes, loss, self._held_out_fall = state["held_out"]
-        self._seen = (int(passes), float(loss))
+        self.probes.load_state_dict(state["held_out"])
         outputs = state["outputs"]
         self._outputs = [] if outputs is None else list(outputs.to(device).clone().unbind())
         self.move = None if state["move"] is None else unpack_move(state["move"], self.own)

@@ -100,7 +100,7 @@ class RateRace:
     def _judge(self, exponent: int) -> bool:
         """Whether this rate ended lowest so far."""
         engine, mover = self.mover.engine, self.mover
-        loss = engine.probe_all(mover.held_out)
+        loss = engine.probe_all(mover.probes.held_out)
         first = not self.tried
         self.tried[exponent] = loss
         best = first or loss < self.tried[self.best] or (math.isnan(self.tried[self.best]) and not math.isnan(loss))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from foretrain.engine.host import Lane, copy_each, host_like, on_device
 from foretrain.engine.state import Snapshot, take_apart
 
-_Item = TypeVar("_Item")
 _UNNOTICED = 0.8
 """Of what a device does, copies beside it may take so much of the time. More would make it wait now and then."""
 
@@ -126,7 +125,7 @@ class Parking:
     @torch.no_grad()
     def fetch(self, most: float = math.inf) -> None:
         """Begin to bring it back, no more bytes than `most`; `lane.join` before it is used."""
-        coming, others = _split(most, self._away, lambda one: one[0].nbytes)
+        coming, others = _split(most, self._away)
         if not coming:
             return
         device = self.lane.device
@@ -187,7 +186,7 @@ class OptimizerParking:
         self._to_leave: list[tuple[Tensor, Tensor | None]] | None = None
         """While it leaves: what is still here, and copies of it in host memory."""
         self._left = 0
-        """Bytes that were copied since it began to leave."""
+        """Bytes that have left so far."""
         optimizer.register_step_pre_hook(lambda *_: self.back())
         optimizer.register_state_dict_pre_hook(lambda _: self._readable())
         optimizer.register_load_state_dict_pre_hook(lambda *_: self.back())
@@ -196,21 +195,27 @@ class OptimizerParking:
     def away(self) -> bool:
         return self.parking.away
 
+    @property
+    def begun(self) -> bool:
+        """It is leaving, away or on its way back."""
+        return self._to_leave is not None
+
     def leave(
         self, snapshot: Mapping[str, Any] | None = None, at_once: float = math.inf, in_all: float = math.inf
     ) -> None:
         """Also in several calls; none leaves after `fetch` before all of it was `back`.
 
-        snapshot: a state of the optimizer in host memory, equal to the present one and not overwritten meanwhile.
-        at_once, in_all: so many bytes are copied by this call, and by all, at the most.
+        snapshot: a state of the optimizer in host memory, equal to the present one and not overwritten meanwhile; the
+        first call is the one to give it to.
+        at_once, in_all: so many bytes leave by this call, and by all, at the most.
         """
         if self._to_leave is None:
             for parameter in self.parameters:
                 parameter.grad = None
             self._to_leave, self._left = self._found(snapshot), 0
             self.parking.reserve(tensor for tensor, copy in self._to_leave if copy is None)
-        some, self._to_leave = _split(min(at_once, in_all - self._left), self._to_leave, _bytes_to_copy)
-        self._left += sum(map(_bytes_to_copy, some))
+        some, self._to_leave = _split(min(at_once, in_all - self._left), self._to_leave)
+        self._left += sum(tensor.nbytes for tensor, _ in some)
         self.parking.park([t for t, _ in some], {id(t): copy for t, copy in some if copy is not None})
 
     def _found(self, snapshot: Mapping[str, Any] | None) -> list[tuple[Tensor, Tensor | None]]:
@@ -243,20 +248,17 @@ class OptimizerParking:
             self.parking.lane.join()
 
 
-def _bytes_to_copy(one: tuple[Tensor, Tensor | None]) -> int:
-    return one[0].nbytes if one[1] is None else 0
+_Pair = TypeVar("_Pair", bound=tuple[Tensor, Any])
 
 
-def _split(most: float, items: Iterable[_Item], size: Callable[[_Item], int]) -> tuple[list[_Item], list[_Item]]:
-    """Those that fit into `most` together, and the others."""
-    fit: list[_Item] = []
-    others: list[_Item] = []
-    for item in items:
-        if size(item) <= most:
-            most -= size(item)
-            fit.append(item)
-        else:
-            others.append(item)
+def _split(most: float, pairs: Iterable[_Pair]) -> tuple[list[_Pair], list[_Pair]]:
+    """Those whose tensors have no more bytes than `most` together, and the others."""
+    fit: list[_Pair] = []
+    others: list[_Pair] = []
+    for pair in pairs:
+        fits = pair[0].nbytes <= most
+        most -= pair[0].nbytes if fits else 0
+        (fit if fits else others).append(pair)
     return fit, others
 
 
