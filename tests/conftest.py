@@ -6,6 +6,7 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests run side by side; before torch is imported
 
+import gc
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -35,6 +36,13 @@ TINY: dict[str, Any] = {
     "evaluation.batches": 2,
     "log.interval": 1,
 }
+
+
+@pytest.fixture(autouse=True, scope="module")
+def loaded_modules_are_no_garbage() -> None:
+    """Some 200,000 objects of libraries would be looked through at every collection, and comparisons collect often."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

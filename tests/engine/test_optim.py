@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from foretrain import HybridTrainer
 from foretrain.config import OptimizerConfig
 from foretrain.engine import optim
 from foretrain.engine.muon import Muon
+from foretrain.errors import ConfigError
 
 Make = Callable[..., Any]
 
@@ -163,3 +166,34 @@ def test_after_the_state_was_replaced_the_rate_is_set_anew() -> None:
     control.forget()
     control.set(0.05)
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05)
+
+
+# --- states of other libraries ---------------------------------------------------------------------------------------
+
+
+class Quantized(torch.Tensor):
+    """Stands for a tensor that holds its numbers in other tensors."""
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["codes", "scales"], None
+
+
+class Library(torch.optim.SGD):
+    """Keeps its momentum in such tensors."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for values in self.state.values():
+            values["momentum_buffer"] = values["momentum_buffer"].as_subclass(Quantized)
+
+
+@pytest.mark.parametrize("mode", ["leap", "off"])
+def test_a_state_that_cannot_be_copied_is_refused_in_words(
+    mode: str, make_config: Make, make_model: Make, make_batch: Make, tmp_path: Path
+) -> None:
+    model = make_model()
+    settings = {"hybrid.mode": mode, "hybrid.warmup_steps": 20, "max_steps": 60, "checkpoint.interval": 15}
+    trainer = HybridTrainer(model, Library(model.parameters(), lr=0.01, momentum=0.9), config=make_config(settings))
+    with pytest.raises(ConfigError, match=r"Library keeps momentum_buffer in Quantized, .*state_type = '8bit'"):
+        trainer.fit([make_batch(seed=number) for number in range(70)], out=tmp_path / "run", progress=False)
+    assert trainer.global_step > 0

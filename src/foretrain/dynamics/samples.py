@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from foretrain.engine.moments import sample_moment
+from foretrain.engine.optim import is_wrapped
 
 _TENSORS = 16
 _PER_TENSOR = 1024
@@ -102,7 +103,9 @@ def _strided(tensor: Tensor) -> Tensor:
 
 def _sampled(state: dict[str, Any], name: str) -> Tensor | None:
     moment = state.get(name)
-    return sample_moment(state, name, _stride(moment), _PER_TENSOR) if isinstance(moment, Tensor) else None
+    if not isinstance(moment, Tensor) or is_wrapped(moment):
+        return None
+    return sample_moment(state, name, _stride(moment), _PER_TENSOR)
 
 
 def _stride(tensor: Tensor) -> int:

@@ -262,7 +262,7 @@ class Engine:
         """The same without the fingerprint of frozen weights, which takes long: enough to go back in the same run."""
         return {
             "model": changing_state(self.model),
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": optim.plain_state(self.optimizer),
             "average": self.average.state_dict() if self.average is not None else None,
             "precision": self.precision.state_dict(),
             "random": random_state(),

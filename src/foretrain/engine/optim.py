@@ -11,6 +11,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from foretrain.config import OptimizerConfig
 from foretrain.engine.muon import Muon
 from foretrain.engine.narrow import NarrowAdamW
+from foretrain.errors import ConfigError
 
 
 def build(model: nn.Module, config: OptimizerConfig) -> Optimizer:
@@ -78,6 +79,25 @@ def _build_muon(
 def supports_device_skip(optimizer: Optimizer) -> bool:
     """Whether the optimizer can be told on the device to skip a step (torch's fused ones, and our own)."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def plain_state(optimizer: Optimizer) -> dict[str, Any]:
+    """The optimizer's state, if it can be copied and saved."""
+    state = optimizer.state_dict()
+    for values in state["state"].values():
+        for name, value in values.items():
+            if is_wrapped(value):
+                raise ConfigError(
+                    f"{type(optimizer).__name__} keeps {name} in {type(value).__name__}, a tensor of tensors, which "
+                    "snapshots and checkpoints cannot copy; use an optimizer whose state is plain tensors, such as "
+                    "optimizer.type = 'adamw' with optimizer.state_type = '8bit', or one of bitsandbytes"
+                )
+    return state
+
+
+def is_wrapped(value: Any) -> bool:
+    """Whether it is a tensor that holds its numbers in other tensors; one spread over devices is not meant."""
+    return hasattr(value, "__tensor_flatten__") and not hasattr(value, "device_mesh")
 
 
 class RateControl:
