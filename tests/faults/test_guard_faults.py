@@ -236,6 +236,17 @@ def test_a_loss_high_from_the_second_step_on_is_found_out() -> None:
     assert not guard.losses.sound
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_ruin_that_is_as_noisy_as_it_is_high_is_nothing_to_go_back_to(seed: int) -> None:
+    config = from_mapping({})
+    guard, random = Guard(config.hybrid, config.guard), np.random.default_rng(seed)
+    ruined = np.abs(500 + 250 * random.normal(size=77))
+    for step, loss in enumerate([5.3, 5.2, 5.6, *ruined]):
+        guard.check(Reading(step, Phase.FULL, loss, 1.0))
+        assert guard.losses.sound or step >= 5, "three good losses are the middle of five"
+        assert not (guard.losses.sound and step >= 6)
+
+
 def test_noise_is_no_ruin() -> None:
     """Squared errors of single examples, the first by luck next to nothing; and losses that only fall."""
     config = from_mapping({})

@@ -160,13 +160,13 @@ class LossBaseline:
 
     @property
     def sound(self) -> bool:
-        """A state that is worth going back to. While the noise is not known yet, twice the first loss is none."""
+        """A state that is worth going back to: no worse than twice the first loss, lately and on the whole. Noise is no
+        excuse, because ruin is noisy, and to say no by mistake only leaves an older state in place."""
         if not self.losses:
             return True
-        if self.count >= ENOUGH and self._above_start(SOUND):
-            return False
-        sigma = 0.0 if self.count < ENOUGH else self.sigma
-        return _middle(sorted(list(self.losses)[-5:])) <= self.start.limit(SOUND, sigma)
+        highest = self.start.limit(SOUND, 0.0)
+        lately = _middle(sorted(list(self.losses)[-5:]))
+        return lately <= highest and (self.count < ENOUGH or self.recent <= highest)
 
     @property
     def stable(self) -> bool:
