@@ -154,7 +154,7 @@ class Run:
     def _go_back(self, error: OutOfMemory) -> bool:
         """To the last checkpoint, with smaller settings, when memory ran out in the middle of an update."""
         trainer = self.trainer
-        if not error.half_done or self.store is None or self.saved_step < 0:
+        if not (error.half_done and trainer.rescue.retries) or self.store is None or self.saved_step < 0:
             return False
         text = f"{str(error).partition('; to make it fit')[0]}; back to the checkpoint of step {self.saved_step}"
         if not trainer.rescue.shrink(None, text):

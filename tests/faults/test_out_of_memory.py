@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import random
 from collections.abc import Callable, Iterator
@@ -320,6 +321,31 @@ def test_in_a_loop_of_ones_own_half_an_update_is_an_error(monkeypatch: pytest.Mo
     trainer.step(rows(0))
     with pytest.raises(OutOfMemory) as failed:
         trainer.step(rows(1))
+    assert failed.value.half_done
+    assert not failed.value.intact
+
+
+@pytest.mark.parametrize("answer", ["stop", "retry"])
+def test_memory_that_runs_out_among_updates_leaves_half_a_step_and_says_so(answer: str) -> None:
+    """Also where nothing is tried again: a loop of one's own must know."""
+    settings = {"engine.update_in_backward": True, "optimizer.gradient_clip_norm": 0.0}
+    settings |= {"memory.on_out_of_memory": answer, "hybrid.mode": "off", "optimizer.type": "adamw", "device": "cpu"}
+    model = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
+    trainer = HybridTrainer(model, None, lambda model, batch: model(batch).square().mean(), from_mapping(settings))
+    trainer.step(torch.ones(3, 4))
+    calls = itertools.count()
+
+    def fail(*_: Any) -> None:
+        if next(calls) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
+
+    trainer.optimizer.register_step_pre_hook(fail)
+    before = [p.clone() for p in model.parameters()]
+    with pytest.raises(OutOfMemory) as failed:
+        trainer.step(torch.ones(3, 4))
+    changed = [not torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True)]
+    assert any(changed)
+    assert not all(changed)
     assert failed.value.half_done
     assert not failed.value.intact
 

@@ -106,7 +106,7 @@ class Rescue:
         if intact:
             self._undo(mark)
         if not self.retries:
-            raise OutOfMemory(f"{text}; {self.advice()}", intact=intact)
+            raise OutOfMemory(f"{text}; {self.advice()}", intact=intact, half_done=not intact)
         if mark.phase in (Phase.PREDICT, Phase.CORRECT):
             first = self.trainer.mover.abandon("memory ran out in it")
             self.engine.full_step.changing = False

@@ -27,6 +27,7 @@ class _Pages(mmap.mmap):
 
     in_use = 0
     address = 0
+    counted = 0
 
     def lock(self, address: int) -> None:
         cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
@@ -40,8 +41,12 @@ class _Pages(mmap.mmap):
             ) from error
         self.address = address
 
+    def count(self) -> None:
+        self.counted = len(self)
+        _Pages.in_use += self.counted
+
     def __del__(self) -> None:
-        _Pages.in_use -= len(self)
+        _Pages.in_use -= self.counted
         if self.address and not sys.is_finalizing():
             cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             cudart.cudaHostUnregister(self.address)
@@ -65,10 +70,10 @@ def host_like(tensor: Tensor, device: torch.device) -> Tensor:
     if size == 0:
         return torch.empty_like(tensor, device="cpu")
     pages = _Pages(-1, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    _Pages.in_use += len(pages)
     memory = torch.frombuffer(pages, dtype=form.dtype, count=form.numel())
     if device.type == "cuda":
         pages.lock(memory.data_ptr())
+    pages.count()
     return memory.as_strided(form.size(), form.stride())
 
 

@@ -76,7 +76,7 @@ class UpdatesInBackward:
 
     def norm(self) -> Tensor:
         """Of all gradients of the last backward pass together."""
-        norms = [self._norms[place] for place in sorted(self._norms)]
+        norms = [self._norms[place].float() for place in sorted(self._norms)]
         return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
 
     def norms(self, absent: Tensor) -> list[Tensor]:

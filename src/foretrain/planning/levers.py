@@ -12,10 +12,10 @@ from foretrain.planning.estimate import Target
 RECOMPUTING = 0.28
 """Of the part of a step that is spent in blocks, when all of them are recomputed. One more forward pass would be 1/3;
 GPT-2 124M on an H200 took 19 % longer, blocks being 69 % of its work (docs/results.md)."""
-BUS_TOKENS = 100_000
+BUS_TOKENS = 80_000
 """Directions in main memory cross the bus at the end of a window, which takes as long as full steps on so many tokens.
 Both grow with the model, so that its size cancels out. On an H200: 47,000 with 355M parameters, 105,000 with 124M and
-103,000 with 1.56B (docs/results.md)."""
+81,000 with 1.56B (docs/results.md)."""
 HALF_SPEED_TOKENS = 512
 """Tokens of a micro-batch at which kernels run at half their best speed. An assumption for large GPUs."""
 COSTS: dict[str, dict[Any, float]] = {
