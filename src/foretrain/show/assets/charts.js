@@ -50,13 +50,15 @@ function columns(name) {
     const colour = colourOf(one.style, place);
     const few = one.values.length < 60;
     const lone = one.values.filter(value => value != null).length === 1; // no line goes through a single point
+    const dotted = one.style === 'dots' || (one.style === 'bold' && few) || lone;
     const made = {
       label: several() ? `${run.name}: ${one.label}` : one.label,
       scale: one.scale || 'y',
       stroke: one.style === 'thin' ? faded(colour, several() ? .55 : .8) : one.style === 'edge' ? faded(colour, .35) : colour,
       width: { bold: 2.5, thin: 1.2, dashed: 1.6, edge: .8, dots: 0 }[one.style] ?? 1.6,
       dash: one.style === 'dashed' ? [6, 4] : undefined,
-      points: { show: one.style === 'dots' || (one.style === 'bold' && few) || lone, size: one.style === 'dots' ? 3.5 : 6, fill: one.style === 'dots' ? faded(colour, .6) : style('surface'), stroke: colour },
+      dotted,
+      points: { show: dotted, size: one.style === 'dots' ? 3.5 : 6, fill: one.style === 'dots' ? faded(colour, .6) : style('surface'), stroke: colour },
       value: (u, value) => value == null ? '' : shown(value),
     };
     series.push(made);
@@ -242,10 +244,11 @@ function tip(u, name) {
 
 // --- drawing ---------------------------------------------------------------------------------------------------------
 
-// With new values of the same curves a chart keeps its zoom, its cursor and the focus.
+// With new values of the same curves a chart keeps its zoom, its cursor and the focus; it is made anew where a curve
+// gets or loses its dots.
 function refresh(name) {
   const before = drawn.get(name), made = before && columns(name);
-  const labels = series => series.slice(1).map(one => one.label).join('\n');
+  const labels = series => series.slice(1).map(one => `${one.label} ${one.dotted}`).join('\n');
   if (!made?.table || labels(before.plot.series) !== labels(made.series)) { draw(name); return; }
   before.top = made.top;
   before.plot.setData(made.table, !before.zoomed);
