@@ -17,6 +17,7 @@ from foretrain.data.loader import held_out_batches
 from foretrain.dynamics.hosted import HostedTrajectory
 from foretrain.dynamics.trajectory import Trajectory
 from foretrain.engine.host import host_bytes
+from foretrain.engine.state import take_apart
 from foretrain.errors import OutOfMemory
 from gpu_trainer import TOKENS, trainer
 
@@ -137,6 +138,33 @@ def nothing_grows() -> str:
     return f"steps 2,500 -> 5,000, MB: {grown}; {moves}"
 
 
+def levers_equal_plain() -> str:
+    """Recomputed activations and updates inside the backward pass: the same weights and optimizer state, bit for bit,
+    also with narrow averages."""
+    levers: tuple[dict[str, Any], ...] = (
+        {},
+        {"engine.activation_checkpointing": True},
+        {"engine.update_in_backward": True},
+        {"engine.activation_checkpointing": True, "engine.update_in_backward": True},
+    )
+    settings: dict[str, Any] = {"hybrid.mode": "off", "schedule.type": "constant", "optimizer.gradient_clip_norm": 0.0}
+    settings |= {"engine.deterministic": True, "engine.compile": False, "engine.cuda_graph": False}
+    kinds = ("fp32", "bf16", "8bit")
+    for kind in kinds:
+        ends: list[dict[str, torch.Tensor]] = []
+        for lever in levers:
+            made, loader = trainer(**settings, **lever, **{"optimizer.state_type": kind})
+            for _, batch in zip(range(20), loader, strict=False):
+                assert not made.step(batch).skipped
+            state = {"model": made.model.state_dict(), "optimizer": made.optimizer.state_dict()["state"]}
+            ends.append(take_apart(state).tensors)
+        for lever, end in zip(levers, ends, strict=True):
+            assert end.keys() == ends[0].keys(), (kind, lever)
+            other = [name for name, tensor in end.items() if not torch.equal(tensor, ends[0][name])]
+            assert not other, (kind, lever, other)
+    return f"{len(levers)} ways with {len(kinds)} kinds of averages, the same {len(ends[0])} tensors"
+
+
 def _resident() -> int:
     """Of this process, in bytes."""
     pages = Path("/proc/self/statm").read_text().split()[1]
@@ -200,6 +228,7 @@ MEMORY_CHECKS = (
     host_memory_equals_device,
     directions_in_slices_equal_whole,
     offload_frees_memory,
+    levers_equal_plain,
     nothing_grows,
     a_shortage_is_survived,
 )

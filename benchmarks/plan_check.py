@@ -16,6 +16,7 @@ import sys
 import time
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ import torch
 
 from foretrain import environment, run
 from foretrain.config import Config, from_mapping
+from foretrain.engine.state import random_state
 from foretrain.models.gpt2 import shape_from_config
 from foretrain.planning.estimate import Target, estimate, target_of
 from foretrain.trainer import HybridTrainer
@@ -71,6 +73,8 @@ LEVERS: list[dict[str, Any]] = [
     SMALL | {"batch_size": 16, "memory.snapshots": "pinned", "memory.basis": "pinned"} | HYBRID,
     SMALL | {"batch_size": 16, "memory.offload": True} | HYBRID,
     SMALL | {"batch_size": 16, "precision.predict": "fp32"} | HYBRID,
+    SMALL | {"batch_size": 16, "engine.loss_rows": 1024},
+    SMALL | {"batch_size": 16, "memory.offload": True, "memory.lookahead": 0} | HYBRID,
 ]
 
 
@@ -117,13 +121,27 @@ def measured(config: Config, steps: int) -> dict[str, int]:
 
 
 def probe(trainer: HybridTrainer, batch: Any, before: int) -> int:
-    """What PREDICT does: a snapshot, a displacement, the weights moved, a forward pass."""
-    mover, trajectory = trainer.mover, trainer.mover.trajectory
-    mover.safety.take()
-    move = trajectory.displacement(np.zeros((len(trajectory.groups), len(trajectory.basis))))
-    trajectory.place(mover.safety.weights(), move, 1.0)
-    trainer.probe(batch)
-    return peak(before)
+    """What PREDICT does: a snapshot, the optimizer's state leaves, a probe, the weights moved, the state begins to come
+    back, another probe. All of it twice: how much leaves depends on how long the last probe took."""
+    safety, probes, trajectory = trainer.mover.safety, trainer.mover.probes, trainer.mover.trajectory
+    move: Any = SimpleNamespace(batch=batch, random=random_state())
+    size = 0
+    for _ in range(2):
+        peak(before)
+        safety.take()
+        probes.offload()
+        probes.loss(move)
+        safety.wait()
+        displacement = trajectory.displacement(np.zeros((len(trajectory.groups), len(trajectory.basis))))
+        trajectory.place(safety.weights(), displacement, 1.0)
+        probes.bring_back(0)
+        probes.loss(move)
+        size = peak(before)
+        probes.bring_back(-1)
+        if trainer.away is not None:
+            trainer.away.back()
+    peak(before)
+    return size
 
 
 def peak(before: int) -> int:

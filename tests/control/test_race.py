@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
+from tests.slow_lane import SlowLane
 from torch import Tensor, nn
 
 from foretrain import HybridTrainer
 from foretrain.config import changed, from_mapping
 from foretrain.control.race import FACTOR, MOST, with_short_warmup
 from foretrain.engine import offload
-from foretrain.engine.host import Lane
-from foretrain.engine.state import Snapshot, take_apart
 from foretrain.events import Event, RateTried
 from foretrain.schema import FIRST_RATE
 
@@ -79,30 +78,11 @@ def test_the_rate_that_ends_lowest_goes_on(scale: float, best: int) -> None:
     assert trainer.probe_tokens == 4 * len(race.tried)
 
 
-class Late(Lane):
-    """Copies that happen only when they are waited for, as on a stream that is behind."""
-
-    pending: ClassVar[list[tuple[Tensor, Tensor]]] = []
-
-    def join(self) -> None:
-        for target, source in self.pending:
-            target.copy_(source)
-        self.pending.clear()
-
-
 def test_the_first_weights_are_saved_before_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
     """A snapshot in host memory may be on its way while probes run, but not while weights are updated."""
-
-    def take(self: offload.HostSnapshots, state: Any, into: Snapshot | None = None) -> Snapshot:
-        parts = take_apart(state)
-        copies = {name: tensor.clone() for name, tensor in parts.tensors.items()}
-        Late.pending += [(copies[name], tensor) for name, tensor in parts.tensors.items() if name.startswith("model.")]
-        return Snapshot(copies, parts.tree)
-
     usual = make(0.003)
     train(usual, 0.003)
-    monkeypatch.setattr(offload, "Lane", Late)
-    monkeypatch.setattr(offload.HostSnapshots, "take", take)
+    monkeypatch.setattr(offload, "Lane", SlowLane)
     late = make(0.003, **{"memory.snapshots": "pinned"})
     train(late, 0.003)
     assert late.race.tried == usual.race.tried

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tests.slow_lane import SlowLane, spoil
 from torch import Tensor
 
 from foretrain.dynamics import hosted as hosted_module
 from foretrain.dynamics.hosted import HostedTrajectory
 from foretrain.dynamics.records import DIRECTIONS
 from foretrain.dynamics.trajectory import Motion, Trajectory
-from foretrain.engine.host import copy_each
 
 SHAPES = [(300, 7), (5,), (64, 3, 2), (1,), (40, 40)]
 WINDOW = 3
@@ -122,44 +120,35 @@ def test_a_state_can_go_from_one_place_to_the_other(to_host: bool) -> None:
     assert all(same(a, b) for a, b in zip(*motions, strict=True))
 
 
-class SlowLane:
-    """A side stream at its slowest: what is copied on it happens only when somebody waits for it."""
-
-    def __init__(self) -> None:
-        self.open = False
-        self.queued: list[tuple[list[Tensor], list[Tensor]]] = []
-
-    @contextmanager
-    def behind(self) -> Iterator[None]:
-        self.open = True
-        yield
-        self.open = False
-
-    def join(self) -> None:
-        for targets, sources in self.queued:
-            copy_each(targets, sources)
-        self.queued.clear()
-
-
 def test_nothing_is_used_before_its_copy_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither a buffer that has not left yet, nor host memory that has not arrived yet."""
+    monkeypatch.setattr(hosted_module, "Lane", SlowLane)
     runs = pair(40_000, torch.float32, torch.float32)
     hosted = runs[1][1]
     assert isinstance(hosted, HostedTrajectory)
     assert len(list(hosted._ranges())) > 2 * len(hosted._lanes)  # each buffer is used repeatedly
-    lanes = [SlowLane() for _ in hosted._lanes]
-    hosted._lanes = lanes  # type: ignore[assignment]
-
-    def copied(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-        lane = next((lane for lane in lanes if lane.open), None)
-        if lane is None:
-            copy_each(targets, sources)
-        else:
-            lane.queued.append((list(targets), list(sources)))
-
-    monkeypatch.setattr(hosted_module, "copy_each", copied)
     motions = [steps(*run, 30, 0) for run in runs]
     assert all(same(a, b) for a, b in zip(*motions, strict=True))
     saved = [run[1].state_dict() for run in runs]
     for name in ("basis", "previous", "frozen", "since_freeze"):
         assert torch.equal(saved[0][name], saved[1][name]), name
+
+
+@pytest.mark.parametrize("event", ["saved", "replaced", "forgotten"])
+def test_the_host_waits_for_what_the_device_has_still_to_write(event: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    parameters, trajectory = pair(40_000, torch.float32, torch.float32)[1]
+    steps(parameters, trajectory, 30, 0)
+    expected = {k: v.clone() if isinstance(v, Tensor) else v for k, v in trajectory.state_dict().items()}
+    late = [lambda: trajectory.basis.copy_(expected["basis"])]
+    spoil(trajectory.basis)
+    monkeypatch.setattr(hosted_module, "settle", lambda device: [late.pop()() for _ in list(late)])
+    if event == "saved":
+        assert torch.equal(trajectory.state_dict()["basis"], expected["basis"])
+    elif event == "replaced":
+        trajectory.load_state_dict(expected | {"basis": torch.ones_like(expected["basis"])})
+        hosted_module.settle(trajectory.device)
+        assert bool((trajectory.basis == 1).all())
+    else:
+        trajectory.forget()
+        hosted_module.settle(trajectory.device)
+        assert not bool(trajectory.basis.any())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -166,6 +167,55 @@ def test_a_recorded_step_keeps_its_memory_for_itself() -> None:
     alone = full(small | {"engine.cuda_graph": False})
     assert alone.pool == 0
     assert full(small).phases["full"]["workspaces"] == 3 * alone.phases["full"]["workspaces"] > 0  # two more streams
+
+
+def test_a_budget_allows_for_the_graph_where_other_phases_run_beside_it() -> None:
+    """A recorded step uses that memory itself; a probe or an evaluation needs its own on top."""
+    found = full({"batch_size": 1, "engine.cuda_graph": True})
+    peaks = found.peaks
+    used = ("gradients", "activations", "casts of weights", "logits and loss", "optimizer buffers")
+    assert found.pool == sum(found.phases["full"][part] for part in used[1:]) > 0
+    beside = max(peak for phase, peak in peaks.items() if phase not in ("full", "correct"))
+    assert max(peaks["full"], peaks["correct"]) < beside + found.pool
+    assert found.needed == int(1.05 * (beside + found.pool)) + found.pages
+    alone = replace(found, phases={"full": found.phases["full"]})
+    assert alone.needed == int(1.05 * peaks["full"]) + found.pages
+
+
+@pytest.mark.parametrize("average", [0.0, 0.9])
+def test_an_audit_needs_a_second_snapshot_and_weights_twice(average: float) -> None:
+    """The end of the move, the weights at its start and those of the fork, on the device or in main memory."""
+    audited = {"audit.time_budget": 0.1, "evaluation.ema_decay": average}
+    found = full(audited)
+    parts = found.phases["audit"]
+    fork = parts["forks of an audit"]
+    assert fork == parts["snapshot"] + 2 * parts["weights"]
+    assert found.peaks["audit"] == found.peaks["full"] + fork
+    assert found.host == 0
+    assert "audit" not in full(audited | {"audit.time_budget": 0.0}).phases
+
+    pinned = {"memory.snapshots": "pinned"}
+    moved, never = full(audited | pinned), full(audited | pinned | {"audit.time_budget": 0.0})
+    assert moved.phases["audit"]["forks of an audit"] == 0
+    assert moved.peaks["audit"] == moved.peaks["full"]
+    assert never.host == parts["snapshot"]
+    assert moved.host == parts["snapshot"] + fork
+
+
+def test_a_state_that_returns_after_the_last_probe_is_not_there_while_it_is_made() -> None:
+    here, early, late = (
+        full({"optimizer.type": "adamw", **changes}).phases["predict"]
+        for changes in (
+            {"engine.cuda_graph": False},
+            {"memory.offload": True, "memory.lookahead": 2},
+            {"memory.offload": True, "memory.lookahead": 0},
+        )
+    )
+    assert here["optimizer state"] == early["optimizer state"] > 2 * here["weights"] - 10**6
+    assert late == early | {"optimizer state": 0}
+    assert here == early | {"gradients": here["gradients"]}
+    assert here["gradients"] == here["weights"]
+    assert early["gradients"] == 0
 
 
 @pytest.mark.parametrize(
