@@ -367,7 +367,17 @@ class Pilot:
     def _sentence(self, others: float) -> str:
         if self._too_dear:
             return f"prediction was {self.gate.too_dear(self._audit_cost)}"
-        return self.ledger.sentence(others, "" if self.counts.tried else self.last_reason)
+        return self.ledger.sentence(others, self._unmeasured)
+
+    @property
+    def _unmeasured(self) -> str:
+        """Why no audit says what prediction was worth."""
+        tried, moves = self.counts.tried, self.counts.moves
+        if not tried:
+            return f"prediction was never tried: {self.last_reason}"
+        if moves["kept"] + moves["shrunk"]:
+            return "no move was audited"
+        return "the one move that was tried was not kept" if tried == 1 else f"none of {tried} moves tried was kept"
 
     def summary(self, backward_passes: int) -> dict[str, Any]:
         """What the run's summary says of prediction."""
