@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -52,6 +54,11 @@ class OutOfMemory(ForetrainError):
         """The run is, bit for bit, where it was before the step that failed."""
         self.half_done = half_done
         """Weights may have changed by half a step: only an earlier state can be gone on from."""
+
+
+def how_to_install(*packages: str) -> str:
+    """With the interpreter in use: a bare `pip` may be that of another one."""
+    return f"install it with: {shlex.quote(sys.executable)} -m pip install {' '.join(packages)}"
 
 
 _SIGNS = (

@@ -99,8 +99,11 @@ class Recovered(Event):
     """A recovery action that was carried out."""
 
     step: int
+    """Where the run goes on."""
     action: str
     text: str
+    at: int | None = None
+    """The step at which it happened; after a rollback that is a later one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -448,8 +448,8 @@ class LogConfig(Section):
     report: bool = True
     """Write `report.html`, the run as one page, into the run folder when the run ends."""
     trackers: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = []
-    """Write for these too, each into a folder of its name in the run folder; `pip install 'foretrain[NAME]'` brings
-    one. Nothing goes to the network unless the tracker's own environment variables say so."""
+    """Write for these too, each into a folder of its name in the run folder; a package that is missing is named.
+    Nothing goes to the network unless the tracker's own environment variables say so."""
 
     @field_validator("trackers", mode="before")
     @classmethod

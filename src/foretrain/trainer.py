@@ -349,16 +349,18 @@ class HybridTrainer(Engine):
 
     def _carry_out(self, action: Action) -> None:
         """One of the eight recovery actions."""
-        pilot = self.mover.pilot
-        pilot.apply(action, self.global_step)
+        pilot, at = self.mover.pilot, self.global_step
+        pilot.apply(action, at)
         self._follow_recovery(pilot)
         if action.kind is Kind.ROLL_BACK and not self.judging:
             self.mover.safety.flee()
+            pilot.counts.rollbacks += 1
+            pilot.counts.undone_steps += at - self.global_step
         matters = action.kind is not Kind.CONTINUE or action.rate_factor != 1.0
         if matters and self._is_news(action):
-            self.bus.emit(Recovered(self.global_step, action.kind.value, action.text))
+            self.bus.emit(Recovered(self.global_step, action.kind.value, action.text, at))
         if action.kind is Kind.ROLL_BACK and action.rate_factor < 1:
-            pilot.recovery.hand_over(self.checkup.rolled_back(action.rate_factor))
+            pilot.recovery.hand_over(self.checkup.rolled_back(action.rate_factor, at))
             self._follow_recovery(pilot)
         if action.kind is Kind.ABORT:
             raise DivergenceError(f"{action.text} (step {self.global_step})")

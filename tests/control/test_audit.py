@@ -22,6 +22,7 @@ def test_without_a_move_nothing_is_said_of_a_gain() -> None:
     gain = Ledger().gain(1000.0)
     assert gain == {"gain_percent": None, "low": None, "high": None, "n": 0, "exact_moves": 0, "cost_percent": 0.0}
     assert Ledger().sentence(1000.0) == "prediction was never tried"
+    assert Ledger().sentence(1000.0, "none of 2 moves tried was kept") == "none of 2 moves tried was kept"
 
 
 def test_trying_alone_is_charged() -> None:

@@ -145,7 +145,7 @@ def noted(health: Health, losses: list[float], step: int) -> list[Ailment]:
     """What a look after these losses finds."""
     health.note([(loss, 1.0, 0.0) for loss in losses])
     health.record.close()
-    situation = Situation(step, Effective(5.0, 1.0, 10))
+    situation = Situation(step, health.effective(5.0, 1.0, 10))
     return [finding.ailment for finding in health.examine(situation)[1]]
 
 
@@ -162,6 +162,43 @@ def test_a_run_that_is_ruined_before_its_first_look_is_no_measure_of_itself() ->
     assert health.record.best == math.inf
     assert noted(health, list(5 + 0.1 * random.normal(size=100)), 300) == []
     assert health.record.best == pytest.approx(5, abs=0.1)
+
+
+def gone_back(health: Health, losses: list[float], at: int) -> list[HealthFinding]:
+    """What is said of the losses that a rollback undid, with a tenth of the rate from now on."""
+    health.note([(loss, 1.0, 0.0) for loss in losses])
+    found = health.rolled_back(Situation(at, health.effective(5.0, 1.0, 10)))
+    health.keep(0.1, 5.0, 1.0)
+    return found
+
+
+def test_what_a_rollback_undid_counts_for_no_look_and_what_ails_the_run_after_it_is_tuned_again() -> None:
+    random = np.random.default_rng(0)
+    health = Health(from_mapping({"guard.auto_tune": True}), [])
+    (finding,) = gone_back(health, [5.5, 5.4, 5.6, *(500 + 50 * random.normal(size=47))], at=50)
+    assert (finding.step, dict(finding.change)) == (50, {"optimizer.learning_rate": 0.5})
+    assert health.rate_factor == pytest.approx(0.1)
+    assert noted(health, [9.0] * 5, 60) == []  # too few to say anything
+    assert noted(health, list(12 + random.normal(size=40)), 100) == [Ailment.DIVERGENCE]
+    again = health.findings[-1]
+    assert 11 < (again.value or 0) < 13
+    assert "optimizer.learning_rate" in health.tune(again, 5.0)
+    assert noted(health, list(12 + random.normal(size=100)), 200) == [], "what was tuned is given time to work"
+    assert noted(health, list(12 + random.normal(size=100)), 300) == [Ailment.DIVERGENCE]
+
+
+def test_a_run_that_is_well_after_a_rollback_is_left_alone() -> None:
+    random = np.random.default_rng(0)
+    health = Health(from_mapping({"guard.auto_tune": True}), [])
+    gone_back(health, [5.5, 5.4, 5.6, *(500 + 50 * random.normal(size=47))], at=50)
+    assert noted(health, list(5 - 0.01 * np.arange(100) + 0.1 * random.normal(size=100)), 100) == []
+
+
+def test_few_steps_that_a_rollback_undid_are_said_if_they_were_no_number() -> None:
+    health = Health(from_mapping({}), [])
+    (finding,) = gone_back(health, [5.5, 5.4, math.nan, math.nan, math.nan], at=5)
+    assert (finding.ailment, finding.value, finding.level) == (Ailment.NOT_FINITE, 3, "critical")
+    assert noted(health, [5.4] * 30, 100) == []
 
 
 def test_gradients_usual_in_ruin_are_no_advice_to_clip() -> None:

@@ -265,6 +265,16 @@ def test_who_searches(search: Any, noise: float, searches: bool) -> None:
 # --- moves -----------------------------------------------------------------------------------------------------------
 
 
+def test_where_nothing_was_measured_the_sentence_says_why() -> None:
+    flight = Flight()
+    assert flight.pilot.summary(1)["audit"]["sentence"] == "prediction was never tried: the run has just begun"
+    while not flight.full():
+        pass
+    assert "never tried: 5 of 40 warm-up steps are done" in flight.pilot.summary(5)["audit"]["sentence"]
+    flight.pilot.counts.moves["refused"] = 2
+    assert "none of 2 moves tried was kept" in flight.pilot.summary(5)["audit"]["sentence"]
+
+
 def test_worth_is_in_steps_of_this_run() -> None:
     pilot = Flight().steps(60).pilot
     fall = pilot.slope.per_step(low_noise=False)

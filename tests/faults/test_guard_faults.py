@@ -504,5 +504,8 @@ def test_steps_that_are_done_again_are_logged_again(tmp_path: Path) -> None:
     back = next(event for event in events if isinstance(event, Recovered) and event.action == "roll_back")
     after = [event.step for event in events[events.index(back) :] if isinstance(event, Progress)]
     assert back.step < 190
+    assert back.at is not None
+    assert back.at >= 203
+    assert trainer.summary()["rollbacks"] == {"times": 1, "undone_steps": back.at - back.step}
     assert after[0] == (back.step // 10 + 1) * 10
     assert after[-1] == 260

@@ -58,8 +58,14 @@ def started(max_steps: int = 1000, **details: str) -> RunStarted:
 def shown(events: list[Event], terminal: bool = False, width: int = 200, level: Level = "normal") -> str:
     text = io.StringIO()
     console = RichConsole(file=text, force_terminal=terminal, width=width, highlight=False, color_system=None)
-    listener = Console(console, level)
+    spent = {"training": 0.0, "evaluation": 0.0}
+    listener = Console(console, level, clock=lambda: sum(spent.values()))
     for event in events:
+        match event:
+            case Progress():
+                spent["training"] = event.seconds
+            case Evaluated():
+                spent["evaluation"] += event.seconds
         listener(event)
     listener.close()
     return text.getvalue()
@@ -114,11 +120,26 @@ def test_the_time_left_follows_from_the_steps_since_the_first_line() -> None:
     assert "eta 1:20" in text  # ten seconds for ten steps, eighty to go; the slow start does not count
 
 
+def test_the_time_left_counts_evaluations() -> None:
+    text = shown([started(100), progress(10, 1.0), Evaluated(10, 2.0, 19.0, False, True), progress(20, 2.0)])
+    assert re.findall(r"eta (\S+)", text)[-1] == "2:40"  # twenty seconds for ten steps, eighty to go
+
+
+def test_after_a_rollback_lines_go_on_from_the_step_gone_back_to() -> None:
+    back = Recovered(0, "roll_back", "rolled back, with the learning rate x 0.1: the loss is nan", at=50)
+    steps = [progress(step, step / 10) for step in range(10, 51, 10)]
+    again = [progress(step, 5 + step / 10) for step in range(10, 101, 10)]
+    text = shown([started(400), *steps, back, *again])
+    assert "step 50: rolled back to step 0, with the learning rate x 0.1: the loss is nan\n" in text
+    assert re.findall(r"^step +(\d+)/400", text, flags=re.MULTILINE)[-10:] == [str(step) for step in range(10, 101, 10)]
+    assert re.findall(r"eta (\S+)", text)[-1] == "0:30"  # what was undone took as long per step
+
+
 def test_the_time_left_is_never_negative_after_a_rollback_to_before_a_resumption() -> None:
     steps = [progress(60, 600.0), progress(40, 620.0), progress(50, 700.0)]
     text = shown([RunStarted(50, 100, 10, 10, "cpu", "fp32", "x"), *steps], level="verbose")
     assert "eta -" not in text
-    assert re.findall(r"eta (\S+)", text)[1:] == ["15:30", "6:40"]  # 620 s for 40 steps; then 80 s for 10 of them
+    assert re.findall(r"eta (\S+)", text)[1:] == ["15:30", "8:20"]  # 620 s for 40 steps; then 100 s for 10 of them
 
 
 def test_a_resumed_run_starts_its_lines_where_it_goes_on() -> None:
@@ -282,6 +303,39 @@ def test_the_result_in_one_line() -> None:
     assert result_line(summary | {"final_val_loss": None}) == "finished: training loss 1.1000, 1,000 steps in 1:16"
     assert "accuracy 93.0%, 1,000" in result_line(summary | {"accuracy": 0.93})
     assert "exact match 50.0%, 1,000" in result_line(summary | {"exact_match": 0.5})
+
+
+def finding(ailment: str, step: int, level: str = "critical", rate: float | None = None) -> dict[str, Any]:
+    change = {} if rate is None else {"optimizer.learning_rate": rate}
+    return {"ailment": ailment, "step": step, "place": "run", "level": level, "change": change}
+
+
+def test_a_sick_run_says_so_beside_its_result() -> None:
+    told = [
+        finding("plateau", 10, "warning", 0.1),
+        finding("divergence", 50, rate=0.5),
+        finding("NaN", 70),
+        finding("divergence", 100, rate=0.05),
+    ]
+    sick = SUMMARY | {
+        "reason": "finished",
+        "rollbacks": {"times": 3, "undone_steps": 260},
+        "health": {"findings": told},
+    }
+    table = "\n".join(line.strip("│ ") for line in shown([RunEnded(1000, "finished", sick)]).splitlines())
+    for words in (
+        "3 rollbacks, 260 steps done again",
+        "critical: divergence; set optimizer.learning_rate = 0.05",
+        "critical: NaN",
+        "and 2 more: see the report",
+    ):
+        assert words in table
+    assert "0.5" not in table.replace("75.5", "")
+    assert result_line(sick).endswith("1,000 steps in 1:16; 3 rollbacks, 3 critical findings")
+    once = sick | {"rollbacks": {"times": 1, "undone_steps": 1}, "health": {"findings": told[:1]}}
+    assert result_line(once).endswith("; 1 rollback")
+    well = SUMMARY | {"rollbacks": {"times": 0, "undone_steps": 0}, "health": {"findings": []}}
+    assert not {"recoveries", "findings"} & set(shown([RunEnded(1000, "finished", well)]).split())
 
 
 # --- text as it is -------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from foretrain.events import HealthFound, Notice, PhaseChanged, Recovered, RunSt
 from foretrain.show.follow import read_runs
 from foretrain.show.record import Entry, RunRecord
 from foretrain.show.report import write_report
+from foretrain.show.report_forecasts import _curve, horizons
 from foretrain.show.report_ledger import ROWS, ledger, ledger_rows
 from foretrain.show.report_page import as_data, page, parts
 from foretrain.show.report_page import style as style_sheet
@@ -89,9 +90,9 @@ def test_the_numbers_are_those_of_the_summary(folder: Path) -> None:
 def test_it_leads_with_the_sentence_the_saved_time_and_its_interval(folder: Path) -> None:
     text = Reader(page(read_runs([folder]))).text
     told = sentence(read_runs([folder])[0])
-    assert (
-        told
-        == "tiny came to a held-out loss of 1.2500 in 100 steps (10.5\u00a0s); prediction saved 3.2\u00a0% of the time."
+    assert told == (
+        "tiny came to a held-out loss of 1.2500 in 100 steps (10.5\u00a0s); "
+        "prediction saved 3.2\u00a0% of the time. 1 critical finding: vanishing layer."
     )
     assert text.index(" ".join(told.split())) < text.index("Net time saved") < text.index("95 % interval +1.1 to +5.4")
     assert text.index("95 % interval") < text.index("Decisions")
@@ -122,6 +123,29 @@ def test_the_charts_have_all_curves_phases_and_marks(folder: Path) -> None:
     (shared,) = data["shared"]["runs"]
     assert [phase for _, _, phase, _ in shared["phases"]] == ["full", "predict", "end"]
     assert [kind for _, _, kind, _, _ in shared["marks"]] == ["kept", "rolled back", "recovery"]
+
+
+def test_a_critical_finding_is_in_the_badge_and_the_headline(tmp_path: Path) -> None:
+    critical = dataclasses.replace(FINDING, level="critical", ailment="divergence")
+    told = [STARTED, progress(40), Recovered(0, "roll_back", "rolled back", at=40), critical, critical, progress(100)]
+    summary = SUMMARY | {"rollbacks": {"times": 1, "undone_steps": 40}}
+    sick, well = (
+        Reader(page(read_runs([write_run(tmp_path / name, events, summary)]))).text
+        for name, events in (("sick", told), ("well", [event for event in some_run() if event is not FINDING]))
+    )
+    assert "finished, with critical findings" in sick
+    assert "2 critical findings: divergence; it was rolled back once." in sick
+    assert "critical findings" not in well
+
+
+def test_a_horizon_without_a_forecast_is_a_dash_and_no_point(tmp_path: Path) -> None:
+    none = SUMMARY["forecast"]["20"] | {"made": 0, "r2": 0.0, "cosine": 0.0, "norm_ratio": 0.0}
+    summary = SUMMARY | {"forecast": {"10": SUMMARY["forecast"]["10"] | {"made": 5}, "20": none}}
+    (record,) = read_runs([write_run(tmp_path / "run", some_run(), summary)])
+    made = horizons(record)
+    assert made.count('class="unknown"') == 3
+    drawn = _curve(record.summary["forecast"], "r2", "forecast", 1)
+    assert list(drawn.points) == [(10.0, 0.41), (20.0, None)]
 
 
 def test_the_interval_of_the_forecast_holds_most_of_what_came(tmp_path: Path) -> None:

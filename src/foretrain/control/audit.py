@@ -73,15 +73,15 @@ class Ledger:
         factor = _T_95[count - 2] if count - 2 < len(_T_95) else 1.96
         return factor * deviation / math.sqrt(count)
 
-    def sentence(self, full_steps: float) -> str:
-        """The figure in words; never more than was measured."""
+    def sentence(self, full_steps: float, unmeasured: str = "prediction was never tried") -> str:
+        """The figure in words; never more than was measured. unmeasured: what is said where nothing was."""
         gain = self.gain(full_steps)
         cost = f"it cost {gain['cost_percent']:.1f} % of the time"
         if gain["gain_percent"] is None and self.exact_moves:
             moves = f"{self.exact_moves} move" + (" was" if self.exact_moves == 1 else "s were")
             return f"{moves} kept for lowering the loss by which moves are judged, not audited in time; {cost}"
         if gain["gain_percent"] is None:
-            return f"prediction was never tried; {cost}" if self.cost > 0 else "prediction was never tried"
+            return f"{unmeasured}; {cost}" if self.cost > 0 else unmeasured
         count = f"{gain['n']} audit" + ("" if gain["n"] == 1 else "s")
         if gain["exact_moves"]:
             count += f" for {gain['exact_moves']} further moves that lowered the exact loss"

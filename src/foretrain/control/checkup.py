@@ -80,9 +80,7 @@ class Checkup:
             self.looks += 1
             self._keep(measured.step, self._numbers(measured))
             self.emit(self._event(measured, vitals))
-        tuned = self._tell(news)
-        self.health.treated = False
-        return tuned
+        return self._tell(news)
 
     def finish(self) -> None:
         """The run is over: what the last steps say, which no look follows."""
@@ -104,18 +102,27 @@ class Checkup:
     def _tell(self, news: list[HealthFinding]) -> bool:
         tuned = False
         for finding in news:
-            record = finding.record()
-            self.emit(HealthFound(**{name: record[name] for name in HealthFound.__slots__}))
+            self._say(finding)
             made = self.health.tune(finding, self._peak)
             if made:
                 tuned = True
                 self.emit(Tuned(finding.step, finding.ailment.value, made))
         return tuned
 
-    def rolled_back(self, factor: float) -> float:
-        """The guard rolled back with this factor of the learning rate; what of it was tuned in for good."""
-        step = self.engine.global_step
-        made, kept = self.health.keep(factor, self._peak, self._situation(step).now.clip)
+    def _say(self, finding: HealthFinding) -> None:
+        record = finding.record()
+        self.emit(HealthFound(**{name: record[name] for name in HealthFound.__slots__}))
+
+    def rolled_back(self, factor: float, at: int) -> float:
+        """The guard rolled back with this factor of the learning rate; what of it was tuned in for good.
+
+        at: the step at which it did. Losses that were undone are judged here, and the next look is at those after them.
+        """
+        step, situation = self.engine.global_step, self._situation(at)
+        if self.on:
+            for finding in self.health.rolled_back(situation):
+                self._say(finding)
+        made, kept = self.health.keep(factor, self._peak, situation.now.clip)
         if made:
             self.emit(Tuned(step, Ailment.DIVERGENCE.value, made))
         return kept

@@ -41,6 +41,8 @@ UNDONE_SHARE = 1 / 3
 """Of all moves; two in a row among many that were kept are bad luck."""
 MOST_TUNINGS = 3
 """Times that one ailment is tuned away."""
+HARMS = (Ailment.NOT_FINITE, Ailment.EXPLOSION, Ailment.DIVERGENCE)
+"""What a rollback undoes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +78,9 @@ class Health:
         """What tuning made of the learning rate."""
         self.clip = math.inf
         self.full_steps = config.hybrid.full_steps
-        self.treated = False
-        """Something was done since the last look, about what the next one will still see."""
+        self.put_back = False
+        """A rollback since the last look put back sound weights, and something was tuned: what harms the run now is the
+        fault of what was tuned, and need not be waited for."""
         self._tuned: dict[str, list[int]] = {}
         """Ailment -> steps at which something was done about it."""
         self._evaluations: list[tuple[float, float]] = []
@@ -108,7 +111,9 @@ class Health:
             self._trained.append(vitals.loss)
             found += self._run(situation, vitals)
         found += self._prediction(situation)
-        return vitals, self._news(found)
+        news = self._news(found)
+        self.put_back = self.put_back and vitals is None
+        return vitals, news
 
     def evaluated(self, situation: Situation, held_out: float, training: float | None) -> list[HealthFinding]:
         """After every evaluation. training: what the training loss is, where no look has averaged it since."""
@@ -119,7 +124,13 @@ class Health:
         self._evaluations.append((held_out, sum(known) / len(known)))
         return self._news([*self._overfitting(situation), *self._underfitting(situation)])
 
-    def _run(self, situation: Situation, vitals: Vitals) -> Iterator[HealthFinding]:
+    def rolled_back(self, situation: Situation) -> list[HealthFinding]:
+        """What ailed the steps that were undone. The guard has done something about it."""
+        vitals = self.record.undone(situation.step)
+        self._oscillated = False
+        return [] if vitals is None else self._news(list(self._harms(situation, vitals)))
+
+    def _harms(self, situation: Situation, vitals: Vitals) -> Iterator[HealthFinding]:
         step, now = situation.step, situation.now
         if vitals.not_finite:
             yield self.advice.not_finite(step, vitals.not_finite, now)
@@ -132,9 +143,14 @@ class Health:
             yield self.advice.ruin(step, vitals.loss, self.record.start.loss, now)
         elif vitals.lost > RUNAWAY_SHARE and vitals.deviation > DEVIATION:
             yield self.advice.divergence(step, vitals.deviation, vitals.loss, vitals.best, now)
+
+    def _run(self, situation: Situation, vitals: Vitals) -> Iterator[HealthFinding]:
+        yield from self._harms(situation, vitals)
+        if not math.isfinite(vitals.loss):
+            return
         oscillates = vitals.sign_changes > self.config.guard.oscillation_changes and vitals.stalled_steps > vitals.steps
         if oscillates and self._oscillated:  # batches of two kinds in turn look like this for a while
-            yield self.advice.oscillation(step, vitals.sign_changes, now)
+            yield self.advice.oscillation(situation.step, vitals.sign_changes, situation.now)
         self._oscillated = oscillates
         if vitals.stalled_steps >= PLATEAU_STEPS and not (oscillates or vitals.ruined):
             yield from self._plateau(situation, vitals)
@@ -217,12 +233,14 @@ class Health:
     def _returns(self, finding: HealthFinding) -> bool:
         """It was tuned away and is back."""
         tuned = self._tuned.get(finding.ailment.value, [])
+        if self.put_back and finding.ailment in HARMS:
+            return len(tuned) < MOST_TUNINGS
         pause = max(100, 2 * self.config.health.interval)
         return bool(tuned) and len(tuned) < MOST_TUNINGS and finding.step - tuned[-1] >= pause
 
     def tune(self, finding: HealthFinding, peak: float) -> dict[str, Any]:
         """With `guard.auto_tune`: what of a finding's change is made now, as far as it is safe."""
-        if not (self.config.guard.auto_tune and finding.safe) or self.treated:
+        if not (self.config.guard.auto_tune and finding.safe):
             return {}
         made: dict[str, Any] = {}
         for name, value in finding.change.items():
@@ -247,11 +265,11 @@ class Health:
             return {}, 1.0
         before, self.rate_factor = self.rate_factor, max(self.rate_factor * factor, LOWEST_RATE_FACTOR)
         made: dict[str, Any] = {}
-        self.treated = True
         if self.rate_factor < before:
             made["optimizer.learning_rate"] = float(f"{peak * self.rate_factor:.6g}")
         if not 0 < clip <= 1 and not self.config.engine.update_in_backward:
             self.clip = made["optimizer.gradient_clip_norm"] = 1.0
+        self.put_back = bool(made)
         return made, self.rate_factor / before
 
     # --- state -------------------------------------------------------------------------------------------------------
@@ -266,7 +284,7 @@ class Health:
             "trained": list(self._trained),
             "suspects": sorted(self._suspects),
             "oscillated": self._oscillated,
-            "treated": self.treated,
+            "put_back": self.put_back,
             "update": self._update,
         }
 
@@ -279,7 +297,7 @@ class Health:
         self._evaluations = [(float(held_out), float(trained)) for held_out, trained in state["evaluations"]]
         self._trained = list(state["trained"])
         self._suspects = set(state["suspects"])
-        self.treated = bool(state.get("treated", False))  # not there in older checkpoints
+        self.put_back = bool(state.get("put_back", False))  # not there in older checkpoints
         self._oscillated, self._update = bool(state["oscillated"]), float(state["update"])
 
     def effective(self, peak: float, clip: float, full_steps: int) -> Effective:

@@ -67,6 +67,10 @@ class Counts:
     """Steps ahead that all kept moves went, whatever they turned out to be worth."""
     corrections: int = 0
     recoveries: dict[str, int] = field(default_factory=lambda: {kind.value: 0 for kind in Kind if kind != "continue"})
+    rollbacks: int = 0
+    """In an emergency; a move that is undone is none."""
+    undone_steps: int = 0
+    """Steps that they made necessary once more."""
 
     @property
     def tried(self) -> int:
@@ -363,7 +367,17 @@ class Pilot:
     def _sentence(self, others: float) -> str:
         if self._too_dear:
             return f"prediction was {self.gate.too_dear(self._audit_cost)}"
-        return self.ledger.sentence(others)
+        return self.ledger.sentence(others, self._unmeasured)
+
+    @property
+    def _unmeasured(self) -> str:
+        """Why no audit says what prediction was worth."""
+        tried, moves = self.counts.tried, self.counts.moves
+        if not tried:
+            return f"prediction was never tried: {self.last_reason}"
+        if moves["kept"] + moves["shrunk"]:
+            return "no move was audited"
+        return "the one move that was tried was not kept" if tried == 1 else f"none of {tried} moves tried was kept"
 
     def summary(self, backward_passes: int) -> dict[str, Any]:
         """What the run's summary says of prediction."""
@@ -376,6 +390,7 @@ class Pilot:
             "predicted_steps": self.counts.predicted_steps,
             "corrections": {"applied": self.counts.corrections, "error_ratio": self.correction.error_ratio},
             "recoveries": {kind: count for kind, count in self.counts.recoveries.items() if count},
+            "rollbacks": {"times": self.counts.rollbacks, "undone_steps": self.counts.undone_steps},
             "forecast": quality.summary(),
             "confidence": {
                 "last": round(self.current_confidence, 4),
@@ -501,6 +516,8 @@ class Pilot:
                 "predicted_steps": self.counts.predicted_steps,
                 "corrections": self.counts.corrections,
                 "recoveries": dict(self.counts.recoveries),
+                "rollbacks": self.counts.rollbacks,
+                "undone_steps": self.counts.undone_steps,
             },
             "last_reason": self.last_reason,
             "chosen": list(self._chosen),

@@ -92,9 +92,20 @@ class Record:
         """A look begins."""
         self.closed, self.rows = self.closed + self.rows, []
 
-    def vitals(self, step: int) -> Vitals | None:
-        """None while there were too few steps to say anything; they then wait for the next time."""
+    def undone(self, step: int) -> Vitals | None:
+        """A rollback undid the steps since the last look: they are judged now, and no look counts them again. Of too
+        few to have an average only those that are no number say something."""
+        self.close()
         if len(self.closed) < FEWEST_ROWS:
+            self.closed = [row for row in self.closed if row[2] or not np.isfinite(row).all()]
+        vitals = self.vitals(step, fewest=1)
+        self.closed = []
+        self.recent.clear()
+        return vitals
+
+    def vitals(self, step: int, fewest: int = FEWEST_ROWS) -> Vitals | None:
+        """None while there were too few steps to say anything; they then wait for the next time."""
+        if len(self.closed) < fewest:
             return None
         table = np.asarray(self.closed, dtype=np.float64)
         self.closed = []

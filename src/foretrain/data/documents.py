@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from foretrain.errors import DataError
+from foretrain.errors import DataError, how_to_install
 
 TOKEN_SUFFIXES = (".bin", ".npy")
 _OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
@@ -163,9 +163,7 @@ def _read_parquet(path: Path, field: str) -> Iterator[str]:
     try:
         import pyarrow.parquet as parquet
     except ImportError:
-        raise DataError(
-            f"{path}: reading Parquet needs pyarrow; install it with: pip install 'foretrain[parquet]'"
-        ) from None
+        raise DataError(f"{path}: reading Parquet needs pyarrow; {how_to_install('pyarrow')}") from None
     try:
         file = parquet.ParquetFile(path)
         if field not in file.schema_arrow.names:
@@ -181,9 +179,7 @@ def _read_hub(name: str, field: str) -> Iterator[str]:
     try:
         import datasets
     except ImportError:
-        raise DataError(
-            f"hf:{name}: Hugging Face datasets are an extra; install it with: pip install 'foretrain[datasets]'"
-        ) from None
+        raise DataError(f"hf:{name}: needs Hugging Face's datasets; {how_to_install('datasets')}") from None
     name, _, split = name.partition(":")
     try:
         rows = datasets.load_dataset(name, split=split or "train")

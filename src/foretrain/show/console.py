@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from rich.console import Console as RichConsole
@@ -20,6 +21,7 @@ from foretrain.events import (
     Moved,
     PhaseChanged,
     Progress,
+    Recovered,
     RunEnded,
     RunStarted,
     in_words,
@@ -28,6 +30,7 @@ from foretrain.schema import Level
 from foretrain.show import narration
 from foretrain.show.screen import screen
 from foretrain.show.settings import assignments
+from foretrain.show.trouble import findings_in_words, rollbacks_in_words, trouble_in_words
 
 _LINES_PER_RUN = 40
 _MOVES_PER_RUN = 12
@@ -56,17 +59,28 @@ class Console:
     with time left.
 
     level: "quiet" shows what needs attention; "verbose" every event, and a line per `log.interval`. table: end with
-    the table of results.
+    the table of results. clock: what the time left is measured with.
     """
 
-    def __init__(self, console: RichConsole | None = None, level: Level = "normal", table: bool = True) -> None:
+    def __init__(
+        self,
+        console: RichConsole | None = None,
+        level: Level = "normal",
+        table: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.console = console or screen("stderr", wide=False)
         self.level = level
         self.table = table
+        self.clock = clock
         self._bar: ProgressBar | None = None
         self._task = TaskID(0)
         self._max_steps = 0
-        self._first: tuple[int, float] | None = None
+        self._began = math.nan
+        """When the first progress was told."""
+        self._done = 0
+        """Steps since then, those that were undone included."""
+        self._step = 0
         self._next_line = 0
         self._val = math.nan
         self._moves = 0
@@ -105,6 +119,8 @@ class Console:
         return not narration.is_detail(event)
 
     def _tell(self, event: Event) -> None:
+        if isinstance(event, Recovered) and event.at is not None and event.step < event.at:
+            self._step, self._next_line = event.step, event.step  # lines go on from there
         text = narration.line(event, self.level == "verbose")
         if text is not None:
             self._print(text)
@@ -139,8 +155,10 @@ class Console:
         self._bar.start()
 
     def _progress(self, event: Progress) -> None:
-        if self._first is None or event.step < self._first[0]:  # a rollback may go to before a resumption
-            self._first = (event.step, event.seconds)
+        if math.isnan(self._began):
+            self._began, self._step = self.clock(), event.step
+        self._done += max(0, event.step - self._step)
+        self._step = event.step
         if self._bar is not None:
             room = self.console.width - len(f"step {event.step}/{self._max_steps}") - _BAR - 2
             self._bar.update(self._task, completed=event.step, numbers=self._numbers(event, room))
@@ -168,11 +186,8 @@ class Console:
         return loss + "".join(parts.values()) + ends
 
     def _eta(self, event: Progress) -> str:
-        first_step, first_seconds = self._first or (event.step, event.seconds)
-        if event.step == first_step:
-            per_step = event.seconds / max(1, event.step)
-        else:
-            per_step = (event.seconds - first_seconds) / (event.step - first_step)
+        """By the time that steps have taken since the first progress, with all evaluations and saves between them."""
+        per_step = (self.clock() - self._began) / self._done if self._done else event.seconds / max(1, event.step)
         return duration(per_step * (self._max_steps - event.step))
 
     def close(self) -> None:
@@ -190,7 +205,8 @@ def result_line(summary: Mapping[str, Any]) -> str:
     if "exact_match" in summary:
         known.append(f"exact match {summary['exact_match']:.1%}")
     known.append(f"{summary['global_step']:,} steps in {duration(summary['seconds'])}")
-    return f"{summary['reason']}: {', '.join(known)}"
+    trouble = trouble_in_words(summary)
+    return f"{summary['reason']}: {', '.join(known)}" + (f"; {trouble}" if trouble else "")
 
 
 def summary_table(summary: Mapping[str, Any]) -> Table:
@@ -207,6 +223,8 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
         "total time": _total(summary.get("total_seconds")),
         "speed": f"{short(summary['tokens_per_second'])} tok/s" if summary.get("tokens_per_second") else None,
         "skipped steps": str(summary["skipped_steps"]) if summary.get("skipped_steps") else None,
+        "recoveries": rollbacks_in_words(summary),
+        "findings": findings_in_words(summary),
         "peak GPU memory": f"{summary['peak_memory_mb']:,.0f} MB" if summary.get("peak_memory_mb") else None,
         "memory": _memory(summary.get("memory") or {}),
         "out of memory": _made_smaller(summary.get("out_of_memory") or {}),

@@ -64,6 +64,9 @@ def line(event: Event, verbose: bool = False) -> str | None:
             return f"{rate}: {loss} after {event.steps} steps{found}"
         case Recovered() if event.action == "out_of_memory":
             return f"[yellow]warning:[/] {escape(event.text)}"  # it says when and in which phase
+        case Recovered(action="roll_back", at=int(at)) if at > event.step:
+            text = escape(event.text.removeprefix("rolled back"))
+            return f"[yellow]step {at}: rolled back to step {event.step}[/]{text}"
         case Recovered():
             return f"[yellow]step {event.step}, {event.action.replace('_', ' ')}:[/] {escape(event.text)}"
         case HealthFound():

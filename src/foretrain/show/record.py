@@ -77,10 +77,9 @@ class RunRecord:
             case "PhaseChanged" | "Moved" | "Recovered" | "Tuned" | "RateTried" | "Notice" | "CheckpointRejected":
                 if kind == "Notice":
                     entry = Entry(kind, self.step, self.seconds, fields)
-                elif (
-                    fields.get("action") == "roll_back" and self.progress
-                ):  # it tells where to, and is shown where from
-                    entry = Entry(kind, max(step, self.progress[-1].step), entry.seconds, fields)
+                elif fields.get("action") == "roll_back":  # it tells where to, and is shown where from
+                    at = finite(fields.get("at")) or (self.progress[-1].step if self.progress else 0)
+                    entry = Entry(kind, max(step, int(at)), entry.seconds, fields)
                 self.decisions.append(entry)
             case "MemoryUsed":
                 self.memory.append(entry)

@@ -21,7 +21,7 @@ def horizons(record: RunRecord) -> str:
     head = ["steps ahead", "forecasts", "R²", "R² of repeating", "cosine", "length", "error of the loss"]
     rows = []
     for horizon, quality in forecast.items():
-        q = mapping(quality)
+        q = _known(quality)
         cells = [
             number(q.get("count"), ",.0f"),
             *(number(q.get(name), ".2f") for name in ("r2", "repeat_r2", "cosine")),
@@ -48,8 +48,14 @@ def horizons(record: RunRecord) -> str:
 
 
 def _curve(forecast: Mapping[str, Any], name: str, label: str, look: int) -> Series:
-    points = [(_steps_ahead(horizon), mapping(quality).get(name)) for horizon, quality in forecast.items()]
+    points = [(_steps_ahead(horizon), _known(quality).get(name)) for horizon, quality in forecast.items()]
     return Series(label, points, look)
+
+
+def _known(quality: object) -> Mapping[str, Any]:
+    """Of a predictor that foretold no motion yet there is nothing to score; what repeating is worth is known."""
+    q = mapping(quality)
+    return {name: q[name] for name in q if name not in ("r2", "cosine", "norm_ratio")} if q.get("made") == 0 else q
 
 
 def _steps_ahead(horizon: str) -> float | None:

@@ -13,7 +13,17 @@ from foretrain.show.markup import UNKNOWN, details, settings_table
 from foretrain.show.record import RunRecord
 from foretrain.show.report_forecasts import calibration, horizons
 from foretrain.show.report_health import extremes, findings
-from foretrain.show.report_text import clock, loss_words, mapping, number, percent, saved_time, sentence, table
+from foretrain.show.report_text import (
+    clock,
+    critical_ailments,
+    loss_words,
+    mapping,
+    number,
+    percent,
+    saved_time,
+    sentence,
+    table,
+)
 from foretrain.show.scales import finite
 
 _BADGES = {"finished": "gain", "stopped early": "gain", "failed": "slower", "interrupted": "caution"}
@@ -49,7 +59,10 @@ def _each(records: Records, section: Callable[[RunRecord], str]) -> str:
 def _lead(records: Records) -> str:
     if len(records) == 1:
         record = records[0]
-        badge = f'<span class="badge {_BADGES.get(record.state, "")}">{escape(record.state)}</span>'
+        look, state = _BADGES.get(record.state, ""), record.state
+        if critical_ailments(record):
+            look, state = look if look == "slower" else "caution", f"{state}, with critical findings"
+        badge = f'<span class="badge {look}">{escape(state)}</span>'
         return (
             f'{badge}<p class="verdict">{escape(sentence(record))}</p>{_facts(record)}{_cards(record)}{_warned(record)}'
         )

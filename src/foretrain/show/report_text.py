@@ -11,6 +11,7 @@ from foretrain.show.console import duration
 from foretrain.show.markup import UNKNOWN
 from foretrain.show.record import RunRecord
 from foretrain.show.scales import finite
+from foretrain.show.trouble import counted
 
 
 def loss_words(value: float) -> str:
@@ -60,7 +61,26 @@ def mapping(value: object) -> Mapping[str, Any]:
 
 
 def sentence(record: RunRecord) -> str:
-    """The run in one sentence."""
+    """The run in one sentence, and in a second one what was critical."""
+    trouble = _trouble(record)
+    return f"{_came_to(record)} {trouble}" if trouble else _came_to(record)
+
+
+def critical_ailments(record: RunRecord) -> list[str]:
+    found = (entry.fields for entry in record.health if entry.kind == "HealthFound")
+    return [str(fields.get("ailment")) for fields in found if fields.get("level") == "critical"]
+
+
+def _trouble(record: RunRecord) -> str:
+    ailments = critical_ailments(record)
+    if not ailments:
+        return ""
+    rollbacks = int(finite(mapping(record.summary.get("rollbacks")).get("times")) or 0)
+    back = f"; it was rolled back {'once' if rollbacks == 1 else f'{rollbacks:,} times'}" if rollbacks else ""
+    return f"{counted(len(ailments), 'critical finding')}: {', '.join(dict.fromkeys(ailments))}{back}."
+
+
+def _came_to(record: RunRecord) -> str:
     title = str(record.started.get("title") or record.name)
     summary = record.summary
     steps = f"{record.step:,}"

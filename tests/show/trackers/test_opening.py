@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -26,7 +28,8 @@ def test_a_missing_package_is_told_with_the_command_before_anything_else(
 ) -> None:
     monkeypatch.setitem(sys.modules, NEEDS[name], None)
     config = make_config({"log.trackers": [name], "data.path": "nowhere.txt"})
-    message = rf"log\.trackers = {name}: needs {NEEDS[name]}; install it with: pip install 'foretrain\[{name}\]'"
+    how = f"install it with: {shlex.quote(sys.executable)} -m pip install {NEEDS[name]}"
+    message = re.escape(f"log.trackers = {name}: needs {NEEDS[name]}; {how}")
     with pytest.raises(InputError, match=message):
         run.train(config, tmp_path / "run", progress=False)
     with pytest.raises(InputError, match=message):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from foretrain.config import Config, to_mapping
-from foretrain.errors import InputError, SaveError
+from foretrain.errors import InputError, SaveError, how_to_install
 from foretrain.events import Listener
 from foretrain.files import explain_failed_write, write_atomic
 from foretrain.show.trackers.entries import hyperparameters
@@ -29,6 +29,8 @@ _PACKAGES = {
     "trackio": ("trackio",),
 }
 """What has to be there; nothing is imported to find out."""
+_LIGHTER = {"mlflow": "mlflow-skinny"}
+"""Package -> what brings it with less."""
 
 
 def check_installed(names: Sequence[str]) -> None:
@@ -36,10 +38,8 @@ def check_installed(names: Sequence[str]) -> None:
     for name in names:
         missing = [package for package in _PACKAGES[name] if not _is_there(package)]
         if missing:
-            raise InputError(
-                f"log.trackers = {name}: needs {' and '.join(missing)}; install it with: "
-                f"pip install 'foretrain[{name}]'"
-            )
+            how = how_to_install(*(_LIGHTER.get(package, package) for package in missing))
+            raise InputError(f"log.trackers = {name}: needs {' and '.join(missing)}; {how}")
 
 
 def _is_there(package: str) -> bool:

@@ -1,0 +1,51 @@
+"""What went wrong in a run, in the few words that stand beside its result."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from foretrain.show.settings import assignments
+
+_MOST = 2
+"""Findings that are told; the page has all."""
+
+
+def counted(count: int, thing: str) -> str:
+    return f"{count:,} {thing}{'' if count == 1 else 's'}"
+
+
+def rollbacks_in_words(summary: Mapping[str, Any]) -> str | None:
+    """3 rollbacks, 260 steps done again."""
+    found = summary.get("rollbacks") or {}
+    if not found.get("times"):
+        return None
+    return f"{counted(found['times'], 'rollback')}, {counted(found['undone_steps'], 'step')} done again"
+
+
+def findings_in_words(summary: Mapping[str, Any]) -> str | None:
+    """The last ones, each with what to set; of an ailment that came back only its last advice."""
+    findings = _findings(summary)
+    last = list({finding["ailment"]: finding for finding in findings}.values())
+    told = sorted(last, key=lambda finding: (finding["level"] == "critical", finding["step"]))[-_MOST:]
+    lines = [_finding(finding) for finding in reversed(told)]
+    left = len(findings) - len(told)
+    return "\n".join([*lines, *([f"and {left} more: see the report"] if left else [])]) or None
+
+
+def trouble_in_words(summary: Mapping[str, Any]) -> str:
+    """3 rollbacks, 1 critical finding. Nothing for a run that was well."""
+    rollbacks = (summary.get("rollbacks") or {}).get("times", 0)
+    critical = sum(finding["level"] == "critical" for finding in _findings(summary))
+    told = {"rollback": rollbacks, "critical finding": critical}
+    return ", ".join(counted(count, thing) for thing, count in told.items() if count)
+
+
+def _findings(summary: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    return (summary.get("health") or {}).get("findings") or []
+
+
+def _finding(finding: Mapping[str, Any]) -> str:
+    place = "" if finding["place"] == "run" else f" in {finding['place']}"
+    advice = f"; set {assignments(finding['change'])}" if finding["change"] else ""
+    return f"{finding['level']}: {finding['ailment']}{place}{advice}"
