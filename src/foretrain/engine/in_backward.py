@@ -101,7 +101,8 @@ class UpdatesInBackward:
         norms = torch._foreach_norm(gradients) if waiting else ()  # the same bits as among all others
         self._norms |= {self._places[p]: norm for p, norm in zip(waiting, norms, strict=True)}
         known = [(p, norm) for p, norm in zip(waiting, norms, strict=True) if p in self._groups]
-        for some in [[one] for one in known] if self.limit > 0 or not known else [known]:
+        together = [known] if known and self.limit <= 0 else [[one] for one in known]
+        for some in together:
             self._update([p for p, _ in some], torch.stack([norm for _, norm in some]))
         for parameter in waiting:
             parameter.grad = None
