@@ -410,13 +410,11 @@ class HybridTrainer(Engine):
             predictor = self.observer.predictor
             state["hybrid"] = {
                 "predictor": {"name": predictor.name, "state": predictor.state_dict()},
-                "pilot": self.pilot.state_dict(),
+                "pilot": self.pilot.state_dict(self.config.checkpoint.directions or self.mover.move is not None),
                 "mover": self.mover.state_dict(),
                 "race": self.race.state_dict(),
                 "said": dict(self._said),
             }
-            if not self.config.checkpoint.directions and self.mover.move is None:
-                state["hybrid"]["pilot"]["observer"]["trajectory"] = None
         return state
 
     def _put_back(self, state: dict[str, Any], origin: str) -> None:

@@ -507,8 +507,10 @@ class Pilot:
 
     # --- state -------------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
-        parts = {name: part.state_dict() for name, part in self._parts().items()}
+    def state_dict(self, directions: bool = True) -> dict[str, Any]:
+        """directions: with those that moves are made of, which are large."""
+        parts = {name: part.state_dict() for name, part in self._parts().items() if part is not self.observer}
+        parts["observer"] = self.observer.state_dict(directions)
         return parts | {
             "counts": {
                 "steps": dict(self.counts.steps),

@@ -189,9 +189,10 @@ class Observer:
 
     # --- state -------------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, directions: bool = True) -> dict[str, Any]:
+        """Without `directions` it has to watch some windows again before it forecasts."""
         return {
-            "trajectory": self.trajectory.state_dict(),
+            "trajectory": self.trajectory.state_dict() if directions else None,
             "sample": self.sample.state_dict(),
             "encoder": self.encoder.state_dict(),
             "quality": self.quality.state_dict(),
@@ -216,7 +217,7 @@ class Observer:
         self._next, self._frozen = _unpack_pending(state["next"]), _unpack_pending(state["frozen"])
         if state["trajectory"] is not None:
             self.trajectory.load_state_dict(state["trajectory"])
-        else:  # `checkpoint.directions` was off
+        else:
             self.restart()
             self.trajectory.forget()
 
