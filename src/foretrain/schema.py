@@ -176,7 +176,7 @@ class ScheduleConfig(Section):
     warmup_steps: CountOrZero | None = None
     """Steps of linear warm-up. Unset: 5 % of `max_steps`, 1000 at most (none for `constant` and `cyclic`)."""
     warmup_rate: NonNegative = 0.0
-    """Learning rate the warm-up starts from."""
+    """Learning rate the warm-up starts from. 0: from its first step above 0, so that no update is wasted."""
     stable_steps: CountOrZero | None = None
     """Steps at the peak in `wsd`. Unset: what warm-up and decay leave."""
     decay_steps: Count | None = None

@@ -148,7 +148,7 @@ class Mover:
             move.moved += 1
             pilot.machine.count(1, limited=False)
             self._count_credit(1)  # it took a gradient and an update
-        room = self.engine.config.max_steps - self.engine.global_step - move.plan.correct_steps
+        room = self.engine.planned_steps - self.engine.global_step - move.plan.correct_steps
         if output is None or self.chain.over(pilot.slope) or room <= 0:
             self.chain.end(pilot.slope, refused=output is None)
             move.cost += self.chain.cost

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from foretrain.config import Config
-from foretrain.engine import optim, schedule
+from foretrain.config import Config, given
+from foretrain.engine import optim
 from foretrain.engine.averaging import WeightAverage
 from foretrain.engine.graph import GraphedGradient, GraphedLoss, GraphedStep, launch_bound
 from foretrain.engine.meters import StepMeter, Stopwatch
 from foretrain.engine.offload import OptimizerParking
 from foretrain.engine.precision import Precision, choose_device
+from foretrain.engine.rates import FollowedRates, Rates, ScheduledRates, check_scheduler
 from foretrain.engine.state import (
     changing_state,
     checksum,
@@ -50,9 +51,16 @@ class Engine:
     """Any module, any optimizer, a loss function `(model, batch) -> mean loss`, and a configuration."""
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer | None, loss_fn: LossFunction | None, config: Config
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        loss_fn: LossFunction | None,
+        config: Config,
+        scheduler: Any = None,
     ) -> None:
         self.config = config
+        self.has_end = bool(given(config) & {"max_steps"}) or "schedule" in config.model_fields_set
+        """Somebody said how long the run is: else it goes on for as long as steps are made, and no rate decays."""
         self.device = choose_device(config.device)
         if config.engine.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs to repeat itself
@@ -64,15 +72,18 @@ class Engine:
         self.optimizer = optimizer or optim.build(self.model, config.optimizer)
         self.loss_fn = loss_fn or _own_loss
         self.precision = Precision(config.precision, self.device)
-        self.rate = optim.RateControl(self.optimizer)
-        self.schedule = schedule.build(config.schedule, self.rate.peak, config.max_steps)
+        self.rate = self._rates(scheduler)
+        self.clip = config.optimizer.gradient_clip_norm
+        """Without what recovery makes of it."""
+        if not self._optimizer_is_configured and "optimizer.gradient_clip_norm" not in given(config):
+            self.clip = 0.0
         self.average = WeightAverage(self.model, config.evaluation.ema_decay) if config.evaluation.ema_decay else None
         self.full_step = FullStep(
             self.model,
             self.optimizer,
             self.loss_fn,
             self.precision,
-            clip=config.optimizer.gradient_clip_norm,
+            clip=self.clip,
             accumulation=config.accumulation_steps,
             nan_check=config.guard.nan_check,
             compile_loss=_switch(config.engine.compile, auto=self.device.type == "cuda"),
@@ -104,6 +115,37 @@ class Engine:
         self.last_val_loss: float | None = None
         self.last_train_loss: float | None = None
 
+    # --- learning rates and the length of the run --------------------------------------------------------------------
+
+    def _rates(self, scheduler: Any) -> Rates:
+        """An optimizer of the user's own keeps his rates, unless he asks for a schedule in the configuration."""
+        asked = "schedule" in self.config.model_fields_set
+        if scheduler is not None:
+            if asked:
+                raise ConfigError(
+                    "scheduler= and [schedule] of the Config both set the learning rate; keep one of them"
+                )
+            scheduler = check_scheduler(scheduler, self.optimizer)
+        if scheduler is not None or not (asked or self._optimizer_is_configured):
+            return FollowedRates(self.optimizer, scheduler)
+        end = self.config.max_steps if self.has_end else None
+        return ScheduledRates(self.optimizer, self.config.schedule, end, self.config.max_steps)
+
+    def schedule(self, step: int) -> float:
+        """Learning rate at `step`, as far as it is known, before recovery changes it."""
+        return self.rate.at(step)
+
+    @property
+    def planned_steps(self) -> int:
+        """Length of the run; without an end it is taken to go on for as long again as it has been."""
+        return self.config.max_steps if self.has_end else max(self.config.max_steps, 2 * self.global_step)
+
+    def end_at(self, max_steps: int) -> None:
+        """From now on it is known how long the run is."""
+        self.config = self.config.model_copy(update={"max_steps": max_steps})
+        self.has_end = True
+        self.rate.end_at(max_steps)
+
     # --- one full step -----------------------------------------------------------------------------------------------
 
     def full(self, batch: Any, between: Callable[[], None] | None = None) -> StepOutput:
@@ -111,12 +153,19 @@ class Engine:
 
         between: called when the gradients are there and nothing is updated yet.
         """
-        self.set_rate()
-        if between is not None:
-            return self.count_step(batch, self.full_step(batch, between, self.gradient))
-        if self._run_step is None:
-            self._run_step = self._choose_step(batch)
-        return self.count_step(batch, self._run_step(batch))
+        with self.rate.during(self.global_step, self.rate_factor):
+            if between is not None:
+                output = self.full_step(batch, between, self.gradient)
+            else:
+                if self._run_step is None:
+                    self._run_step = self._choose_step(batch)
+                output = self._run_step(batch)
+        return self.count_step(batch, output)
+
+    def update(self, loss: Tensor) -> StepOutput:
+        """The optimizer's step with the gradients that are there."""
+        with self.rate.during(self.global_step, self.rate_factor):
+            return self.full_step.update(loss)
 
     def gradient(self, batch: Any) -> Tensor:
         """Forward and backward alone: the loss, and gradients on the parameters. Recorded where whole steps are."""
@@ -125,9 +174,6 @@ class Engine:
                 return self.full_step.gradient(batch)
             self._run_gradient = GraphedGradient(self.full_step)
         return self._run_gradient(batch)
-
-    def set_rate(self) -> None:
-        self.rate.set(self.schedule(self.global_step) * self.rate_factor)
 
     def count_step(self, batch: Any, output: StepOutput) -> StepOutput:
         """What follows on every update."""
@@ -161,11 +207,12 @@ class Engine:
         draws_again = getattr(self.model, "draws_again", False)
         possible = self.device.type == "cuda" and self.full_step.device_skip and not draws_again
         possible = possible and self.away is None  # a graph is bound to addresses: its tensors cannot leave
+        possible = possible and (self._optimizer_is_configured or optim.can_be_recorded(self.optimizer))
         if wanted is True and not possible:
             raise ConfigError(
-                "engine.cuda_graph = true needs a CUDA GPU, a fused optimizer (adamw, adam, sgd or muon), no "
-                "dropout in blocks that engine.activation_checkpointing recomputes, and memory.offload = false; use "
-                "'auto'"
+                "engine.cuda_graph = true needs a CUDA GPU, a fused optimizer (adamw, adam, sgd or muon; one of your "
+                "own with lr=torch.tensor(...) on the GPU and capturable=True), no dropout in blocks that "
+                "engine.activation_checkpointing recomputes, and memory.offload = false; use 'auto'"
             )
         parameters = sum(p.numel() for p in self.full_step.parameters)
         if possible and _switch(wanted, auto=launch_bound(parameters, batch)):
@@ -265,6 +312,7 @@ class Engine:
             "optimizer": optim.plain_state(self.optimizer),
             "average": self.average.state_dict() if self.average is not None else None,
             "precision": self.precision.state_dict(),
+            "rates": self.rate.state_dict(),
             "random": random_state(),
             "progress": {
                 **{name: getattr(self, name) for name in _COUNTS + _LOSSES},
@@ -290,7 +338,9 @@ class Engine:
     def rewind(self, state: dict[str, Any]) -> None:
         """Back to an earlier state of this run, bit for bit; what was spent in between stays spent."""
         self.full_step.changing = True
+        rates = self.rate.own_numbers()
         self._put_back_training(state, "the snapshot")
+        self.rate.put_back(rates)
         self.full_step.changing = False
         if not state["optimizer"]["state"]:  # of before the first step: its tensors are made anew
             self._run_step = self._run_gradient = self._run_loss = None
@@ -301,13 +351,15 @@ class Engine:
         if self.away is not None:
             self.away.back()
         restore_model(self.model, state["model"], origin)
-        restore_optimizer(self.optimizer, state["optimizer"], origin, keep_settings=self._optimizer_is_configured)
+        keep = self._optimizer_is_configured and isinstance(self.rate, ScheduledRates)
+        restore_optimizer(self.optimizer, state["optimizer"], origin, keep_settings=keep)
         if (self.average is None) != (state["average"] is None):
             raise CheckpointError(f"{origin}: evaluation.ema_decay was switched on or off since; use the same setting")
         if self.average is not None:
             self.average.load_state_dict(state["average"])
         self.precision.load_state_dict(state["precision"])
         restore_random_state(state["random"])
+        self.rate.load_state_dict(state.get("rates") or {})
         self.rate.forget()
 
     @cached_property
