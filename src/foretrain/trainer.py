@@ -30,12 +30,13 @@ from foretrain.dynamics.lookahead import LookAhead
 from foretrain.dynamics.observer import Moment, Observer
 from foretrain.dynamics.predictor import Predictor
 from foretrain.dynamics.trajectory import Trajectory, basis_type
-from foretrain.engine.loop import Engine
+from foretrain.engine.loop import Engine, own_loss
 from foretrain.engine.memory import MemoryMeter
+from foretrain.engine.own import Measure, OptimizerLike, explain_first_failure
 from foretrain.engine.rates import FollowedRates
 from foretrain.engine.runfolder import RunFolder
 from foretrain.engine.signals import StopRequest
-from foretrain.engine.step import LossFunction, StepOutput
+from foretrain.engine.step import StepOutput
 from foretrain.errors import ConfigError, DivergenceError
 from foretrain.events import Bus, Notice, PhaseChanged, Recovered
 from foretrain.fit import Run
@@ -51,11 +52,6 @@ _LOOK_EVERY = 10
 """Steps after which the losses of unwatched steps are looked at."""
 _LOOK_AHEAD_ENDS = 2 / 3
 """Share of a run after which nothing looks ahead: forward moves harm while the learning rate decays."""
-
-
-def supervised(criterion: Callable[[Tensor, Tensor], Tensor]) -> LossFunction:
-    """Loss function for batches of (inputs, targets): `supervised(torch.nn.functional.cross_entropy)`."""
-    return lambda model, batch: criterion(model(batch[0]), batch[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +101,8 @@ class HybridTrainer(Engine):
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Optimizer | None = None,
-        loss_fn: LossFunction | None = None,
+        optimizer: OptimizerLike = None,
+        loss_fn: Measure | None = None,
         config: Config | None = None,
         *,
         scheduler: LRScheduler | Callable[[Optimizer], LRScheduler] | None = None,
@@ -165,7 +161,12 @@ class HybridTrainer(Engine):
         """
         if self.has_end and self.global_step >= self.config.max_steps and not (self._past_the_end or self.judging):
             self._say_past_the_end()
-        return self.rescue.step(batch, self._step)
+        try:
+            return self.rescue.step(batch, self._step)
+        except (TypeError, AttributeError) as error:
+            if self.backward_passes or self.loss_fn is own_loss:
+                raise
+            raise explain_first_failure(error) from error
 
     def _say_past_the_end(self) -> None:
         """Once. A schedule may have brought the learning rate down to nothing by now."""

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from foretrain.config import Config, given
-from foretrain.engine import optim
+from foretrain.engine import optim, own
 from foretrain.engine.averaging import WeightAverage
+from foretrain.engine.described import is_configured
 from foretrain.engine.graph import GraphedGradient, GraphedLoss, GraphedStep, launch_bound
 from foretrain.engine.meters import StepMeter, Stopwatch
 from foretrain.engine.offload import OptimizerParking
@@ -53,11 +53,12 @@ class Engine:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Optimizer | None,
-        loss_fn: LossFunction | None,
+        optimizer: own.OptimizerLike,
+        loss_fn: own.Measure | None,
         config: Config,
         scheduler: Any = None,
     ) -> None:
+        optimizer, config = own.with_named_optimizer(optimizer, config)
         self.config = config
         self.has_end = bool(given(config) & {"max_steps"}) or "schedule" in config.model_fields_set
         """Somebody said how long the run is: else it goes on for as long as steps are made, and no rate decays."""
@@ -66,11 +67,15 @@ class Engine:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs to repeat itself
             torch.use_deterministic_algorithms(True)
         seed_random(config.seed)
-        self.model = model.to(self.device)
-        self.model.train()
+        self.model = own.ready_to_train(model).to(self.device)
         self._optimizer_is_configured = optimizer is None
-        self.optimizer = optimizer or optim.build(self.model, config.optimizer)
-        self.loss_fn = loss_fn or _own_loss
+        self.optimizer = (
+            optim.build(self.model, config.optimizer)
+            if optimizer is None
+            else own.built_optimizer(optimizer, self.model, config)
+        )
+        self.loss_fn: LossFunction = own_loss if loss_fn is None else own.as_loss(loss_fn, self.device)
+        self._float_type = own.float_type(self.model)
         self.precision = Precision(config.precision, self.device)
         self.rate = self._rates(scheduler)
         self.clip = config.optimizer.gradient_clip_norm
@@ -107,6 +112,10 @@ class Engine:
         self.clock = Stopwatch()
         self.global_step = 0
         self.tokens = 0
+        """Or samples: what `unit` says."""
+        self.unit = "tokens" if is_configured(self.model) else "samples"
+        self.rows = 0
+        """Of the last batch."""
         self.position = 0
         self.best_val_loss: float | None = None
         self.evaluations_without_best = 0
@@ -114,6 +123,7 @@ class Engine:
         """An evaluation was begun and is not finished: a run that is resumed makes it first."""
         self.last_val_loss: float | None = None
         self.last_train_loss: float | None = None
+        self.last_metrics: dict[str, float] = {}
 
     # --- learning rates and the length of the run --------------------------------------------------------------------
 
@@ -175,16 +185,23 @@ class Engine:
             self._run_gradient = GraphedGradient(self.full_step)
         return self._run_gradient(batch)
 
+    def count(self, batch: Any) -> int:
+        """Tokens of a batch of token numbers where tokens are counted; else its rows."""
+        return count(batch) if self.unit == "tokens" else rows_of(batch)
+
     def count_step(self, batch: Any, output: StepOutput) -> StepOutput:
         """What follows on every update."""
         if self.average is not None:
             self.average.update()
         self.meter.add(output)
-        self.tokens += count(batch)
+        self.tokens += self.count(batch)
+        self.rows = rows_of(batch)
         self.backward_passes += 1
         return output
 
     def to_device(self, batch: Any) -> Any:
+        """The batch as tensors where the model is."""
+        batch = own.as_tensors(batch, self._float_type)
         if self.device.type == "cpu":
             return batch
         return map_tensors(batch, lambda tensor: tensor.to(self.device, non_blocking=True))
@@ -241,10 +258,26 @@ class Engine:
 
     # --- forward only ------------------------------------------------------------------------------------------------
 
+    @overload
+    def evaluate(self, batches: Iterable[Any]) -> float: ...
+
+    @overload
+    def evaluate(self, batches: Iterable[Any], metrics: Mapping[str, own.Measure]) -> dict[str, float]: ...
+
     @torch.no_grad()
-    def evaluate(self, batches: Iterable[Any]) -> float:
-        """Mean loss over `batches`, each weighed by what it counts; at averaged weights if there is an average."""
-        batches = list(batches)
+    def evaluate(
+        self, batches: Iterable[Any], metrics: Mapping[str, own.Measure] | None = None
+    ) -> float | dict[str, float]:
+        """Mean loss over `batches`, each weighed by what it counts; at averaged weights if there is an average.
+
+        metrics: functions of (model, batch) or (output, target) by name; then the result is a dict of the loss and
+        their means over all rows.
+        """
+        if metrics is not None:
+            own.check_metrics(metrics)
+            batches = list(batches)
+            return {"loss": self.evaluate(batches), **self.measure(batches, metrics)}
+        batches = [own.as_tensors(batch, self._float_type) for batch in batches]
         if not batches:
             raise InputError("evaluation needs at least one held-out batch")
         if not isinstance(self._run_step, GraphedStep):
@@ -252,9 +285,23 @@ class Engine:
         with self.averaged_weights():
             return float(self.forward_loss(batches))
 
+    @torch.no_grad()
+    def measure(self, batches: Iterable[Any], metrics: Mapping[str, own.Measure]) -> dict[str, float]:
+        """Mean of each metric over all rows of `batches`, at the weights that evaluations are made at."""
+        if not metrics:
+            return {}
+        total, rows = torch.zeros(len(metrics), dtype=torch.double), 0
+        with self.averaged_weights(), self.evaluating(), torch.set_grad_enabled(self._loss_takes_derivatives):
+            for batch in map(self.to_device, batches):
+                with self.precision.autocast():
+                    values = own.measured(metrics, self.model, batch)
+                total += rows_of(batch) * torch.stack(values).cpu()
+                rows += rows_of(batch)
+        return dict(zip(metrics, (total / max(1, rows)).tolist(), strict=True))
+
     def probe(self, batch: Any) -> float:
         """Loss of a training batch at the weights as they are, forward only, in the parts that a full step has."""
-        self.probe_tokens += count(batch)
+        self.probe_tokens += self.count(batch)
         pieces = self.full_step.accumulation
         parts = [batch] if pieces == 1 else [split(batch, pieces, index) for index in range(pieces)]
         with self.precision.predicting():
@@ -262,7 +309,7 @@ class Engine:
 
     def probe_all(self, batches: list[Any]) -> float:
         """Mean loss over several batches, each as it is."""
-        self.probe_tokens += sum(count(batch) for batch in batches)
+        self.probe_tokens += sum(self.count(batch) for batch in batches)
         with self.precision.predicting():
             return float(self.forward_loss(batches))
 
@@ -271,15 +318,21 @@ class Engine:
         """Mean loss over `batches` on the device; neither weights nor buffers nor random states change."""
         weights = part_weights(batches, self.device)
         total = torch.zeros((), device=self.device)
-        training = [module for module in self.model.modules() if module.training]  # a user may have set some to eval
-        self.model.eval()
-        try:
+        with self.evaluating():
             for batch, weight in zip(batches, weights, strict=True):
                 total = total + self._loss_alone(self.to_device(batch)).float() * weight.to(self.device)
+        return total
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """The model evaluates inside the block. What a user has set to evaluate by himself stays so after it."""
+        training = [module for module in self.model.modules() if module.training]
+        self.model.eval()
+        try:
+            yield
         finally:
             for module in training:
                 module.training = True
-        return total
 
     def _loss_alone(self, batch: Any) -> Tensor:
         """A loss that itself takes derivatives, as in physics-informed networks, needs its graph also here."""
@@ -318,6 +371,8 @@ class Engine:
                 **{name: getattr(self, name) for name in _COUNTS + _LOSSES},
                 "probe_tokens": self.probe_tokens,
                 "evaluation_due": self.evaluation_due,
+                "metrics": dict(self.last_metrics),
+                "rows": self.rows,
                 "seconds": self.clock.seconds,
                 **self.meter.state_dict(),
             },
@@ -380,13 +435,15 @@ class Engine:
         self.meter.load_state_dict(progress)
         self.probe_tokens = int(progress.get("probe_tokens", 0))
         self.evaluation_due = bool(progress.get("evaluation_due", False))
+        self.last_metrics = dict(progress.get("metrics", {}))
+        self.rows = int(progress.get("rows", 0))
         for name in _COUNTS:
             setattr(self, name, int(progress[name]))
         for name in _LOSSES:
             setattr(self, name, None if progress[name] is None else float(progress[name]))
 
 
-def _own_loss(model: nn.Module, batch: Any) -> Tensor:
+def own_loss(model: nn.Module, batch: Any) -> Tensor:
     loss = getattr(model, "loss", None)
     if loss is None:
         raise ConfigError(f"{type(model).__name__} has no method loss(batch); pass a loss_fn to HybridTrainer")
