@@ -39,6 +39,7 @@ PUBLIC = {
     "TokenWindows",
     "finetune",
     "load",
+    "load_weights",
     "supervised",
     "train",
 }

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from foretrain.engine.checkpoint import CheckpointStore
     from foretrain.engine.muon import Muon
     from foretrain.engine.own import supervised
+    from foretrain.engine.weights import load_weights
     from foretrain.errors import CheckpointError, ConfigError, DataError, DivergenceError, ForetrainError, InputError
     from foretrain.events import Bus
     from foretrain.models.gpt2 import GPT2, GPT2Shape
@@ -57,6 +58,7 @@ _HOMES = {
     "TokenWindows": "data.loader",
     "finetune": "tuning",
     "load": "config",
+    "load_weights": "engine.weights",
     "supervised": "engine.own",
     "train": "run",
 }
@@ -91,6 +93,7 @@ __all__ = [
     "TokenWindows",
     "finetune",
     "load",
+    "load_weights",
     "supervised",
     "train",
 ]
