@@ -529,7 +529,7 @@ class HybridTrainer(Engine):
         self._check_scheduler(held)
         with ExitStack() as stack:
             folder = out if isinstance(out, RunFolder) else None
-            if out is not None and folder is None:
+            if out is not None and not isinstance(out, RunFolder):
                 folder = stack.enter_context(RunFolder(Path(out), resume, overwrite, in_python=True))
                 if overwrite and not resume:
                     folder.clear()

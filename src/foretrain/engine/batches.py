@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
+from foretrain.config import Config
 from foretrain.engine.state import random_state, restore_random_state
 from foretrain.errors import InputError
 from foretrain.events import Event, Notice
@@ -22,6 +23,13 @@ def steps_in(epochs: float, loader: Iterable[Any]) -> int:
     if not epochs > 0:
         raise InputError(f"epochs = {epochs}: it must be above 0")
     return max(1, math.ceil(epochs * per_epoch - 1e-6))
+
+
+def with_steps(config: Config, loader: Iterable[Any]) -> Config:
+    """The same configuration with `epochs` as `max_steps`."""
+    if config.epochs is None:
+        return config
+    return config.model_copy(update={"max_steps": steps_in(config.epochs, loader), "epochs": None})
 
 
 class Batches:

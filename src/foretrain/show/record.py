@@ -45,6 +45,11 @@ class RunRecord:
     health: list[Entry] = field(default_factory=list)
     _saved: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
+    @property
+    def unit(self) -> str:
+        """What the run counts as it goes through the data."""
+        return str(self.started.get("unit") or self.summary.get("unit") or "tokens")
+
     def take(self, line: str | bytes) -> None:
         """One line of `metrics.jsonl`. What cannot be read is left out: a log may be written by another version."""
         try:

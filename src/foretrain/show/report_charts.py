@@ -131,7 +131,7 @@ def _gradient(record: RunRecord, limit: int) -> list[dict[str, Any]]:
 def _speed(record: RunRecord, limit: int) -> list[dict[str, Any]]:
     named = "tokens_per_second" if record.last("tokens_per_second") else "steps_per_second"
     if named == "tokens_per_second":
-        return [_series("tokens per second", "plain", record.progress, _named(named), limit)]
+        return [_series(f"{record.unit} per second", "plain", record.progress, _named(named), limit)]
     return [_series("steps per second", "plain", _paces(record), _named(named), limit)]
 
 

@@ -83,6 +83,7 @@ def _facts(record: RunRecord) -> str:
     parameters = finite(started.get("parameters"))
     facts = [
         f"{short(parameters)} parameters" if parameters else "",
+        str(started.get("optimizer") or ""),
         ", ".join(str(started[name]) for name in ("device", "precision") if started.get(name)),
         *(str(text) for name, text in mapping(started.get("details")).items() if name != "folder"),
     ]
@@ -98,7 +99,7 @@ def _cards(record: RunRecord) -> str:
     seconds = summary.get("seconds") if summary else record.seconds
     speed = summary.get("tokens_per_second") if summary else record.last("tokens_per_second")
     known = finite(seconds)
-    pace = [f"{short(finite(speed) or 0)} tokens per second"] if finite(speed) else []
+    pace = [f"{short(finite(speed) or 0)} {escape(record.unit)} per second"] if finite(speed) else []
     total = finite(summary.get("total_seconds"))
     pace += [] if total is None else [f"{clock(total)} with start-up, evaluation and saving"]
     cards = [
@@ -157,6 +158,7 @@ def _warned(record: RunRecord) -> str:
 
 
 def _overview(records: Records) -> str:
+    units = {escape(record.unit) for record in records}
     head = [
         "run",
         "state",
@@ -165,7 +167,7 @@ def _overview(records: Records) -> str:
         "best",
         "training loss",
         "time",
-        "tokens/s",
+        f"{units.pop()}/s" if len(units) == 1 else "per second",
         "moves",
         "net time saved",
     ]
@@ -214,7 +216,7 @@ def _resources(record: RunRecord) -> str:
         "resident_peak": "process, at most",
     }
     shown = [name for name in names if any(name in row for row in used.values())]
-    head = ["phase", "steps", "tokens per second", *(names[name] for name in shown)]
+    head = ["phase", "steps", f"{escape(record.unit)} per second", *(names[name] for name in shown)]
     steps = mapping(record.summary.get("steps"))
     rows = [
         [
