@@ -75,7 +75,7 @@ def load_weights(module: Module, source: str | Path) -> Module:
     state = checkpoint.read(folder)
     if not isinstance(state.get("model"), Mapping):
         raise CheckpointError(f"{folder}: it holds no weights of a model")
-    values = _plain_names(state["model"])
+    values = _plain_names(state["model"], target)
     _fill(target, values | _averaged(target, values, state), str(folder), str(state.get("frozen") or ""))
     return module
 
@@ -87,11 +87,14 @@ def _newest(run: Path) -> Path:
     return newest[1]
 
 
-def _plain_names(values: Mapping[str, Any]) -> dict[str, Any]:
-    values = dict(values)
-    for wrapping in _WRAPPINGS:
-        if values and all(name.startswith(wrapping) for name in values):
-            values = {name.removeprefix(wrapping): value for name, value in values.items()}
+def _plain_names(values: Mapping[str, Any], target: nn.Module) -> dict[str, Any]:
+    """By the names that the module has itself, whatever it was wrapped in when they were saved."""
+    values, own = dict(values), target.state_dict().keys()
+    while values and not values.keys() & own:
+        wrapping = next((start for start in _WRAPPINGS if all(name.startswith(start) for name in values)), None)
+        if wrapping is None:
+            break
+        values = {name.removeprefix(wrapping): value for name, value in values.items()}
     return values
 
 
@@ -106,13 +109,15 @@ def _averaged(target: nn.Module, values: Mapping[str, Any], state: Mapping[str, 
         raise CheckpointError(
             f"the average is of {len(average['average'])} weights, not of {len(names)} as the module: another model's"
         )
-    return {name: mean / correction for name, mean in zip(names, average["average"], strict=True)}
+    parameters = dict(target.named_parameters())
+    means = {parameters[name]: mean / correction for name, mean in zip(names, average["average"], strict=True)}
+    return {name: means[p] for name, p in target.named_parameters(remove_duplicate=False) if p in means}
 
 
 @torch.no_grad()
 def _fill(target: nn.Module, values: Mapping[str, Any], origin: str, frozen: str = "") -> None:
     """frozen: checksum of the weights that the run did not train, and so did not save."""
-    values = _plain_names(values)
+    values = _plain_names(values, target)
     own = target.state_dict()
     missing = [name for name, value in own.items() if name not in values and isinstance(value, Tensor)]
     if missing and frozen:
