@@ -100,8 +100,9 @@ class Run:
             if (due and self._evaluate()) or self._patience_is_over():
                 reason = "stopped early"
             elif trainer.global_step >= self.config.max_steps:
-                done = f"nothing is left to do: {trainer.global_step} of {self.config.max_steps} steps are done"
-                self.emit(Notice(done, level="info" if resume else "warning"))
+                if not resume:
+                    done = f"{trainer.global_step} of {self.config.max_steps} steps are done"
+                    self.emit(Notice(f"nothing is left to do: {done}"))
             else:
                 batches = self.batches = Batches(loader, self.emit)
                 if trainer.pilot is not None:
