@@ -600,7 +600,7 @@ class HybridTrainer(Engine):
     @property
     def optimizer_in_words(self) -> str:
         """torch.optim.Adam, lr 0.003."""
-        return described.in_words(self.optimizer, self.config, self.own_optimizer)
+        return described.in_words(self.optimizer, self.config, self.rate, self.own_optimizer)
 
     def settings(self) -> dict[str, Any]:
         """The configuration as far as it has an effect here, with the model and the optimizer as they really are."""
