@@ -51,7 +51,7 @@ class RateRace:
         self.spent = 0
         """Full steps of rates that lost."""
         self.begun = False
-        """The first step, which all rates share, is done."""
+        """There is a snapshot of the beginning, from which all rates start."""
         self.batches: list[Any] = []
 
     @property
@@ -61,14 +61,13 @@ class RateRace:
 
     def step(self, batch: Any, full_step: Callable[[Any], StepOutput], use: Callable[[float], None]) -> StepOutput:
         """A step at the first rate; after the last one all other rates run. use: sets the factor of the rate."""
-        output = full_step(batch)
-        if not self.begun:  # before it the optimizer has nothing to go back to
+        if not self.begun:
             self.mover.safety.take()
             self.mover.safety.wait()  # full steps follow, not probes
             self.begun = True
-            return output
+        output = full_step(batch)
         self.batches.append(map_tensors(batch, lambda tensor: tensor.clone()))
-        if len(self.batches) >= self.steps - 1:
+        if len(self.batches) >= self.steps:
             self._run_others(full_step, use)
         return output
 
