@@ -166,6 +166,7 @@ RESERVED: dict[str, str] = {
 }
 """Known names without a setting behind them (yet): they load, and a notice says that they change nothing and why."""
 
+
 def _preset(*values: float) -> dict[str, Any]:
     keys = (
         "hybrid.warmup_steps",

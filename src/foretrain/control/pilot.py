@@ -34,7 +34,7 @@ _NEARLY_EXACT = 0.98
 """R2 from which forecasts are steps."""
 _LONGEST_REST = 256
 """Windows; a short run rests an eighth of its length at the most, unless nothing will ever be tried."""
-_PROBES_OF_AUDIT = 16 * FORWARD
+_COST_OF_PROBES = 16 * FORWARD
 """Full steps that the forward passes of an audited move cost."""
 
 
@@ -230,7 +230,7 @@ class Pilot:
 
     @property
     def _audit_cost(self) -> float:
-        return self._correct_steps(True) + _PROBES_OF_AUDIT
+        return self._correct_steps(True) + _COST_OF_PROBES
 
     @property
     def _too_dear(self) -> bool:
@@ -294,7 +294,7 @@ class Pilot:
         """An audit validates for longer; a short run can afford a short one only."""
         if not audited:
             return self.config.hybrid.correct_steps
-        affordable = int(self.gate.allowed - _PROBES_OF_AUDIT)
+        affordable = int(self.gate.allowed - _COST_OF_PROBES)
         return max(min(self.config.audit.steps, affordable), self.config.hybrid.correct_steps)
 
     def _features(self, forecast: Forecast, horizon: int) -> ConfidenceFeatures:

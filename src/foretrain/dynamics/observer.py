@@ -19,7 +19,7 @@ from foretrain.dynamics.records import (
     PhaseRecord,
     WindowRecord,
 )
-from foretrain.dynamics.samples import Sample, bias_corrections
+from foretrain.dynamics.samples import Sample, Statistics, bias_corrections
 from foretrain.dynamics.state import StateEncoder
 from foretrain.dynamics.trajectory import Motion, Since, Trajectory
 from foretrain.engine.step import StepOutput
@@ -126,9 +126,8 @@ class Observer:
         return record
 
     def _record(self, motion: Motion, moment: Moment) -> WindowRecord:
-        steps = len(motion.extra) - 7
-        rows = np.asarray(motion.extra[:steps]).reshape(-1, 3)
-        mean, deviation, cosine, moment_mean, moment_std, second, weight_norm = motion.extra[steps:]
+        outputs, sampled, weight_norm = motion.extra  # as `close` asked for them
+        rows, statistics = outputs.reshape(-1, 3), Statistics(*sampled.tolist())
         losses = np.where(rows[:, 2] > 0, math.nan, rows[:, 0])
         return WindowRecord(
             step=moment.step,
@@ -137,16 +136,11 @@ class Observer:
             learning_rate=moment.learning_rate,
             rate_share=moment.learning_rate / moment.peak_rate if moment.peak_rate else 0.0,
             progress=moment.step / max(1, moment.max_steps),
-            weight_norm=weight_norm,
+            weight_norm=float(weight_norm[0]),
             displacement_norm=math.sqrt(max(0.0, float(motion.window.square.sum()))),
             cosines=self._cosines(motion.window),
             effective_rank=_effective_rank(motion.gram.sum(axis=0)),
-            gradient_mean=mean,
-            gradient_std=deviation,
-            gradient_cosine=cosine,
-            moment_mean=moment_mean,
-            moment_std=moment_std,
-            second_moment_mean=second,
+            **statistics._asdict(),
             bias_corrections=bias_corrections(self.optimizer, moment.full_steps),
         )
 

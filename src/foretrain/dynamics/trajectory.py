@@ -47,8 +47,8 @@ class Motion:
     """The displacement since the basis was frozen, on the frozen basis."""
     gram: Array
     """[G, R, R] of the basis with this window: the one the next move is made of."""
-    extra: list[float]
-    """What the caller wanted to have read along."""
+    extra: tuple[Array, ...]
+    """What the caller wanted to have read along: the numbers of each of its tensors."""
 
 
 LARGEST_FP32_BASIS = 32_000_000
@@ -152,7 +152,7 @@ class Trajectory:
             if frozen
             else None,
             gram=dots[:, -gram_size:].reshape(-1, _R, _R),
-            extra=[float(value) for values in numbers[1:] for value in values.ravel()],
+            extra=tuple(numbers[1:]),
         )
         self.frozen_windows = 0 if freeze else self.frozen_windows + 1
         return motion
