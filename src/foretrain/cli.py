@@ -240,14 +240,23 @@ def init(
     file: Path,
     /,
     *,
-    preset: Annotated[str, Parameter(help="Preset to start from.")] = "measured",
+    preset: Annotated[
+        str,
+        Parameter(
+            help="Preset to start from. `small`, `medium`, `large`, `specialist` and `generalist` set phases and "
+            "rates, no model size."
+        ),
+    ] = "measured",
     set_: Settings = None,
     json_: Json = False,
 ) -> None:
     """Write a configuration file with every setting, its default and its meaning."""
     from foretrain.config import load, to_toml
 
-    text = to_toml(load(None, [f"preset={preset}", *(set_ or ())]).config)
+    loaded = load(None, [f"preset={preset}", *(set_ or ())])
+    text = to_toml(loaded.config)
+    for notice in loaded.notices:
+        say(f"note: {notice}")
     try:
         with file.open("x", encoding="utf-8") as target:
             target.write(text)

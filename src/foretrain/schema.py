@@ -473,7 +473,8 @@ class Config(Section):
         "aggressive",
         "finetune",
     ] = "measured"
-    """A set of values to start from; everything else in the file overrides it."""
+    """A set of values to start from; everything else in the file overrides it. `small`, `medium`, `large`, `specialist`
+    and `generalist` set phases and rates, no model size: that is `model.type`."""
     max_steps: Count = 800
     """Length of the run in optimizer steps."""
     batch_size: Count = 16

@@ -127,7 +127,7 @@ class HybridTrainer(Engine):
         names = [name for name, p in self.model.named_parameters() if p.requires_grad]
         kind = HostedTrajectory if config.memory.basis == "pinned" else Trajectory
         dtype = basis_type(config.hybrid.basis_type, sum(p.numel() for p in parameters))
-        trajectory = kind(parameters, names, window=config.hybrid.window_steps, dtype=dtype)
+        trajectory = kind(parameters, names, window=config.hybrid.window_steps, dtype=dtype, hold=False)
         predictor = predictor or registry.build(config.predictor, config.seed)
         self.observer = Observer(trajectory, predictor, parameters, self.optimizer)
         if self.full_step.in_backward is not None:
@@ -137,6 +137,7 @@ class HybridTrainer(Engine):
         self.mover.probes.held_out = [self.to_device(batch) for batch in probe]
         if self.mover.probes.held_out:
             self.pilot.judge_on_held_out()
+        self.pilot.hold_directions()
         self.race = RateRace(self.mover, config)
         self.checkup.pilot = self.pilot
 
@@ -334,6 +335,8 @@ class HybridTrainer(Engine):
         left = self.config.max_steps - self.global_step
         chain = self.mover.chain
         pilot.decide(self.global_step, left, self._trend(), chain.ready, chain.exact)
+        if not self.observer.trajectory.held:
+            self.mover.safety.forget_other()
         if self.phase is not before:
             self._tell_phase()
 

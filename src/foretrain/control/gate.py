@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from foretrain.config import Config
+
 FORWARD = 1 / 3
 """A forward pass in full steps: forward, backward and update together take about three of it."""
 _QUANTILE = 1.28
@@ -18,6 +20,26 @@ PRIORS: dict[str, tuple[float, float, float]] = {
     "adapters": (0.3, 0.3, 1.0),  # leaps repair a rate that is too small and are refused at a good one
 }
 """What is known before the run's own audits, from the measurements behind docs/results.md."""
+
+
+_COST_OF_PROBES = 16 * FORWARD
+"""Full steps that the forward passes of an audited move cost."""
+
+
+def steps_of_audit(config: Config) -> int:
+    """Full steps that follow on an audited move; a short run can afford few only."""
+    affordable = int(config.audit.time_budget * config.max_steps - _COST_OF_PROBES)
+    return max(min(config.audit.steps, affordable), config.hybrid.correct_steps)
+
+
+def cost_of_audit(config: Config) -> float:
+    """In full steps."""
+    return steps_of_audit(config) + _COST_OF_PROBES
+
+
+def no_audit_is_affordable(config: Config) -> bool:
+    """Nothing will be tried then, unless moves can be judged without an audit."""
+    return cost_of_audit(config) > config.audit.time_budget * config.max_steps
 
 
 @dataclass(frozen=True, slots=True)

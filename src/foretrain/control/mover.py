@@ -32,7 +32,8 @@ from foretrain.engine.state import random_state
 from foretrain.engine.step import StepOutput, map_tensors, tensors_of
 from foretrain.events import Event, Moved, Recovered
 
-_PROBES_OF_AUDIT = 4
+_BATCHES_OF_AUDIT = 4
+"""On which the forks of an audit are compared: the last of a window, and the one that the move begins with."""
 _MOST_WORTH = 10.0
 """Full steps that one quasi-Newton leap is taken to be worth at the most, whatever the slope says."""
 _FIRST_HELD_OUT = 0.25
@@ -72,9 +73,9 @@ class Mover:
     def remember(self, batch: Any) -> None:
         """The last batches of a window, to compare the forks of an audit on. A loop may fill one buffer over and over,
         so they are copied."""
-        if self.trajectory.steps >= self.trajectory.window - _PROBES_OF_AUDIT:
+        if self.trajectory.steps >= self.trajectory.window - _BATCHES_OF_AUDIT:
             copied = map_tensors(batch, lambda tensor: tensor.clone())
-            self._recent = [*self._recent, copied][-(_PROBES_OF_AUDIT - 1) :]
+            self._recent = [*self._recent, copied][-(_BATCHES_OF_AUDIT - 1) :]
 
     def full(self, batch: Any, full_step: Callable[..., StepOutput]) -> StepOutput:
         """A full step; where noise is low its gradient is remembered for later leaps."""
