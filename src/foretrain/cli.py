@@ -15,6 +15,7 @@ from foretrain.cli_bench import bench_app
 from foretrain.cli_models import Overwrite, adapters_app, finetune, generate
 from foretrain.cli_plan import plan
 from foretrain.cli_report import report, watch
+from foretrain.environment import wait_shortly
 from foretrain.errors import ConfigError, ForetrainError, InputError, OutOfMemory, is_out_of_memory
 from foretrain.outlet import outlets
 from foretrain.terminal import (
@@ -305,6 +306,7 @@ def main(arguments: list[str] | None = None) -> Any:
     """Entry point. Errors of ours are one line and an exit code, never a traceback: 2 for what was handed in, 3 for a
     lack of memory, 1 for any other run that failed. With `--json` they are a document as well. A reader of the output
     that goes away, as `head` does, ends nothing."""
+    wait_shortly()
     given = sys.argv[1:] if arguments is None else arguments
     with outlets(), Document.wanted(given) as document:
         code = _carry_out(given, document)
