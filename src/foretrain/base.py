@@ -62,7 +62,7 @@ def open_base(path: str | Path, tokenizer: str = "", vocabulary: str = "", **opt
         )
     model = GPT2(shape_of(folder), **options)
     huggingface.load(model, folder)
-    found = _tokenizer(folder, tokenizer, vocabulary)
+    found = find_tokenizer(folder, tokenizer, vocabulary)
     if found.vocab_size > model.shape.vocab_size:
         raise InputError(
             f"{folder}: the tokenizer has {found.vocab_size} tokens, the model {model.shape.vocab_size}; name the "
@@ -84,18 +84,24 @@ def shape_of(folder: Path) -> GPT2Shape:
     return GPT2Shape(layers, heads, width, context, vocab_size)
 
 
-def _tokenizer(folder: Path, wanted: str, vocabulary: str) -> Tokenizer:
+def tokenizer_beside(folder: Path) -> Tokenizer | None:
+    """The one that lies in a folder of weights, or in the run folder above."""
+    for place in (folder, folder.parent):
+        if (place / "tokenizer.json").is_file():
+            return tokenizers.load(place / "tokenizer.json")
+    return tokenizers.gpt2(folder) if (folder / "vocab.json").is_file() else None
+
+
+def find_tokenizer(folder: Path, wanted: str, vocabulary: str) -> Tokenizer:
+    """The one that is wanted, or else the one beside the weights."""
     if wanted == "gpt2" or (vocabulary and not wanted):
         return tokenizers.gpt2(vocabulary or folder)
     if wanted == "byte":
         return tokenizers.ByteTokenizer()
     if wanted:
         return tokenizers.load(wanted)
-    for place in (folder, folder.parent):
-        if (place / "tokenizer.json").is_file():
-            return tokenizers.load(place / "tokenizer.json")
-    if (folder / "vocab.json").is_file():
-        return tokenizers.gpt2(folder)
+    if (found := tokenizer_beside(folder)) is not None:
+        return found
     raise InputError(
         f"{folder}: no tokenizer.json beside the weights; name one (data.tokenizer, or --tokenizer), or GPT-2's "
         "vocabulary files (data.vocabulary, or --vocabulary)"

@@ -125,11 +125,14 @@ def export(
     overwrite: Overwrite = False,
     json_: Json = False,
 ) -> None:
-    """Write a checkpoint as a Hugging Face GPT-2 folder (config.json, model.safetensors)."""
+    """Write a checkpoint as a Hugging Face GPT-2 folder: weights, settings and tokenizer.
+
+    `AutoModelForCausalLM`, `AutoTokenizer` and `pipeline("text-generation")` of transformers load it.
+    """
     from foretrain.run import export_checkpoint
 
     check_target(folder, overwrite)
-    put_written(export_checkpoint(source, folder), json_)
+    put_written(export_checkpoint(source, folder, say), json_)
 
 
 @app.command

@@ -293,8 +293,7 @@ def merge(
     load_adapter(opened.model, read)
     lora.merge(opened.model)
     lora.detach(opened.model, keep_merged=True)
-    write_model(opened.model, folder, "merge it again")
-    (folder / "tokenizer.json").write_text(opened.tokenizer.to_json(), encoding="utf-8")
+    write_model(opened.model, folder, "merge it again", opened.tokenizer)
     put_written(folder, json_)
 
 

@@ -15,6 +15,7 @@ from foretrain.base import Base, open_base
 from foretrain.config import Config
 from foretrain.data import examples
 from foretrain.data.examples import EncodedExamples, Example
+from foretrain.data.handover import tokenizer_files
 from foretrain.data.loader import Loader
 from foretrain.engine.precision import choose_device
 from foretrain.engine.runfolder import RunFolder
@@ -105,7 +106,7 @@ def finetune(
         )
         if summary["reason"] != "interrupted":
             with trainer.averaged_weights():
-                save_adapter(base.model, path / "adapter", str(base.folder))
+                _save_adapter(base, path / "adapter", config)
                 try:
                     answered = answer(base, data, config)
                     summary |= answered
@@ -320,4 +321,9 @@ def export_adapter(source: str | Path, folder: str | Path) -> Path:
     trainer = HybridTrainer(base.model, config=configuration.changed(config, alone))
     trainer.load_state_dict(state, str(store))
     with trainer.averaged_weights():
-        return save_adapter(base.model, folder, str(base.folder))
+        return _save_adapter(base, folder, config)
+
+
+def _save_adapter(base: Base, folder: str | Path, config: Config) -> Path:
+    """With the tokenizer beside it, as other tools expect."""
+    return save_adapter(base.model, folder, str(base.folder), tokenizer_files(base.tokenizer, base.model.shape.context))

@@ -59,7 +59,7 @@ class ByteTokenizer(_Encoder):
 
     def to_json(self) -> str:
         """Byte-pair encoding that merges nothing."""
-        vocabulary = {character: byte for character, byte in sorted(BYTE_OF.items(), key=lambda item: item[1])}
+        vocabulary = dict(sorted(BYTE_OF.items(), key=lambda item: item[1]))
         model = {"type": "BPE", "vocab": vocabulary | {END_OF_TEXT: self.end_of_text}, "merges": []}
         level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
         return _library_json(self.end_of_text, model, level, level)
