@@ -30,10 +30,18 @@ from foretrain.terminal import (
 
 if TYPE_CHECKING:
     from foretrain.base import Base
+    from foretrain.models.adapter_files import Adapter
     from foretrain.serve.sampling import Sampling
 
 adapters_app = App(name="adapters", help="What fine-tuning made: list, merge and export adapters.")
 
+Model = Annotated[
+    Path,
+    Parameter(
+        help="Run folder of `train` or `finetune` (not finished: its newest checkpoint is taken), one checkpoint, or a "
+        "GPT-2 in Hugging Face's format."
+    ),
+]
 Overwrite = Annotated[bool, flag("Replace files of the same names in FOLDER.")]
 Tokenizer = Annotated[str, Parameter(help="Path of a tokenizer.json. Unset: the one beside the weights.")]
 Vocabulary = Annotated[str, Parameter(help="Folder with GPT-2's vocabulary files, for weights without a tokenizer.")]
@@ -110,7 +118,7 @@ def _result_lines(summary: dict[str, Any]) -> list[str]:
 
 
 def generate(
-    model: Annotated[Path, Parameter(help="Run folder of `train` or `finetune`, or a GPT-2 in Hugging Face's format.")],
+    model: Model,
     /,
     *,
     prompt: Annotated[
@@ -148,8 +156,8 @@ def generate(
     trained to be asked; `--raw` continues the text as it is. `--adapter OTHER` takes another adapter, `--no-adapter`
     none.
     """
-    from foretrain.base import open_base
     from foretrain.engine.precision import choose_device
+    from foretrain.newest import open_newest
     from foretrain.serve.sampling import Sampling
 
     if adapter is not None and no_adapter:
@@ -157,7 +165,7 @@ def generate(
     if stream and json_:
         raise InputError("--stream and --json contradict each other; keep one of them")
     sampling = Sampling(max_tokens, temperature, top_k, top_p, repetition_penalty, seed, stop_strings=tuple(stop or ()))
-    base = open_base(model, tokenizer, vocabulary)
+    base = open_newest(model, tokenizer, vocabulary, say)
     prompts = prompt or [sys.stdin.read()]
     if base.format is not None and not raw:
         prompts = [base.format.ask(text, _fields(field or [])) for text in prompts]
@@ -178,7 +186,7 @@ def _fields(assignments: list[str]) -> dict[str, str]:
 
 
 def _write(
-    base: Base, prompts: list[str], sampling: Sampling, adapter: Path | None, stream: bool, as_json: bool
+    base: Base, prompts: list[str], sampling: Sampling, adapter: Path | Adapter | None, stream: bool, as_json: bool
 ) -> None:
     from foretrain.models.adapter_files import load_adapter
     from foretrain.serve.generate import TextGenerator

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from foretrain import config as configuration
-from foretrain.base import Base, open_base
+from foretrain.base import Base, find_folder, open_base
 from foretrain.config import Config
 from foretrain.data import examples
 from foretrain.data.examples import EncodedExamples, Example
@@ -69,7 +69,7 @@ def finetune(
     check(config)
     check_installed(config.log.trackers)
     named = configuration.given(config)
-    config = configuration.changed(config, {"model.weights": str(Path(config.model.weights).expanduser().resolve())})
+    config = configuration.changed(config, {"model.weights": str(find_folder(config.model.weights).resolve())})
     path = Path(out) if out is not None else default_folder(config)
     if Path(config.model.weights).is_relative_to(path.resolve()):
         raise InputError(f"--out {path}: it holds the model that is to be fine-tuned; choose another folder")
@@ -316,12 +316,18 @@ def export_adapter(source: str | Path, folder: str | Path) -> Path:
     if not config.model.weights:
         raise CheckpointError(f"{store}: no fine-tuning run has saved it; `foretrain export` writes whole models")
     base = base_of(config)
+    trainer = restore_adapter(base, store, state, config)
+    with trainer.averaged_weights():
+        return _save_adapter(base, folder, config)
+
+
+def restore_adapter(base: Base, store: Path, state: dict[str, Any], config: Config) -> HybridTrainer:
+    """Attaches the adapter of a checkpoint to its base."""
     lora.attach(base.model, settings_of(config), config.seed)
     alone = {"device": "cpu", "hybrid.mode": "off", "optimizer.learning_rate": config.optimizer.peak_rate}
     trainer = HybridTrainer(base.model, config=configuration.changed(config, alone))
     trainer.load_state_dict(state, str(store))
-    with trainer.averaged_weights():
-        return _save_adapter(base, folder, config)
+    return trainer
 
 
 def _save_adapter(base: Base, folder: str | Path, config: Config) -> Path:
