@@ -24,7 +24,8 @@ from foretrain.events import Event, Notice, Progress
 from foretrain.models import huggingface
 from foretrain.models.adapter_files import load_adapter, read_adapter
 from foretrain.run import read_checkpoint
-from foretrain.tuning import _fitting, _spread, export_adapter, finetune, prepare, with_templates
+from foretrain.serve.answers import fitting, spread
+from foretrain.tuning import export_adapter, finetune, prepare, with_templates
 
 
 @pytest.fixture
@@ -156,9 +157,9 @@ def test_answers_are_asked_from_all_over_the_held_out_examples(base: Path, tmp_p
     path.write_text("\n".join(map(json.dumps, records)), encoding="utf-8")
     opened = open_base(base)
     questions = prepare(config_for(base, path), opened).questions
-    assert len({question.answer for question in _spread(questions, 8)}) == 4
+    assert len({question.answer for question in spread(questions, 8)}) == 4
     long = [Example("x" * 100, " y"), Example("x", " y")]
-    assert _fitting(opened, long) == long[1:]
+    assert fitting(opened.model, opened.tokenizer, long) == long[1:]
 
 
 # --- what can go wrong -----------------------------------------------------------------------------------------------

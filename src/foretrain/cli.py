@@ -12,7 +12,9 @@ from cyclopts import App, CoercionError, CycloptsError, MissingArgumentError, Pa
 from cyclopts.argument import Argument
 
 from foretrain.cli_bench import bench_app
-from foretrain.cli_models import Overwrite, adapters_app, finetune, generate
+from foretrain.cli_evaluate import evaluate
+from foretrain.cli_models import adapters_app, finetune, generate
+from foretrain.cli_options import Overwrite
 from foretrain.cli_plan import plan
 from foretrain.cli_report import report, watch
 from foretrain.errors import ConfigError, ForetrainError, InputError, OutOfMemory, is_out_of_memory
@@ -51,6 +53,7 @@ app.command(config_app)
 app.command(bench_app)
 app.command(finetune)
 app.command(generate)
+app.command(evaluate)
 app.command(adapters_app)
 app.command(plan)
 app.command(report)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
+from foretrain.cli_options import Model, Overwrite, Tokenizer, Vocabulary
 from foretrain.errors import ForetrainError, InputError
 from foretrain.outlet import is_lost
 from foretrain.terminal import (
@@ -34,17 +35,6 @@ if TYPE_CHECKING:
     from foretrain.serve.sampling import Sampling
 
 adapters_app = App(name="adapters", help="What fine-tuning made: list, merge and export adapters.")
-
-Model = Annotated[
-    Path,
-    Parameter(
-        help="Run folder of `train` or `finetune` (not finished: its newest checkpoint is taken), one checkpoint, or a "
-        "GPT-2 in Hugging Face's format."
-    ),
-]
-Overwrite = Annotated[bool, flag("Replace files of the same names in FOLDER.")]
-Tokenizer = Annotated[str, Parameter(help="Path of a tokenizer.json. Unset: the one beside the weights.")]
-Vocabulary = Annotated[str, Parameter(help="Folder with GPT-2's vocabulary files, for weights without a tokenizer.")]
 
 
 def finetune(

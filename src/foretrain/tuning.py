@@ -8,8 +8,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from foretrain import config as configuration
 from foretrain.base import Base, find_folder, open_base
 from foretrain.config import Config
@@ -29,15 +27,12 @@ from foretrain.planning.budget import within_budget
 from foretrain.planning.estimate import target_of
 from foretrain.run import check_steps, read_checkpoint
 from foretrain.schema import Level
-from foretrain.serve.generate import TextGenerator
-from foretrain.serve.sampling import Sampling
-from foretrain.serve.scoring import ClassScorer, exact_match
+from foretrain.serve.answers import answer_questions
 from foretrain.show import report
 from foretrain.show.trackers.opening import check_installed
 from foretrain.trainer import HybridTrainer
 
 _PROBE_SEED = 2
-_ANSWERS_AT_ONCE = 32
 
 
 @dataclass(frozen=True)
@@ -205,14 +200,14 @@ def with_templates(config: Config, say: Callable[[str], None] = lambda _: None) 
     """What is guessed from the data is written down: the model must be asked as it was trained."""
     data = config.data
     given = [data.prompt] if isinstance(data.prompt, str) else data.prompt
-    prompts = [_line_breaks(text) for text in given if text]
-    found = examples.find_format(data.path, prompts or None, _line_breaks(data.answer) or None)
+    prompts = [line_breaks(text) for text in given if text]
+    found = examples.find_format(data.path, prompts or None, line_breaks(data.answer) or None)
     say(f"{data.path} is read as {found}")
     prompts = [prompt.text for prompt in found.prompts]
     return configuration.changed(config, {"data.prompt": prompts, "data.answer": found.answer.text})
 
 
-def _line_breaks(template: str) -> str:
+def line_breaks(template: str) -> str:
     """A shell hands a backslash and an n on as they are; a line break is what is meant."""
     return template.replace("\\n", "\n")
 
@@ -267,47 +262,11 @@ def _details(config: Config, data: Split, model: GPT2, path: Path) -> dict[str, 
 
 def answer(base: Base, data: Split, config: Config) -> dict[str, Any]:
     """How many held-out questions are answered right."""
-    model = base.model
-    asked = _spread(_fitting(base, data.questions), config.evaluation.answers)
-    if not asked:
-        return {}
-    device = next(model.parameters()).device
-    if data.classes and not config.evaluation.final_answer:
-        scorer = ClassScorer(data.classes, base.tokenizer, model.shape.context)
-        training = model.training
-        model.eval()
-        with torch.no_grad():
-            accuracy = scorer.accuracy(model, asked, _ANSWERS_AT_ONCE, device)
-        model.train(training)
-        return {"answered": len(asked), "classes": len(data.classes), "accuracy": round(accuracy, 4)}
-    said = _say_answers(base, asked, data.held_out.length)
-    right = exact_match(said, [example.answer for example in asked], config.evaluation.final_answer or None)
-    return {"answered": len(asked), "exact_match": round(right, 4)}
-
-
-def _fitting(base: Base, questions: list[Example]) -> list[Example]:
-    """Those that fit the context with their whole prompt and answer."""
-    prompts = examples.encode_prompts([question.prompt for question in questions], base.tokenizer)
-    answers = base.tokenizer.encode_batch([question.answer for question in questions])
-    lengths = [len(prompt) + len(answer) + 1 for prompt, answer in zip(prompts, answers, strict=True)]
-    context = base.model.shape.context
-    return [question for question, length in zip(questions, lengths, strict=True) if length <= context]
-
-
-def _spread(questions: list[Example], count: int) -> list[Example]:
-    """As many, evenly over all of them: files may be sorted by answer."""
-    count = min(count, len(questions))
-    return [questions[index * len(questions) // count] for index in range(count)]
-
-
-def _say_answers(base: Base, asked: list[Example], length: int) -> list[str]:
-    generator = TextGenerator(base.model, base.tokenizer)
-    sampling = Sampling(max_tokens=length, temperature=0.0)
-    said: list[str] = []
-    for first in range(0, len(asked), _ANSWERS_AT_ONCE):
-        prompts = [example.prompt for example in asked[first : first + _ANSWERS_AT_ONCE]]
-        said += [completion.text for completion in generator.generate(prompts, sampling)]
-    return said
+    mark = config.evaluation.final_answer
+    names = () if mark else data.classes
+    return answer_questions(
+        base.model, base.tokenizer, data.questions, names, data.held_out.length, config.evaluation.answers, mark
+    )
 
 
 def export_adapter(source: str | Path, folder: str | Path) -> Path:
