@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from foretrain.engine.checkpoint import CheckpointStore
     from foretrain.engine.muon import Muon
     from foretrain.errors import CheckpointError, ConfigError, DataError, DivergenceError, ForetrainError, InputError
+    from foretrain.evaluation import evaluate
     from foretrain.events import Bus
     from foretrain.models.gpt2 import GPT2, GPT2Shape
     from foretrain.models.lora import LoraSettings
@@ -54,6 +55,7 @@ _HOMES = {
     "StreamToken": "serve.streaming",
     "TextGenerator": "serve.generate",
     "TokenWindows": "data.loader",
+    "evaluate": "evaluation",
     "finetune": "tuning",
     "load": "config",
     "supervised": "trainer",
@@ -88,6 +90,7 @@ __all__ = [
     "StreamToken",
     "TextGenerator",
     "TokenWindows",
+    "evaluate",
     "finetune",
     "load",
     "supervised",

@@ -12,7 +12,9 @@ from cyclopts import App, CoercionError, CycloptsError, MissingArgumentError, Pa
 from cyclopts.argument import Argument
 
 from foretrain.cli_bench import bench_app
-from foretrain.cli_models import Overwrite, adapters_app, finetune, generate
+from foretrain.cli_evaluate import evaluate
+from foretrain.cli_models import adapters_app, finetune, generate
+from foretrain.cli_options import Overwrite
 from foretrain.cli_plan import plan
 from foretrain.cli_report import report, watch
 from foretrain.environment import wait_shortly
@@ -52,6 +54,7 @@ app.command(config_app)
 app.command(bench_app)
 app.command(finetune)
 app.command(generate)
+app.command(evaluate)
 app.command(adapters_app)
 app.command(plan)
 app.command(report)
@@ -126,11 +129,14 @@ def export(
     overwrite: Overwrite = False,
     json_: Json = False,
 ) -> None:
-    """Write a checkpoint as a Hugging Face GPT-2 folder (config.json, model.safetensors)."""
+    """Write a checkpoint as a Hugging Face GPT-2 folder: weights, settings and tokenizer.
+
+    `AutoModelForCausalLM`, `AutoTokenizer` and `pipeline("text-generation")` of transformers load it.
+    """
     from foretrain.run import export_checkpoint
 
     check_target(folder, overwrite)
-    put_written(export_checkpoint(source, folder), json_)
+    put_written(export_checkpoint(source, folder, say), json_)
 
 
 @app.command
