@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from foretrain import (
     Bus,
@@ -260,9 +260,22 @@ def test_a_generator_that_ends_too_early_is_an_error(make_trainer: Make) -> None
     assert events[-1].reason == "failed"
 
 
+class Noisy(Dataset):
+    """The same samples with noise from a global generator, as augmentation draws it."""
+
+    def __len__(self) -> int:
+        return len(data())
+
+    def __getitem__(self, index: int) -> Any:
+        inputs, *rest = data()[index]
+        return inputs + torch.randn_like(inputs), *rest
+
+
 LOADERS: dict[str, Callable[[], Any]] = {
     "list": batches,
     "own loader": lambda: Loader(MappedSamples(data()), 4, seed=3, prefetch=2),
+    "own loader of samples that draw": lambda: Loader(MappedSamples(Noisy()), 4, seed=3),
+    "own loader with workers": lambda: Loader(MappedSamples(Noisy()), 4, seed=3, workers=1),
     "DataLoader in order": lambda: DataLoader(data(), batch_size=4),
     "DataLoader with a generator": lambda: DataLoader(
         data(), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(5)

@@ -181,6 +181,8 @@ class EncodedExamples:
     not fit the front of its prompt is cut off; an answer that does not fit even so is left out.
     """
 
+    deterministic = True
+
     def __init__(
         self,
         examples: Sequence[Example],

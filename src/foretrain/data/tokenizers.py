@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from foretrain.data import library
 from foretrain.errors import DataError
 
 END_OF_TEXT = "<|endoftext|>"
@@ -69,19 +70,20 @@ class CharacterTokenizer(_Encoder):
     """One token per character that occurs in the data; the last number stands for ends and for unknown characters."""
 
     def __init__(self, characters: str) -> None:
-        self.characters = "".join(sorted(set(characters)))
+        self.characters = "".join(sorted(set(whole(characters))))
         self.end_of_text = len(self.characters)
         self.vocab_size = self.end_of_text + 1
-        self._codes = np.array([ord(character) for character in self.characters], dtype=np.uint32)
+        codes = [ord(character) for character in self.characters]
+        self._numbers = np.full(max(codes, default=0) + 2, self.end_of_text, dtype=np.uint32)
+        """By code; the last one stands for all that come after it."""
+        self._numbers[codes] = np.arange(len(codes), dtype=np.uint32)
 
     def encode_batch(self, texts: Sequence[str]) -> list[Tokens]:
         return [self._encode(text) for text in texts]
 
     def _encode(self, text: str) -> Tokens:
         codes = np.frombuffer(text.encode("utf-32-le", errors="replace"), dtype=np.uint32)
-        places = np.searchsorted(self._codes, codes).clip(max=max(0, len(self._codes) - 1))
-        known = self._codes[places] == codes
-        return np.where(known, places, self.end_of_text).astype(np.uint32)
+        return self._numbers[np.minimum(codes, len(self._numbers) - 1)]
 
     def decode(self, tokens: Iterable[int]) -> str:
         return "".join(self.characters[token] for token in tokens if token < self.end_of_text)
@@ -115,26 +117,37 @@ class BPETokenizer(_Encoder):
     """Byte-pair encoding by the `tokenizers` library."""
 
     def __init__(self, inner: Any, origin: str) -> None:
-        inner.no_truncation()  # a file may bring both along
-        inner.no_padding()
+        library.encode_whole(inner)
         self.inner = inner
-        self.vocab_size = inner.get_vocab_size(with_added_tokens=True)
+        self.vocab_size = library.vocabulary_size(inner, origin)
         end = inner.token_to_id(END_OF_TEXT)
         if end is None:
             raise DataError(f"{origin}: the tokenizer has no {END_OF_TEXT} token; add it as a special token")
         self.end_of_text = int(end)
+        self._origin = origin
 
     def encode_batch(self, texts: Sequence[str]) -> list[Tokens]:
-        encoded = self.inner.encode_batch_fast(list(texts), add_special_tokens=False)
+        with library.called(f"{self._origin}: the tokenizer cannot encode this text"):
+            encoded = self.inner.encode_batch_fast([whole(text) for text in texts], add_special_tokens=False)
         return [np.array(entry.ids, dtype=np.uint32) for entry in encoded]
 
     def decode(self, tokens: Iterable[int]) -> str:
-        text: str = self.inner.decode(list(tokens))
+        with library.called(f"{self._origin}: the tokenizer cannot decode these tokens"):
+            text: str = self.inner.decode(list(tokens))
         return text
 
     def to_json(self) -> str:
         text: str = self.inner.to_str()
         return text
+
+
+def whole(text: str) -> str:
+    """The text with `?` for halves of surrogate pairs: JSON can write them, but they are no characters."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return text.encode("utf-8", errors="replace").decode("utf-8")
+    return text
 
 
 def gpt2(folder: str | Path) -> BPETokenizer:
@@ -166,7 +179,8 @@ def train_bpe(texts: Iterator[str], size: int) -> BPETokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    inner.train_from_iterator(texts, trainer)
+    with library.called("data.tokenizer: no encoding can be learned from this text"):
+        inner.train_from_iterator(texts, trainer)
     return BPETokenizer(inner, "data.tokenizer")
 
 
@@ -174,10 +188,8 @@ def _byte_level(vocabulary: str | None, merges: str | None) -> Any:
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers
 
-    try:
+    with library.called(f"data.vocabulary: {vocabulary} and {merges} are no GPT-2 vocabulary"):
         model = models.BPE.from_file(vocabulary, merges) if vocabulary and merges else models.BPE()
-    except Exception as error:  # noqa: BLE001 - the library raises bare Exception for a malformed file
-        raise DataError(f"data.vocabulary: {vocabulary} and {merges} are no GPT-2 vocabulary ({error})") from None
     inner = tokenizers.Tokenizer(model)
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
@@ -197,12 +209,8 @@ def load(path: str | Path) -> Tokenizer:
         raise DataError(f"data.tokenizer: {path} is not JSON ({error})") from None
     if (own := _own(content)) is not None:
         return own
-    import tokenizers
-
-    try:
-        return BPETokenizer(tokenizers.Tokenizer.from_str(json.dumps(content)), str(path))
-    except Exception as error:  # noqa: BLE001 - the library raises bare Exception for a malformed file
-        raise DataError(f"data.tokenizer: {path} is not a tokenizer file ({error})") from None
+    with library.called(f"data.tokenizer: {path} is not a tokenizer file"):
+        return BPETokenizer(library.read(json.dumps(library.without_extras(content))), str(path))
 
 
 def _own(content: Any) -> Tokenizer | None:

@@ -24,7 +24,7 @@ from foretrain.errors import DataError
 
 DOCUMENT_SPLIT_FROM = 100
 """From this many documents on whole documents are held out; below, the end of the text."""
-_FORMAT = 2
+_FORMAT = 3
 TokenArray = NDArray[Any]
 
 
