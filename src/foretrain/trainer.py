@@ -332,6 +332,8 @@ class HybridTrainer(Engine):
             return
         self.mover.keep_safe()
         before = self.phase
+        if before is Phase.WARMUP:
+            self.mover.compare_batches()
         left = self.config.max_steps - self.global_step
         chain = self.mover.chain
         pilot.decide(self.global_step, left, self._trend(), chain.ready, chain.exact)
@@ -489,10 +491,12 @@ class HybridTrainer(Engine):
             return {}
         moves, observer = self.pilot.counts.moves, self.observer
         gain = self.pilot.ledger.gain(self.backward_passes)
+        watched = observer.windows > 0 and not (self.pilot.rest_steps or self.judging)  # else they are of long ago
+        chained = self.judging and self.mover.open_move.chained  # nothing was forecast for it
         return {
-            "predicted_loss": None if self.pilot.rest_steps else observer.predicted_loss,
-            "smoothed_loss": None if self.pilot.rest_steps else observer.smoothed_loss,
-            "confidence": round(self.pilot.current_confidence, 4),
+            "predicted_loss": observer.predicted_loss if watched else None,
+            "smoothed_loss": observer.smoothed_loss if watched else None,
+            "confidence": None if chained else round(self.pilot.current_confidence, 4),
             "kept": moves["kept"] + moves["shrunk"],
             "refused": moves["refused"] + moves["rolled_back"],
             "gain_percent": gain["gain_percent"],

@@ -15,6 +15,7 @@ from foretrain.dynamics.secant import Secant
 from foretrain.dynamics.slope import LossSlope
 from foretrain.engine.loop import Engine
 from foretrain.engine.moments import read_moment
+from foretrain.engine.state import random_state, restore_random_state
 from foretrain.engine.step import StepOutput
 
 EXACT = 1e-5
@@ -90,6 +91,17 @@ class Chain:
         return self.secant is not None and len(self.secant.order) >= LEAST_PAIRS and self._last is not None
 
     # --- leaps -------------------------------------------------------------------------------------------------------
+
+    def compare(self, batch: Any) -> None:
+        """Find out whether another batch gives the same loss at the same weights, with one forward pass."""
+        if self.secant is None or self._last is None:
+            return
+        now, random = [p.detach().clone() for p in self.parameters], random_state()
+        self.secant.place()
+        self.exact = _same(self.engine.probe(batch), float(self._last))
+        with torch.no_grad():
+            torch._foreach_copy_([p.detach() for p in self.parameters], now)
+        restore_random_state(random)
 
     def begin(self, batch: Any) -> bool:
         """Whether another batch gives the same loss at the same weights. Costs one forward pass, or two.

@@ -90,6 +90,14 @@ class Mover:
             return False
         return all(_equal(self._recent[-1], other) for other in self._recent[:-1])
 
+    def compare_batches(self) -> None:
+        """Batches may hold the same samples in another order: one probe tells, and chains need no warm-up there, too."""
+        chain, known = self.chain, self.pilot.predictability
+        untold = chain.exact is None and known.low_noise and not known.same_batch and len(self._recent) > 1
+        if untold and self.pilot.may_chain and chain.ready:
+            chain.compare(self._recent[-2])  # the last gradient is of the one after it
+            self.pilot.ledger.cost += FORWARD
+
     def keep_safe(self) -> None:
         """A snapshot of a healthy run now and then, for emergencies. The first is of the beginning."""
         guard = self.pilot.guard
@@ -411,7 +419,7 @@ class Mover:
         if audit is not None and not (move.plan.low_noise or move.chained):
             gain = audit.gain_steps - audit.deviation_steps
             self._count_credit(self.pilot.gate.audited_credit(move.moved, gain))
-        self.pilot.observer.restart()
+        self.pilot.observer.restart(new_level=move.chained)
 
     def _take_back(self, move: Move, audit: Audit | None) -> None:
         """An audited move is already gone: the run stands at the end of the fork without it."""

@@ -67,7 +67,7 @@ class Observer:
         self.quality = Quality(self.window)
         self.smoothed_loss = math.nan
         self.predicted_loss: float | None = None
-        """What was said a window ago that the smoothed loss would be now."""
+        """What was said a window ago that the smoothed loss would be now; None where nothing was said of now."""
         self.situation: Situation | None = None
         """At the end of the last window; None after a move or before the first window."""
         self.scored: list[tuple[Followed, Forecast, Score]] = []
@@ -78,13 +78,17 @@ class Observer:
         self._next: _Pending | None = None
         self._frozen: _Pending | None = None
 
-    def restart(self) -> None:
-        """The weights were moved by something else than full steps."""
+    def restart(self, new_level: bool = False) -> None:
+        """The weights were moved by something else than full steps. new_level: so far that no loss from before says
+        anything about those that follow."""
         self.trajectory.restart()
         self._outputs.clear()
         self._next = self._frozen = None
         self.situation = None
+        self.predicted_loss = None
         self.windows = 0
+        if new_level:
+            self.smoothed_loss = math.nan
 
     @property
     def forecast(self) -> Forecast | None:
