@@ -11,6 +11,7 @@ from foretrain.show.report_charts import move_words, recovery_words
 from foretrain.show.report_text import clock, framed, loss_words
 from foretrain.show.scales import finite, rate
 from foretrain.show.settings import assignments
+from foretrain.show.trouble import counted
 
 ROWS = 4000
 """In a page; the others are in `metrics.jsonl`."""
@@ -127,7 +128,10 @@ def _said(entry: Entry) -> tuple[str, str, str]:
             reached = "no number" if loss is None else f"held-out loss {loss_words(loss)}"
             return "", f"learning rate {rate(tried)} tried", f"{reached} after {fields.get('steps')} steps{best}"
         case "Resumed":
-            return "", "resumed", "went on from a checkpoint; what came after it was done again"
+            again = int(finite(fields.get("done_again")) or 0)
+            told = f"; {counted(again, 'step')} after it {'was' if again == 1 else 'were'} done again" if again else ""
+            return "", "resumed", f"went on from a checkpoint{told}"
         case "CheckpointRejected":
             return "", "checkpoint put aside", str(fields.get("reason", ""))
-    return "", str(fields.get("level", "note")), str(fields.get("message", ""))
+    level = str(fields.get("level", "note"))
+    return "", "note" if level == "info" else level, str(fields.get("message", ""))
