@@ -161,6 +161,9 @@ def train(
         )
         if summary["reason"] != "interrupted":
             export(trainer, path / "model")
+            if config.log.report:
+                with contextlib.suppress(InputError):  # of a page that cannot be written the bus has told
+                    report.write_report([path], path / report.NAME)  # once more: it links to the model now
     return summary
 
 

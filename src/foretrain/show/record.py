@@ -75,8 +75,8 @@ class RunRecord:
             case "Progress":
                 known = {name: fields[name] for name in _PROGRESS if name in fields}
                 entry = Entry(kind, step, finite(fields.get("seconds")) or entry.seconds, known)
+                self._set_clock(max(entry.seconds, self.seconds))
                 self._went_back(step)
-                self._set_clock(entry.seconds)
                 self.progress.append(entry)
                 self._reached = self._told_until = step
             case "Evaluated":
@@ -113,7 +113,7 @@ class RunRecord:
     def step(self) -> int:
         if self.ended is not None:
             return int(finite(self.ended.get("step")) or 0)
-        return self._reached
+        return max(self._reached, self.progress[-1].step if self.progress else 0)
 
     @property
     def seconds(self) -> float:

@@ -10,11 +10,11 @@ from html import escape, unescape
 from foretrain.events import in_words
 from foretrain.show.console import short
 from foretrain.show.markup import UNKNOWN
+from foretrain.show.numbers import loss_text
 from foretrain.show.record import RunRecord
 from foretrain.show.report_text import (
     clock,
     held_out_loss,
-    loss_words,
     mapping,
     number,
     percent,
@@ -88,8 +88,11 @@ def _stands(audit: Mapping[str, object]) -> str:
 
 def worth_in_short(record: RunRecord) -> str:
     """For a cell of a table."""
-    known = _exact(record) or _audited(record)
-    return UNKNOWN if known is None else f'{known[1]}<div class="small">{known[2]}</div>'
+    if exact := _exact(record):
+        return exact[1]
+    audited = _audited(record)
+    below = _interval(mapping(record.summary.get("audit"))) if record.summary else "so far"
+    return UNKNOWN if audited is None else f'{audited[1]}<div class="small">{below}</div>'
 
 
 # --- the other cards -------------------------------------------------------------------------------------------------
@@ -97,8 +100,6 @@ def worth_in_short(record: RunRecord) -> str:
 
 def cards(record: RunRecord) -> str:
     known = [*_quality(record), *_effort(record)]
-    if record.tried:
-        known.append(("Moves", *moves(record)))
     made = "".join(
         f'<div class="card"><dt>{name}</dt><dd class="figure{_length(figure)}">{figure}</dd>'
         f'<dd class="small">{below}</dd></div>'
@@ -112,13 +113,13 @@ def _quality(record: RunRecord) -> list[tuple[str, str, str]]:
     of_tokens = record.started.get("unit") == "tokens"
     cards = []
     if held_out is not None:
-        notes = [f"best {number(summary['best_val_loss'])}"] if best is not None else []
-        notes += [f"perplexity {loss_words(math.exp(held_out))}"] if of_tokens and held_out < 20 else []
+        notes = [f"best {number(summary['best_val_loss'])}"] if best is not None and best != held_out else []
+        notes += [f"perplexity {loss_text(math.exp(held_out))}"] if of_tokens and held_out < 20 else []
         given = summary.get("final_val_loss") if summary else held_out
         cards.append(("Held-out loss", number(given), ", ".join(notes)))
     training = training_loss(record)
     alone = training is not None and held_out is None and of_tokens and training < 20
-    below = f"perplexity {loss_words(math.exp(training))}" if alone and training is not None else ""
+    below = f"perplexity {loss_text(math.exp(training))}" if alone and training is not None else ""
     cards.append(("Training loss", number(training), below))
     for name, words in (("accuracy", "Right answers"), ("exact_match", "Exact answers")):
         if (share := finite(summary.get(name))) is not None:
@@ -180,11 +181,12 @@ def _steps(record: RunRecord) -> str:
     return escape(", ".join(f"{count:,.0f} {words.get(phase, phase)}" for phase, count in counts.items() if count))
 
 
-def moves(record: RunRecord) -> tuple[str, str]:
+def moves(record: RunRecord) -> tuple[int, str]:
+    """(how many were kept, how many had another fate in words)."""
     counts = {str(name).replace("_", " "): count for name, count in mapping(record.summary.get("moves")).items()}
     if not record.summary:
         verdicts = [str(entry.fields.get("verdict")) for entry in record.of_kind("Moved")]
         counts = {name: verdicts.count(name) for name in ("kept", "shrunk", "refused", "rolled back")}
     kept = sum(int(finite(counts.get(name)) or 0) for name in ("kept", "shrunk"))
     others = [f"{count} {name}" for name, count in counts.items() if name != "kept" and finite(count) != 0]
-    return f'{number(kept, ",.0f")} <span class="unit">kept</span>', escape(", ".join(others))
+    return kept, ", ".join(others)

@@ -9,7 +9,7 @@ from typing import Any
 
 from foretrain.show.downsample import places_to_keep, rounded
 from foretrain.show.record import Entry, RunRecord
-from foretrain.show.scales import finite
+from foretrain.show.scales import finite, frame, spans_widely
 from foretrain.show.settings import assignments
 
 POINTS = 2400
@@ -44,15 +44,23 @@ def charts(records: Sequence[RunRecord]) -> dict[str, Any]:
     }
     named = _metric_names(records)
     drawn |= {f"metric-{place}": _metric(named[place] if place < len(named) else None) for place in range(METRICS)}
-    return {
-        name: {
-            "runs": [
-                {"name": record.name, "series": [one for one in series(record, limit) if one["values"]]}
-                for record in records
-            ]
-        }
-        for name, series in drawn.items()
-    } | {"shared": {"runs": [_shared(record) for record in records], "prediction": prediction(records)}}
+    made: dict[str, dict[str, Any]] = {}
+    for name, series in drawn.items():
+        runs = [
+            {"name": record.name, "series": [one for one in series(record, limit) if one["values"]]}
+            for record in records
+        ]
+        made[name] = {"runs": runs}
+        if name == "loss" or name.startswith("metric"):
+            made[name]["log"] = spans_widely(_curves(runs, "thin", "bold"))
+    made["forecast"]["frame"] = frame(_curves(made["forecast"]["runs"], "plain"))
+    return made | {"shared": {"runs": [_shared(record) for record in records], "prediction": prediction(records)}}
+
+
+def _curves(runs: Sequence[Mapping[str, Any]], *styles: str) -> list[list[float]]:
+    """The numbers of every curve drawn in one of these styles."""
+    curves = (one["values"] for run in runs for one in run["series"] if one["style"] in styles)
+    return [[value for value in values if value is not None] for values in curves]
 
 
 def prediction(records: Sequence[RunRecord]) -> str:
@@ -96,7 +104,7 @@ def _forecasts(record: RunRecord) -> list[Entry]:
     before: float | None = None
     for entry in record.progress:
         predicted, mean = finite(entry.fields.get("predicted_loss")), finite(entry.fields.get("smoothed_loss"))
-        stale = mean == before and entry.fields.get("phase") == "predict"  # a chain has no new mean
+        stale = mean == before and entry.fields.get("phase") in ("predict", "correct")  # a chain has no new mean
         before = mean
         if predicted is None or mean is None or stale:
             missing.append(entry)

@@ -9,6 +9,7 @@ from typing import Any
 from foretrain.show.charts import Axis, Series, plot
 from foretrain.show.looks import is_list
 from foretrain.show.record import RunRecord
+from foretrain.show.report_cards import moves
 from foretrain.show.report_text import mapping, number, percent, signs, table
 from foretrain.show.scales import finite
 
@@ -20,10 +21,14 @@ def said_of_prediction(record: RunRecord) -> str:
     """What it was worth in the words of the run, or why it was not tried."""
     if not record.predicts:
         return "<p>Prediction was off.</p>"
-    sentence = str(mapping(record.summary.get("audit")).get("sentence") or "")
+    summed_up = (mapping(record.summary.get(name)).get("sentence") for name in ("exact", "audit"))
+    sentence = next((str(told) for told in summed_up if told), "").removesuffix(".")
     if not sentence:
-        sentence = "moves were made; the end of the run says what they were worth" if record.tried else "not tried yet"
-    return f"<p>{escape(signs(sentence[:1].upper() + sentence[1:]))}.</p>"
+        sentence = "what they are worth is told at the end of the run" if record.tried else "not tried yet"
+    kept, others = moves(record)
+    counts = ", ".join(part for part in (f"{kept:,} kept", others) if part)
+    made = f"Predicted moves: {counts}. " if record.tried else ""
+    return f"<p>{escape(made)}{escape(signs(sentence[:1].upper() + sentence[1:]))}.</p>"
 
 
 def horizons(record: RunRecord) -> str:

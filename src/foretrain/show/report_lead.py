@@ -9,11 +9,12 @@ from html import escape
 from pathlib import Path
 from urllib.parse import quote
 
-from foretrain.show.console import duration, short
+from foretrain.show.console import short
+from foretrain.show.numbers import duration, loss_text
 from foretrain.show.record import RunRecord
 from foretrain.show.report_cards import cards, metrics, moves, speed, worth, worth_in_short
 from foretrain.show.report_health import findings
-from foretrain.show.report_text import clock, held_out_loss, loss_words, mapping, number, signs, table, training_loss
+from foretrain.show.report_text import clock, held_out_loss, mapping, number, signs, table, training_loss
 from foretrain.show.scales import finite
 from foretrain.show.trouble import counted
 
@@ -36,7 +37,8 @@ def lead(records: Records, beside: Path | None = None) -> str:
     """beside: the folder in which the page will lie, for links to the files of its runs; None: there are no links."""
     if len(records) == 1:
         (record,) = records
-        head = f'<h1 class="verdict">{escape(_result(record))}{_state(record)}</h1>'
+        result = escape(_result(record)).replace("held-out loss", '<span class="whole">held-out loss</span>')
+        head = f'<h1 class="verdict">{result}{_state(record)}</h1>'
         parts = (
             _progress(record),
             worth(record),
@@ -47,7 +49,7 @@ def lead(records: Records, beside: Path | None = None) -> str:
         )
         return head + "".join(parts)
     losses = [(loss, record.name) for record in records if (loss := held_out_loss(record)) is not None]
-    best = f": lowest held-out loss {loss_words(min(losses)[0])}, {min(losses)[1]}" if losses else ""
+    best = f": lowest held-out loss {loss_text(min(losses)[0])}, {min(losses)[1]}" if losses else ""
     return f'<h1 class="verdict">{len(records)} runs{escape(signs(best))}</h1>{_overview(records, beside)}'
 
 
@@ -64,9 +66,9 @@ def _result(record: RunRecord) -> str:
     held_out, training = held_out_loss(record), training_loss(record)
     loss = ""
     if held_out is not None:
-        loss = f"held-out loss {loss_words(held_out)} "
+        loss = f"held-out loss {loss_text(held_out)} "
     elif training is not None:
-        loss = f"training loss {loss_words(training)} "
+        loss = f"training loss {loss_text(training)} "
     planned = finite(record.started.get("max_steps")) or 0
     if record.state == "running":
         where = f"at step {record.step:,} of {planned:,.0f}" if planned else f"at step {record.step:,}"
@@ -195,7 +197,7 @@ def _overview(records: Records, beside: Path | None) -> str:
                 *(number(known.get(name)) for name in measured),
                 clock(finite(summary.get("seconds")) or record.seconds),
                 short(finite(speed(record)) or 0),
-                *([moves(record)[0] if record.tried else "none", worth_in_short(record)] if tried else []),
+                *([f"{moves(record)[0]:,} kept" if record.tried else "none", worth_in_short(record)] if tried else []),
             ]
         )
     return table("What each run came to", head, rows, numbers_from=2, to=len(head) - tried)

@@ -146,7 +146,7 @@ def _document(made: Parts, head: str, scripts: str, live: bool = False) -> str:
 <body>
 <a class="skip" href="#loss">Skip to the charts</a>
 <header>
-<div class="top"><p class="what">{what}</p>{status}</div>
+<div class="top"><p class="product">{what}</p>{status}</div>
 {_section(made, "lead")}
 <nav aria-label="Sections"><ul>{links}</ul></nav>
 </header>
@@ -169,7 +169,7 @@ def _absent(made: Parts) -> set[str]:
 def _body(made: Parts) -> str:
     controls = '<div class="controls"><div class="choices" data-label="Axes of the charts"></div></div>'
     beside = _chart(made, "rate", 200, "Learning rate") + _chart(made, "gradient", 200, "Gradient norm")
-    measured = "".join(_chart(made, f"metric-{place}", 200, optional=True) for place in range(METRICS))
+    measured = "".join(_metric(made, f"metric-{place}") for place in range(METRICS))
     loss = (
         f'{controls}{_chart(made, "loss", 380, after=_section(made, "key"))}<div class="two">{beside}{measured}</div>'
     )
@@ -213,13 +213,17 @@ def _section(made: Parts, name: str, tag: str = "div") -> str:
     return f'<{tag} data-section="{name}">{made.sections[name]}</{tag}>'
 
 
-def _chart(made: Parts, name: str, height: int, heading: str = "", after: str = "", optional: bool = False) -> str:
-    """optional: not to be seen while there is nothing to show."""
+def _metric(made: Parts, name: str) -> str:
+    """A chart that is not to be seen while there is nothing to show; it is named by its curve."""
+    label = next((series["label"] for run in made.charts[name]["runs"] for series in run["series"]), "")
+    drawn = _chart(made, name, 200, label or "A measure")
+    return drawn.replace("<figure", "<figure data-optional" if label else "<figure data-optional hidden", 1)
+
+
+def _chart(made: Parts, name: str, height: int, heading: str = "", after: str = "") -> str:
     label, lead = _CHARTS[name]
-    empty = not any(run["series"] for run in made.charts[name]["runs"])
-    kind = (" data-optional hidden" if empty else " data-optional") if optional else ""
-    title = f"<h3>{heading}</h3>" if heading else ""
+    title = f"<h3>{escape(heading)}</h3>" if heading else ""
     told = f'<p class="lead">{escape(lead)}</p>' if lead else ""
     drawn = f'<div data-chart="{name}" data-height="{height}" role="group" aria-label="{escape(label)}">'
     drawn += "<noscript>This chart needs script.</noscript></div>"
-    return f"<figure{kind}>{title}{told}{drawn}{after}{_section(made, f'{name}-numbers')}</figure>"
+    return f"<figure>{title}{told}{drawn}{after}{_section(made, f'{name}-numbers')}</figure>"

@@ -14,6 +14,7 @@ from foretrain.show.report_forecasts import calibration, horizons, said_of_predi
 from foretrain.show.report_health import extremes, findings
 from foretrain.show.report_lead import lead
 from foretrain.show.report_text import mapping, number, table
+from foretrain.show.report_words import PHASES
 from foretrain.show.scales import finite
 
 Records = Sequence[RunRecord]
@@ -69,7 +70,7 @@ def _resources(record: RunRecord) -> str:
     steps = mapping(record.summary.get("steps"))
     rows = [
         [
-            escape(phase),
+            escape(PHASES.get(phase, phase)),
             number(steps.get(phase), ",.0f"),
             number(speeds.get(phase), ",.0f"),
             *(

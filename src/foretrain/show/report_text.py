@@ -7,20 +7,11 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from foretrain.show.console import duration
+from foretrain.show import numbers
 from foretrain.show.markup import UNKNOWN
+from foretrain.show.numbers import loss_text
 from foretrain.show.record import RunRecord
 from foretrain.show.scales import finite
-
-
-def loss_words(value: float) -> str:
-    """Four digits: 2.534, 0.04123, 2.78e-7."""
-    if value == 0 or 1e-3 <= abs(value) < 1e4:
-        return f"{value:.4g}"
-    if 1e4 <= abs(value) < 1e7:
-        return f"{value:,.0f}"
-    mantissa, exponent = f"{value:.2e}".split("e")
-    return f"{mantissa}e{int(exponent)}"
 
 
 def number(value: object, form: str = "", unit: str = "") -> str:
@@ -28,7 +19,7 @@ def number(value: object, form: str = "", unit: str = "") -> str:
     known = finite(value)
     if known is None:
         return UNKNOWN
-    text = f"{known:{form}}{unit}" if form else loss_words(known)
+    text = f"{known:{form}}{unit}" if form else loss_text(known)
     return f'<data value="{value}">{text.replace("-", "−")}</data>'
 
 
@@ -56,8 +47,8 @@ def framed(caption: str, head: str, body: str) -> str:
 
 
 def clock(seconds: float) -> str:
-    """8.1 s, 4:43, 2h10m."""
-    return f"{seconds:.1f}\u00a0s" if seconds < 100 else duration(seconds)
+    """8.1 s, 4:43, 2h10m; never on two lines."""
+    return numbers.clock(seconds).replace(" ", "\u00a0")
 
 
 def mapping(value: object) -> Mapping[str, Any]:

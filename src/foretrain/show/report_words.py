@@ -8,7 +8,7 @@ from typing import Any
 
 from foretrain.show.markup import details
 
-_PHASES = {"warmup": "warm-up", "full": "full", "predict": "predict", "correct": "correct"}
+PHASES = {"warmup": "warm-up", "full": "full", "predict": "predict", "correct": "correct"}
 _MARKS = {
     "kept": "move kept",
     "shrunk": "shrunk",
@@ -46,7 +46,7 @@ def key(shared: Mapping[str, Any]) -> str:
     runs = shared["runs"]
     phases = {phase for run in runs for _, _, phase, _ in run["phases"]} if shared["prediction"] == "tried" else set()
     marks = {kind for run in runs for _, _, kind, _, _ in run["marks"]}
-    made = _list("Phases, the ribbon below the chart", "phase", _PHASES, phases)
+    made = _list("Phases, the ribbon below the chart", "phase", PHASES, phases)
     return made + _list("Marks above the curves", "mark", _MARKS, marks)
 
 

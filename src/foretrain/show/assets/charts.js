@@ -1,7 +1,8 @@
 // --- the shape of a chart --------------------------------------------------------------------------------------------
 
 const NAMES = [...document.querySelectorAll('[data-chart]')].map(holder => holder.dataset.chart);
-const UNITS = { loss: 'loss', forecast: 'loss', confidence: 'confidence', gradient: 'gradient norm', rate: 'learning rate' };
+// Above the axis, where the heading does not say it.
+const unitOf = name => ({ loss: 'loss', forecast: 'loss', speed: data.speed.runs[0].series[0]?.label })[name] || '';
 const RUN_COLOURS = ['series-2', 'series-1', 'series-3', 'series-6', 'series-5', 'series-4', 'series-7', 'series-0'];
 const OWN = { thin: 'series-2', bold: 'series-0', plain: 'series-2', dashed: 'series-1', edge: 'series-1', dots: 'series-4' };
 const PHASES = ['warmup', 'full', 'correct', 'predict'];
@@ -15,18 +16,10 @@ const ratioOf = () => devicePixelRatio || 1;
 
 const drawn = new Map();
 const axis = { x: 'step', cut: true, asked: false };
-axis.log = wide();
+axis.log = data.loss.log;
 const across = value => axis.x === 'time' ? duration(value) : whole(value);
 const placeOf = () => axis.x === 'time' ? 1 : 0;
-const logOf = name => name === 'loss' || name === 'forecast' ? axis.log : name === 'gradient';
-
-// A loss that spans more than a factor of 50 is better seen on a logarithmic axis. What was taken back does not count,
-// nor does a loss of exactly 0; one that goes below 0 has no such axis.
-function wide() {
-  const values = data.loss.runs.flatMap(run => run.series.filter(one => one.style !== 'dots').flatMap(one => one.values)).filter(value => value);
-  const low = values.reduce((a, b) => Math.min(a, b), Infinity), high = values.reduce((a, b) => Math.max(a, b), -Infinity);
-  return low > 0 && Math.min(high, ceiling('loss', true)) / low > 50;
-}
+const logOf = name => name === 'loss' || name === 'forecast' ? axis.log : name === 'gradient' || data[name].log;
 
 // A few wild values do not flatten all others: above this they leave the frame, and their height is written there. What
 // a curve begins with is never cut off.
@@ -45,13 +38,7 @@ function ceiling(name, log) {
 // [lowest, highest] that is shown. A forecast may be absurd: its chart goes by what came, and a little beyond.
 function bounds(name, log) {
   if (!axis.cut) return [-Infinity, Infinity];
-  if (name !== 'forecast') return [-Infinity, ceiling(name, log)];
-  const came = data[name].runs.flatMap(run => run.series.filter(one => one.style === 'plain').flatMap(one => one.values)).filter(value => value != null && (!log || value > 0));
-  if (!came.length) return [-Infinity, Infinity];
-  const low = came.reduce((a, b) => Math.min(a, b)), high = came.reduce((a, b) => Math.max(a, b));
-  if (log) { const air = Math.max((high / low) ** .25, 1.2); return [low / air, high * air]; }
-  const air = .4 * (high - low) || .2 * Math.abs(high) || 1;
-  return [low - air, high + air];
+  return data[name].frame?.[log ? 'log' : 'linear'] ?? [-Infinity, ceiling(name, log)];
 }
 
 function columns(name) {
@@ -133,7 +120,7 @@ function units(u, name, ctx, ratio) {
   ctx.fillStyle = style('muted');
   ctx.textBaseline = 'alphabetic';
   ctx.textAlign = 'left';
-  ctx.fillText(UNITS[name] || data[name].runs[0].series[0]?.label || '', left, top - 7 * ratio);
+  ctx.fillText(unitOf(name), left, top - 7 * ratio);
   ctx.textAlign = 'right';
   ctx.textBaseline = 'top';
   ctx.fillText(axis.x, left - 12 * ratio, top + height + (ribbonHeight() + 4) * ratio);
@@ -187,14 +174,19 @@ function shape(ctx, kind, x, y, ratio, colour) {
 
 // --- axes ------------------------------------------------------------------------------------------------------------
 
-// On a logarithmic axis powers of ten, as many as there is room for; 1, 2 and 5 of each where they are few.
+// On a logarithmic axis powers of ten, as many as there is room for; 1, 2 and 5 of each where they are few; equal steps
+// where the axis has not even two of these.
 function powers(u, place, low, high) {
   const first = Math.floor(Math.log10(low)), last = Math.ceil(Math.log10(high));
   const room = Math.max(2, u.bbox.height / ratioOf() / 34), every = Math.max(1, Math.ceil((Math.log10(high) - Math.log10(low)) / room));
   const steps = (Math.log10(high) - Math.log10(low)) * 3 <= room ? [1, 2, 5] : [1], found = [];
   for (let power = Math.ceil(first / every) * every; power <= last; power += every)
     for (const step of steps) if (step * 10 ** power >= low && step * 10 ** power <= high) found.push(+(step * 10 ** power).toPrecision(3));
-  return found;
+  if (found.length > 1) return found;
+  const rough = (high - low) / Math.min(4, room), size = 10 ** Math.floor(Math.log10(rough));
+  const even = size * ([1, 2, 5].find(step => step * size >= rough) ?? 10), ticks = [];
+  for (let tick = Math.ceil(low / even); tick * even <= high; tick++) ticks.push(+(tick * even).toPrecision(6));
+  return ticks;
 }
 
 function options(name, holder, made) {
@@ -211,7 +203,7 @@ function options(name, holder, made) {
   const scales = { x: { time: false, range: everything }, y: { distr: log ? 3 : 1, range: range(name, log) } };
   made.series[0] = { label: axis.x, value: (u, value) => value == null ? '' : across(value) };
   return {
-    width: Math.max(260, holder.clientWidth), height: +holder.dataset.height || 300, padding: [24, null, null, null],
+    width: Math.max(260, holder.clientWidth), height: +holder.dataset.height || 300, padding: [unitOf(name) ? 24 : 10, null, null, null],
     scales, axes, series: made.series, bands: made.bands,
     cursor: { sync: { key: 'x', setSeries: false }, points: { size: 7 }, drag: { x: true, y: false } },
     legend: { live: true },
@@ -253,12 +245,13 @@ function tip(u, name) {
 
 // --- drawing ---------------------------------------------------------------------------------------------------------
 
+const shapeOf = name => `${ribbonHeight()} ${logOf(name)}`;
 // With new values of the same curves a chart keeps its zoom, its cursor and the focus; it is made anew where a curve
 // gets or loses its dots.
 function refresh(name) {
   const before = drawn.get(name), made = before && columns(name);
   const labels = series => series.slice(1).map(one => `${one.label} ${one.dotted}`).join('\n');
-  if (!made?.table || labels(before.plot.series) !== labels(made.series) || before.ribbon !== ribbonHeight()) { draw(name); return; }
+  if (!made?.table || labels(before.plot.series) !== labels(made.series) || before.shape !== shapeOf(name)) { draw(name); return; }
   Object.assign(before, { top: made.top, bottom: made.bottom });
   before.plot.setData(made.table, !before.zoomed);
   if (before.zoomed) before.plot.redraw();
@@ -277,10 +270,13 @@ function draw(name) {
   holder.replaceChildren();
   const figure = holder.closest('figure');
   figure.classList.toggle('empty', !made.table);
-  if ('optional' in figure.dataset) figure.hidden = !made.table;
+  if ('optional' in figure.dataset) {
+    figure.hidden = !made.table;
+    figure.querySelector('h3').textContent = data[name].runs.flatMap(run => run.series)[0]?.label || '';
+  }
   if (!made.table) { holder.textContent = 'Nothing to show yet.'; holder.dataset.drawn = 'empty'; return; }
   for (const one of made.series) if (hidden.has(one.label)) one.show = false;
-  const entry = { zoomed: false, top: made.top, bottom: made.bottom, ribbon: ribbonHeight() };
+  const entry = { zoomed: false, top: made.top, bottom: made.bottom, shape: shapeOf(name) };
   drawn.set(name, entry);
   entry.plot = new uPlot(options(name, holder, made), made.table, holder);
   entry.plot.over.addEventListener('dblclick', () => { entry.zoomed = false; });
@@ -342,7 +338,7 @@ choices(choose, [[true, 'without spikes'], [false, 'with spikes']], true, value 
 function cuts() { choose.lastChild.hidden = axis.cut && ![...drawn].some(([name, one]) => name !== 'forecast' && one.top < Infinity); }
 // Of a run that goes on the loss may come to span more, or less: the axis follows until the reader has chosen one.
 function followSpan() {
-  if (axis.asked || axis.log === wide()) return;
+  if (axis.asked || axis.log === data.loss.log) return;
   axis.log = !axis.log;
   pressed(choose.children[1], choose.children[1].children[+axis.log]);
   ['loss', 'forecast'].forEach(draw);
