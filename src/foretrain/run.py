@@ -170,6 +170,9 @@ def train(
             export(trainer, path / "model", corpus.tokenizer)
             if corpus.tokenizer is None:
                 say(f"{path / 'model'} has no tokenizer: {_NO_TOKENIZER}")
+            if config.log.report:
+                with contextlib.suppress(InputError):  # of a page that cannot be written the bus has told
+                    report.write_report([path], path / report.NAME)  # once more: it links to the model now
     return summary
 
 
