@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from foretrain.dynamics.predictor import Followed, Forecast, Predictor, Situation
     from foretrain.engine.checkpoint import CheckpointStore
     from foretrain.engine.muon import Muon
+    from foretrain.engine.own import supervised
     from foretrain.errors import CheckpointError, ConfigError, DataError, DivergenceError, ForetrainError, InputError
     from foretrain.evaluation import evaluate
     from foretrain.events import Bus
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from foretrain.serve.generate import Completion, TextGenerator
     from foretrain.serve.sampling import Sampling
     from foretrain.serve.streaming import StreamToken
-    from foretrain.trainer import HybridTrainer, StepResult, supervised
+    from foretrain.trainer import HybridTrainer, StepResult
     from foretrain.tuning import finetune
 
 _HOMES = {
@@ -58,7 +59,7 @@ _HOMES = {
     "evaluate": "evaluation",
     "finetune": "tuning",
     "load": "config",
-    "supervised": "trainer",
+    "supervised": "engine.own",
     "train": "run",
 }
 

@@ -11,8 +11,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
+from foretrain import schema
 from foretrain.errors import ConfigError
 from foretrain.names import (
     BARE_ALIASES,
@@ -114,7 +115,10 @@ def from_mapping(mapping: Mapping[str, Any], origin: str = "mapping") -> Config:
 
 def changed(config: Config, values: Mapping[str, Any], origin: str = "the changed configuration") -> Config:
     """The same configuration with other values, by dotted names."""
-    return from_mapping(_flatten(to_mapping(config)) | dict(values), origin)
+    present = _flatten(to_mapping(config))
+    if config.epochs is not None and "max_steps" not in config.model_fields_set:
+        present.pop("max_steps")
+    return from_mapping(present | dict(values), origin)
 
 
 def given(config: Config) -> frozenset[str]:
@@ -295,6 +299,8 @@ def _build(values: Mapping[str, Any], origin: str, said: Mapping[str, str] = Map
     """said: how the command line gave a setting, by canonical name."""
     preset = values.get("preset", "measured")
     merged = {name: value for name, value in PRESETS.get(str(preset), {}).items() if name in KNOWN} | dict(values)
+    if "epochs" in values and "max_steps" not in values:
+        merged.pop("max_steps", None)
     nested: dict[str, Any] = {}
     for name, value in merged.items():
         section, _, key = name.rpartition(".")
@@ -307,7 +313,10 @@ def _build(values: Mapping[str, Any], origin: str, said: Mapping[str, str] = Map
 
 def _explain(error: ValidationError, origin: str, said: Mapping[str, str]) -> str:
     """The first problem in one line: who said it, what is wrong with it, what is allowed."""
-    problems = error.errors()
+    return _say(error.errors(), origin, said)
+
+
+def _say(problems: Sequence[Any], origin: str, said: Mapping[str, str]) -> str:
     first = problems[0]
     name = _named(first)
     setting = next((setting for setting in settings() if setting.name == name), None)
@@ -321,6 +330,35 @@ def _explain(error: ValidationError, origin: str, said: Mapping[str, str]) -> st
     wrong = next((text for start, text in _WRONG.items() if all(kind.startswith(start) for kind in kinds)), "")
     wrong = "no value is given" if first["input"] == "" else wrong or "this cannot be used"
     return f"{who}: {wrong}; allowed: {setting.kind}"
+
+
+def _explain_in_python(error: ValidationError, section: type[BaseModel]) -> str:
+    """The same for what Python code wrote: `Config(...)`, or one of its sections."""
+    place = next(((name,) for name, field in Config.model_fields.items() if field.annotation is section), ())
+    problems: list[dict[str, Any]] = [{**problem, "loc": (*place, *problem["loc"])} for problem in error.errors()]
+    first = problems[0]
+    name, origin = ".".join(map(str, first["loc"])), section.__name__
+    if first["type"] == "model_type":  # a value where a section is wanted
+        key = next(setting.name.rpartition(".")[2] for setting in settings() if _section_of(setting.name) == name)
+        return f"{origin}: {name} = {first['input']!r}: settings are wanted, such as {name}={{{key!r}: ...}}"
+    if first["type"] != "extra_forbidden":
+        return _say(problems, origin, {})
+    section_name, _, key = name.rpartition(".")
+    near = _nearest(name, section_name, key)
+    hint = f"; did you mean {_in_python(near, first['input'])}?" if near else "; `foretrain config show` lists all"
+    return f"{origin}: unknown setting {name}{hint}"
+
+
+def _in_python(names: str, value: Any) -> str:
+    """`a.b or c` as arguments of Config."""
+    words = []
+    for name in names.split(" or "):
+        section, _, key = name.rpartition(".")
+        words.append(f"{section}={{{key!r}: {value!r}}}" if section else f"{key}={value!r}")
+    return " or ".join(words)
+
+
+schema.explanations.append(_explain_in_python)
 
 
 def _named(problem: Any) -> str:

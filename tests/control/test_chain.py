@@ -352,6 +352,7 @@ def after_a_chain() -> tuple[World, Chain]:
     with torch.no_grad():
         for p in run.trainer.model.parameters():
             p.add_(0.3)
+    run.trainer.end_at(run.trainer.global_step + 100)  # a chain may have taken all of the run
     run.step()
     return run, chain
 

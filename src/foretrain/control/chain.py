@@ -163,8 +163,7 @@ class Chain:
             return None
         secant.at()
         secant.gradient_known([p.grad for p in self.parameters])
-        engine.set_rate()
-        output = engine.full_step.update(loss)
+        output = engine.update(loss)
         secant.place()  # the optimizer has learned from the gradient; its own step is not wanted
         engine.count_step(batch, output)
         cost, new = 1 + probes / 3, float(loss)

@@ -86,6 +86,7 @@ class Gate:
 
     def __init__(self, max_steps: int, budget: float, kind: str = "full weights") -> None:
         self.prior = PRIORS[kind]
+        self.budget = budget
         self.allowed = budget * max_steps
         """Full steps that unproven moves may cost in all."""
         self.spent = 0.0
@@ -100,6 +101,10 @@ class Gate:
         self.since_audit = 0
         self.first_wait, self.backoff = 1, 2
         """Cycles to sit out after the first move that does not pay, and how much longer each wait is than the last."""
+
+    def plan_for(self, max_steps: int) -> None:
+        """The run is so long, as far as is known now."""
+        self.allowed = self.budget * max_steps
 
     # --- deciding ----------------------------------------------------------------------------------------------------
 

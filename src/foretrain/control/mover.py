@@ -91,7 +91,7 @@ class Mover:
         return all(_equal(self._recent[-1], other) for other in self._recent[:-1])
 
     def compare_batches(self) -> None:
-        """Batches may hold the same samples in another order: one probe tells, and chains need no warm-up there, too."""
+        """Batches may hold the same samples in another order: one probe tells, and chains need no warm-up there."""
         chain, known = self.chain, self.pilot.predictability
         untold = chain.exact is None and known.low_noise and not known.same_batch and len(self._recent) > 1
         if untold and self.pilot.may_chain and chain.ready:
@@ -157,7 +157,7 @@ class Mover:
             move.moved += 1
             pilot.machine.count(1, limited=False)
             self._count_credit(1)  # it took a gradient and an update
-        room = self.engine.config.max_steps - self.engine.global_step - move.plan.correct_steps
+        room = self.engine.planned_steps - self.engine.global_step - move.plan.correct_steps
         if output is None or self.chain.over(pilot.slope) or room <= 0:
             self.chain.end(pilot.slope, refused=output is None)
             move.cost += self.chain.cost

@@ -102,6 +102,9 @@ class Pilot:
         self.slope = LossSlope()
         self.ledger = Ledger()
         self.counts = Counts()
+        self.max_steps = config.max_steps
+        self.falls_once = config.schedule.type in ("wsd", "cosine")
+        """The learning rate falls once, to the end of the run."""
         self.held_out = False
         """Moves are judged on tokens that are never trained on, always the same ones."""
         self.last_reason = "the run has just begun"
@@ -116,6 +119,11 @@ class Pilot:
         """In a row; each is twice as long as the one before."""
         self.no_room = False
         """There was not enough memory for directions when they were wanted."""
+
+    def plan_for(self, max_steps: int) -> None:
+        """The run is so long, as far as is known now."""
+        self.max_steps = max_steps
+        self.gate.plan_for(max_steps)
 
     def judge_on_held_out(self) -> None:
         """Such a leap is found or refused with some probes. A rate that is too low shows at once, and a good one makes
@@ -263,7 +271,7 @@ class Pilot:
     @property
     def _watched_enough(self) -> bool:
         """In WARMUP: nothing will be tried, and it is known well enough that nothing will."""
-        share = _WATCHED_IN_VAIN * self.config.max_steps / self.config.hybrid.window_steps
+        share = _WATCHED_IN_VAIN * self.max_steps / self.config.hybrid.window_steps
         return self._too_dear and self.predictability.noisy and self.predictability.windows >= share
 
     def _cycle_is_over(self) -> bool:
@@ -278,7 +286,7 @@ class Pilot:
         self._rests = self._rests + 1 if answer.rest else 0
         if answer.rest:
             window = self.config.hybrid.window_steps
-            windows = min(_LONGEST_REST, 2**self._rests, max(2, self.config.max_steps // (8 * window)))
+            windows = min(_LONGEST_REST, 2**self._rests, max(2, self.max_steps // (8 * window)))
             # while the gate waits nothing can happen, so that is slept through
             windows = max(windows, self.gate.wait * self.config.hybrid.full_steps // window)
             if answer.long:
@@ -299,7 +307,7 @@ class Pilot:
         # A searched move need only point the right way: its length is found on the exact loss.
         trusted = exact or (quality.cosine(1) > 0 if self.searches else quality.trusted(windows))
         judge = "held-out examples are probed" if self.held_out else "batches hardly differ"
-        for_good = self.held_out and self.config.schedule.type in ("wsd", "cosine")  # they fall once, to the end
+        for_good = self.held_out and self.falls_once
         return Ask(
             horizon,
             steps_left,
@@ -337,7 +345,7 @@ class Pilot:
         r2 = self.observer.quality.r2(HORIZONS_IN_WINDOWS[1])
         snr = self.predictability.motion_snr
         noise = -math.log(max(snr, 1e-6)) if math.isfinite(snr) else math.nan
-        return HorizonContext(self.current_confidence, r2, step / self.config.max_steps, noise)
+        return HorizonContext(self.current_confidence, r2, step / self.max_steps, noise)
 
     def plan(self) -> Plan:
         """The move that was decided for, from the forecast of the last window."""

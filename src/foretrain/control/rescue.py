@@ -238,7 +238,7 @@ class Rescue:
         if pilot is not None:
             self.trainer.mover.safety.on = False
             pilot.observer.trajectory.release()
-            pilot.rest_steps = max(pilot.rest_steps, self.engine.config.max_steps)
+            pilot.rest_steps = max(pilot.rest_steps, self.engine.planned_steps)
 
     # --- what is said ------------------------------------------------------------------------------------------------
 
