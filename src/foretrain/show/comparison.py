@@ -118,7 +118,8 @@ def _arms(arms: list[dict[str, Any]], wide: bool) -> Table:
     for heading in ("rate", "seeds", "loss", "seconds", "speed-up to equal loss", *more):
         table.add_column(heading, justify="right", no_wrap=True)
     for arm in arms:
-        seen = arm["smallest_detectable"]
+        same = arm.get("identical")
+        seen = None if same else arm["smallest_detectable"]
         extra = (f"{arm['backward_passes_mean']:,.0f}", "" if seen is None else f"{seen - 1:.1%}")
         table.add_row(
             arm["label"],
@@ -126,7 +127,7 @@ def _arms(arms: list[dict[str, Any]], wide: bool) -> Table:
             str(arm["n"]),
             _with_deviation(arm["loss_mean"], arm["loss_deviation"]) if wide else f"{arm['loss_mean']:.4f}",
             f"{arm['seconds_mean']:.1f}",
-            "identical" if arm.get("identical") else _ratio(arm["speedup"]),
+            "identical" if same else _ratio(arm["speedup"]),
             *(extra if wide else ()),
         )
     return table
