@@ -63,8 +63,8 @@ def finetune(
     """Fine-tune a model with an adapter (LoRA) on your examples.
 
     `foretrain finetune --base runs/mine --data examples.jsonl --out runs/tuned` trains an adapter: records with
-    prompt/completion, instruction/output, question/answer or text/label are understood; for others set `data.prompt`
-    and `data.answer`. Only the answers are learned.
+    prompt/completion, instruction/output, question/answer, text/label or messages (chats) are understood; for others
+    set `data.prompt` and `data.answer`. Only the answers are learned.
 
     `foretrain generate runs/tuned --prompt "..."` asks the result. `runs/tuned/adapter` is in PEFT's format.
 
@@ -272,6 +272,7 @@ def merge(
 ) -> None:
     """Add an adapter to its model and write the result as a Hugging Face GPT-2 folder."""
     from foretrain.base import open_base
+    from foretrain.data.handover import chat_template_of
     from foretrain.models import lora
     from foretrain.models.adapter_files import load_adapter, read_adapter
     from foretrain.run import write_model
@@ -291,7 +292,7 @@ def merge(
     load_adapter(opened.model, read)
     lora.merge(opened.model)
     lora.detach(opened.model, keep_merged=True)
-    write_model(opened.model, folder, "merge it again", opened.tokenizer)
+    write_model(opened.model, folder, "merge it again", opened.tokenizer, chat_template_of(path))
     put_written(folder, json_)
 
 

@@ -11,10 +11,11 @@ from typing import Any
 from foretrain import config as configuration
 from foretrain.base import Base, find_folder, open_base
 from foretrain.config import Config
-from foretrain.data import examples
+from foretrain.data import chats, examples
 from foretrain.data.examples import EncodedExamples, Example
 from foretrain.data.handover import tokenizer_files
 from foretrain.data.loader import Loader
+from foretrain.data.templates import ChatFormat, make_format
 from foretrain.engine.precision import choose_device
 from foretrain.engine.runfolder import RunFolder
 from foretrain.errors import CheckpointError, ConfigError, ForetrainError, InputError
@@ -291,4 +292,6 @@ def restore_adapter(base: Base, store: Path, state: dict[str, Any], config: Conf
 
 def _save_adapter(base: Base, folder: str | Path, config: Config) -> Path:
     """With the tokenizer beside it, as other tools expect."""
-    return save_adapter(base.model, folder, str(base.folder), tokenizer_files(base.tokenizer, base.model.shape.context))
+    is_chat = isinstance(make_format(config.data.prompt, config.data.answer), ChatFormat)
+    files = tokenizer_files(base.tokenizer, base.model.shape.context, chats.JINJA if is_chat else "")
+    return save_adapter(base.model, folder, str(base.folder), files)
