@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -95,16 +96,23 @@ def finetune(
     check(loaded.config)
     folder = out or default_folder(loaded.config)
     summary = run(loaded.config, folder, resume=resume, overwrite=overwrite, progress=level, table=False, say=tell)
-    end_run(summary, folder, level, json_, lambda: _result_lines(summary))
+    end_run(summary, folder, level, json_, lambda: _result_lines(summary, folder))
 
 
-def _result_lines(summary: dict[str, Any]) -> list[str]:
+def _result_lines(summary: dict[str, Any], folder: Path) -> list[str]:
+    lines = []
     if "accuracy" in summary:
         where = f"{summary['answered']} held-out examples of {summary['classes']} classes"
-        return [f"accuracy {summary['accuracy']:.1%} on {where}"]
+        lines.append(f"accuracy {summary['accuracy']:.1%} on {where}")
     if "exact_match" in summary:
-        return [f"exact match {summary['exact_match']:.1%} on {summary['answered']} held-out examples"]
-    return []
+        lines.append(f"exact match {summary['exact_match']:.1%} on {summary['answered']} held-out examples")
+    if falling := summary.get("still_falling"):
+        lines.append(
+            f"the held-out loss was still falling ({falling['from']:.4g} -> {falling['to']:.4g} in the last "
+            f"{falling['steps']:,} steps; {summary['epochs']:.2g} epochs): train longer with `foretrain finetune --out "
+            f"{shlex.quote(str(folder))} --resume --set max_steps={falling['max_steps']}`"
+        )
+    return lines
 
 
 def generate(
