@@ -399,7 +399,7 @@ def test_a_model_in_the_hubs_cache_is_found_by_its_name(base: Path, data: Path, 
 
 
 def test_a_name_that_is_not_there_says_how_to_get_it(
-    base: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    base: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (in_cache(base, "gpt2") / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
     assert run("finetune", "--base", "gpt2", "--data", data, "--out", tmp_path / "run") == 2
@@ -407,3 +407,7 @@ def test_a_name_that_is_not_there_says_how_to_get_it(
     assert "nothing is downloaded here" in printed
     assert "AutoModelForCausalLM.from_pretrained('gpt2').save_pretrained('FOLDER')" in printed
     assert not (tmp_path / "run").exists()
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    assert run("finetune", "--base", "runs/nothing", "--data", data) == 2
+    assert "runs/nothing: there is no such folder; name a run folder" in capsys.readouterr().err

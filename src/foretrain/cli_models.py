@@ -50,7 +50,10 @@ def finetune(
     *,
     base: Annotated[
         str,
-        Parameter(help="What to fine-tune: a run folder, or a GPT-2 in Hugging Face's format. Sets `model.weights`."),
+        Parameter(
+            help="What to fine-tune: a run folder, a GPT-2 in Hugging Face's format, or the name of one in Hugging "
+            "Face's cache, such as `gpt2`. Sets `model.weights`."
+        ),
     ] = "",
     data: Annotated[str, Parameter(help="JSONL file of examples. Sets `data.path`.")] = "",
     set_: Settings = None,

@@ -134,6 +134,20 @@ def test_learning_rates_that_are_tried_do_not_spoil_the_time_left() -> None:
     ]
 
 
+def test_rates_that_are_tried_before_the_first_line_do_not_count() -> None:
+    now = [0.0]
+    text = io.StringIO()
+    listener = Console(RichConsole(file=text, width=200, color_system=None), clock=lambda: now[0])
+    for now[0], event in (
+        (0.0, started(100)),
+        (0.0, RateTrial(0, 1e-3, 0, 10, 18)),
+        (10.0, RateTrial(10, 3e-3, 1, 10)),
+        (40.0, progress(10, seconds=40.0)),
+    ):
+        listener(event)
+    assert "eta 1:30" in text.getvalue()  # ten seconds for the run's own ten steps, ninety to go
+
+
 def test_a_long_run_is_some_forty_lines() -> None:
     text = shown([started(100_000), *(progress(step) for step in range(10, 100_001, 10))])
     lines = re.findall(r"^step .*%", text, flags=re.MULTILINE)

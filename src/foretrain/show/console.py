@@ -89,6 +89,8 @@ class Console:
         """Steps at other learning rates that are still to come."""
         self._paused = math.nan
         """Since when other learning rates are tried: no time of this run's steps."""
+        self._trials = 0.0
+        """Seconds that they took."""
 
     def __call__(self, event: Event) -> None:
         if self.level == "quiet":
@@ -163,6 +165,7 @@ class Console:
 
     def _progress(self, event: Progress) -> None:
         if not math.isnan(self._paused):
+            self._trials += self.clock() - self._paused
             self._began += self.clock() - self._paused
             self._paused, self._others = math.nan, 0
         if math.isnan(self._began):
@@ -212,7 +215,8 @@ class Console:
     def _eta(self, event: Progress) -> str:
         """By the time that steps have taken since the first progress, with all evaluations and saves between them.
         Other learning rates that are tried come on top."""
-        per_step = (self.clock() - self._began) / self._done if self._done else event.seconds / max(1, event.step)
+        own = max(0.0, event.seconds - self._trials)
+        per_step = (self.clock() - self._began) / self._done if self._done else own / max(1, event.step)
         return duration(per_step * (self._max_steps - event.step + self._others))
 
     def close(self) -> None:
