@@ -91,8 +91,13 @@ def test_what_is_no_gpt2_is_trained_but_not_exported(make_config: Make, text_fil
 def test_token_files_need_no_tokenizer(make_config: Make, tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.arange(500) % 40)
     config = make_config({"data.path": str(tmp_path / "a.npy"), "model.vocab_size": 40})
-    assert run.train(config, tmp_path / "run", progress=False)["global_step"] == 6
+    said: list[str] = []
+    assert run.train(config, tmp_path / "run", progress=False, say=said.append)["global_step"] == 6
     assert not (tmp_path / "run" / "tokenizer.json").exists()
+    run.export_checkpoint(tmp_path / "run", tmp_path / "exported", said.append)
+    for folder, words in zip((tmp_path / "run" / "model", tmp_path / "exported"), said, strict=True):
+        assert not list(folder.glob("tokenizer*"))
+        assert words.startswith(f"{folder} has no tokenizer: the data came as tokens")
 
 
 def test_training_starts_from_given_weights(make_config: Make, text_file: Path, tmp_path: Path) -> None:

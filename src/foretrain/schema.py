@@ -112,7 +112,7 @@ class DataConfig(Section):
     """Read only this many documents, or examples."""
     prompt: str | list[str] = ""
     """`foretrain finetune`: what the model is given, with {field} for fields of the record. Of several, the first whose
-    fields are all filled. Empty: by the names of well-known fields (prompt, instruction, question, text)."""
+    fields are all filled. Empty: by the names of well-known fields (prompt, instruction, question, text, messages)."""
     answer: str = ""
     """`foretrain finetune`: what it is to say, in the same way. Empty: completion, output, answer or label."""
     max_length: Count | None = None

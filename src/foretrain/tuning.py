@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from foretrain import config as configuration
+from foretrain import epochs
 from foretrain.base import Base, find_folder, open_base
 from foretrain.config import Config
-from foretrain.data import examples
+from foretrain.data import chats, examples
 from foretrain.data.examples import EncodedExamples, Example
 from foretrain.data.handover import tokenizer_files
 from foretrain.data.loader import Loader
+from foretrain.data.templates import ChatFormat, make_format
 from foretrain.engine.precision import choose_device
 from foretrain.engine.runfolder import RunFolder
 from foretrain.errors import CheckpointError, ConfigError, ForetrainError, InputError
@@ -29,6 +31,8 @@ from foretrain.run import check_steps, read_checkpoint
 from foretrain.schema import Level
 from foretrain.serve.answers import answer_questions
 from foretrain.show import report
+from foretrain.show.follow import read_runs
+from foretrain.show.scales import finite
 from foretrain.show.trackers.opening import check_installed
 from foretrain.trainer import HybridTrainer
 
@@ -100,6 +104,7 @@ def finetune(
             data_fingerprint=data.train.fingerprint,
         )
         if summary["reason"] != "interrupted":
+            summary |= _length(path, trainer, data)
             with trainer.averaged_weights():
                 _save_adapter(base, path / "adapter", config)
                 try:
@@ -256,8 +261,18 @@ def _details(config: Config, data: Split, model: GPT2, path: Path) -> dict[str, 
         "data": f"{len(data.train):,} examples to train on, {len(data.held_out):,} held out",
         "adapter": f"rank {config.lora.rank}, {trained:,} of {everything:,} parameters ({trained / everything:.1%})",
         "batch": f"{config.batch_size} x {data.train.length} tokens, {config.max_steps:,} steps",
+        "epochs": epochs.in_words(config.max_steps, config.batch_size, len(data.train)),
         "folder": str(path),
     }
+
+
+def _length(path: Path, trainer: HybridTrainer, data: Split) -> dict[str, Any]:
+    """How often the examples were seen, and whether that was too short. A run that was resumed is one run."""
+    found: dict[str, Any] = {"epochs": round(trainer.position * trainer.config.batch_size / len(data.train), 3)}
+    log = read_runs([path])[0].evaluations
+    told = [(entry.step, loss) for entry in log if (loss := finite(entry.fields.get("loss"))) is not None]
+    falling = epochs.still_falling(told, trainer.config.max_steps)
+    return found | ({"still_falling": falling} if falling else {})
 
 
 def answer(base: Base, data: Split, config: Config) -> dict[str, Any]:
@@ -291,4 +306,6 @@ def restore_adapter(base: Base, store: Path, state: dict[str, Any], config: Conf
 
 def _save_adapter(base: Base, folder: str | Path, config: Config) -> Path:
     """With the tokenizer beside it, as other tools expect."""
-    return save_adapter(base.model, folder, str(base.folder), tokenizer_files(base.tokenizer, base.model.shape.context))
+    is_chat = isinstance(make_format(config.data.prompt, config.data.answer), ChatFormat)
+    files = tokenizer_files(base.tokenizer, base.model.shape.context, chats.JINJA if is_chat else "")
+    return save_adapter(base.model, folder, str(base.folder), files)

@@ -229,8 +229,8 @@ def test_an_answer_is_empty_also_inside_other_words(tmp_path: Path) -> None:
 
 
 def test_unknown_fields_ask_for_templates(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", {"messages": []})
-    with pytest.raises(DataError, match=r"a\.jsonl:1: no known set of fields \(found: messages; .*give templates"):
+    path = write(tmp_path / "a.jsonl", {"dialogue": []})
+    with pytest.raises(DataError, match=r"a\.jsonl:1: no known set of fields \(found: dialogue; .*give templates"):
         read_examples(path)
 
 

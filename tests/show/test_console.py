@@ -24,6 +24,8 @@ from foretrain.events import (
     Notice,
     PhaseChanged,
     Progress,
+    RateTrial,
+    RateTried,
     Recovered,
     Resumed,
     RunEnded,
@@ -101,6 +103,49 @@ def test_a_run_in_plain_lines() -> None:
         "runs/mine",
     ):
         assert words in text
+
+
+def test_learning_rates_that_are_tried_do_not_spoil_the_time_left() -> None:
+    now = [0.0]
+    text = io.StringIO()
+    listener = Console(RichConsole(file=text, width=200, color_system=None), clock=lambda: now[0])
+    told: list[tuple[float, Event]] = [
+        (0.0, started(300)),
+        (0.0, RateTrial(0, 1e-3, 0, 30, 58)),
+        (10.0, progress(10)),
+        (20.0, progress(20)),  # a second for each step: 280 to go, and two rates at least
+        (30.0, RateTried(30, 1e-3, 30, 2.0, True)),
+        (30.0, RateTrial(30, 3e-3, 1, 30)),
+        (50.0, RateTrial(30, 3e-3, 20, 30)),
+        (60.0, RateTried(30, 3e-3, 30, 1.5, True)),
+        (60.0, RateTrial(30, 1e-2, 1, 30)),
+        (90.0, RateTried(30, 1e-2, 30, 1.7, False)),
+        (90.0, progress(30)),  # a second for each step as before: 270 to go
+        (100.0, progress(40)),
+    ]
+    for now[0], event in told:
+        listener(event)
+    assert re.findall(r"eta (\S+)", text.getvalue())[1:] == ["5:38", "4:30", "4:20"]
+    tried = re.findall(r"^learning rate: (trying .*)$", text.getvalue(), flags=re.MULTILINE)
+    assert tried == [
+        "trying 0.001 first, for 30 steps, then others",
+        "trying 0.003 on the same 30 steps",
+        "trying 0.01 on the same 30 steps",
+    ]
+
+
+def test_rates_that_are_tried_before_the_first_line_do_not_count() -> None:
+    now = [0.0]
+    text = io.StringIO()
+    listener = Console(RichConsole(file=text, width=200, color_system=None), clock=lambda: now[0])
+    for now[0], event in (
+        (0.0, started(100)),
+        (0.0, RateTrial(0, 1e-3, 0, 10, 18)),
+        (10.0, RateTrial(10, 3e-3, 1, 10)),
+        (40.0, progress(10, seconds=40.0)),
+    ):
+        listener(event)
+    assert "eta 1:30" in text.getvalue()  # ten seconds for the run's own ten steps, ninety to go
 
 
 def test_a_long_run_is_some_forty_lines() -> None:

@@ -21,6 +21,7 @@ from foretrain.events import (
     Moved,
     PhaseChanged,
     Progress,
+    RateTrial,
     Recovered,
     RunEnded,
     RunStarted,
@@ -78,6 +79,12 @@ class Console:
         self._next_line = 0
         self._val = math.nan
         self._moves = 0
+        self._others = 0
+        """Steps at other learning rates that are still to come."""
+        self._paused = math.nan
+        """Since when other learning rates are tried: no time of this run's steps."""
+        self._trials = 0.0
+        """Seconds that they took."""
 
     def __call__(self, event: Event) -> None:
         if self.level == "quiet":
@@ -89,6 +96,8 @@ class Console:
                 self._start(event)
             case Progress():
                 self._progress(event)
+            case RateTrial():
+                self._trial(event)
             case RunEnded():
                 self.close()
                 if event.reason != "failed" and self.table:
@@ -149,6 +158,10 @@ class Console:
         self._bar.start()
 
     def _progress(self, event: Progress) -> None:
+        if not math.isnan(self._paused):
+            self._trials += self.clock() - self._paused
+            self._began += self.clock() - self._paused
+            self._paused, self._others = math.nan, 0
         if math.isnan(self._began):
             self._began, self._step = self.clock(), event.step
         self._done += max(0, event.step - self._step)
@@ -161,6 +174,20 @@ class Console:
             share = 100 * event.step / max(1, self._max_steps)
             width = len(str(self._max_steps))
             self._print(f"step {event.step:>{width}}/{self._max_steps} {share:3.0f}% | {self._numbers(event)}")
+
+    def _trial(self, event: RateTrial) -> None:
+        """The first rate is tried by the run's own steps, which are shown as always."""
+        if event.others:
+            self._others = event.others
+            self._tell(event)
+            return
+        if math.isnan(self._paused):
+            self._paused = self.clock()
+        if self._bar is not None:
+            words = f"trying learning rate {event.learning_rate:.2g}, step {event.done} of {event.steps}"
+            self._bar.update(self._task, numbers=words)
+        elif event.done == 1:
+            self._tell(event)
 
     def _numbers(self, event: Progress, room: int | None = None) -> str:
         """Phase, loss and time left, and of the rest what there is room for, in order of weight."""
@@ -180,9 +207,11 @@ class Console:
         return loss + "".join(parts.values()) + ends
 
     def _eta(self, event: Progress) -> str:
-        """By the time that steps have taken since the first progress, with all evaluations and saves between them."""
-        per_step = (self.clock() - self._began) / self._done if self._done else event.seconds / max(1, event.step)
-        return duration(per_step * (self._max_steps - event.step))
+        """By the time that steps have taken since the first progress, with all evaluations and saves between them.
+        Other learning rates that are tried come on top."""
+        own = max(0.0, event.seconds - self._trials)
+        per_step = (self.clock() - self._began) / self._done if self._done else own / max(1, event.step)
+        return duration(per_step * (self._max_steps - event.step + self._others))
 
     def close(self) -> None:
         if self._bar is not None:

@@ -15,6 +15,7 @@ from foretrain.events import (
     Moved,
     Notice,
     PhaseChanged,
+    RateTrial,
     RateTried,
     Recovered,
     Resumed,
@@ -59,6 +60,11 @@ def line(event: Event, verbose: bool = False) -> str | None:
             return f"step {event.step}: [bold]{event.phase.upper()}[/] ({escape(event.reason)})"
         case Moved():
             return _move(event, verbose)
+        case RateTrial():
+            which = (
+                f"first, for {event.steps} steps, then others" if event.others else f"on the same {event.steps} steps"
+            )
+            return f"learning rate: trying {event.learning_rate:.2g} {which}"
         case RateTried():
             found = ", the best so far" if event.best else ""
             rate, loss = f"learning rate {event.learning_rate:.2g}", f"held-out loss {loss_text(event.loss)}"
