@@ -245,6 +245,11 @@ def in_words(count: float) -> str:
     return f"{count:.0f} bytes"
 
 
+def speed_in_words(per_second: str, unit: str) -> str:
+    """16.8k tok/s, 250 samples/s. per_second: the number as it is shown."""
+    return f"{per_second} {'tok' if unit == 'tokens' else unit}/s"
+
+
 class Bus:
     """Hands every event to every listener, in the order they subscribed."""
 

@@ -17,6 +17,7 @@ from foretrain.data.examples import EncodedExamples, Example
 from foretrain.data.handover import tokenizer_files
 from foretrain.data.loader import Loader
 from foretrain.data.templates import ChatFormat, make_format
+from foretrain.engine.batches import with_steps
 from foretrain.engine.precision import choose_device
 from foretrain.engine.runfolder import RunFolder
 from foretrain.errors import CheckpointError, ConfigError, ForetrainError, InputError
@@ -84,10 +85,10 @@ def finetune(
         config = with_templates(config, say)
         data = prepare(config, base, say)
         config, base = _within_budget(config, base, data, named, say)
-        trainer = build_trainer(config, base.model, data, bus)
-        config = trainer.config
         pinned = choose_device(config.device).type == "cuda"
         loader = Loader(data.train, config.batch_size, config.seed, config.data.prefetch, pin_memory=pinned)
+        trainer = build_trainer(with_steps(config, loader), base.model, data, bus)
+        config = trainer.config
         folder.files["config.toml"] = configuration.to_toml(config)
         folder.files["tokenizer.json"] = base.tokenizer.to_json()
         if overwrite and not resume:

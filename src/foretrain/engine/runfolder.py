@@ -16,15 +16,21 @@ from foretrain.errors import InputError, SaveError
 from foretrain.files import explain_failed_write, for_json, make_folder, remove, write_atomic
 
 _DESCRIBING = ("config.toml", "tokenizer.json", "summary.json", "report.html")
+WEIGHTS = "model.safetensors"
+"""Of a module of the user's own, at the end of its run."""
 _TRACKERS = ("trackers.json", "tensorboard", "wandb", "mlflow", "trackio")
 
 
 class RunFolder:
-    """`config.toml`, `tokenizer.json`, `metrics.jsonl`, `summary.json`, `report.html`, `checkpoints/`, `model/` or
-    `adapter/`, and what `log.trackers` names."""
+    """`config.toml`, `tokenizer.json`, `metrics.jsonl`, `summary.json`, `report.html`, `checkpoints/`, `model/`,
+    `adapter/` or `model.safetensors`, and what `log.trackers` names."""
 
-    def __init__(self, path: Path, resume: bool, overwrite: bool = False) -> None:
+    def __init__(self, path: Path, resume: bool, overwrite: bool = False, in_python: bool = False) -> None:
+        """in_python: whoever made it wrote `fit(out=...)`, not `--out ...`."""
         self.path = path
+        self.named = f"out={str(path)!r}" if in_python else f"--out {path}"
+        self.again, self.anew = ("resume=True", "overwrite=True") if in_python else ("--resume", "--overwrite")
+        """What its user writes to go on with the run, or to replace it."""
         self.resume = resume
         self.overwrite = overwrite
         self.checkpoints = path / "checkpoints"
@@ -43,16 +49,14 @@ class RunFolder:
             make_folder(self.path)
             self._lock = os.open(self.path / ".lock", os.O_CREAT | os.O_RDWR, 0o600)
         except OSError as error:
-            raise InputError(
-                f"--out {self.path}: cannot write there ({error.strerror}); choose another folder"
-            ) from None
+            raise InputError(f"{self.named}: cannot write there ({error.strerror}); choose another folder") from None
         if not _take_lock(self._lock):
             self._release()
-            raise InputError(f"--out {self.path}: another run is writing there; wait for it or choose another folder")
+            raise InputError(f"{self.named}: another run is writing there; wait for it or choose another folder")
         if self.holds_run() and not (self.resume or self.overwrite):
             self._release()
             raise InputError(
-                f"--out {self.path}: it already holds a run; go on with --resume, replace it with --overwrite, "
+                f"{self.named}: it already holds a run; go on with {self.again}, replace it with {self.anew}, "
                 "or choose another folder"
             )
         return self
@@ -64,11 +68,11 @@ class RunFolder:
         """Delete an earlier run, and only that: the files a run writes. Checkpoints go last, so that a run which is
         only half deleted still counts as one."""
         try:
-            for name in (*_DESCRIBING, *_TRACKERS, "model", "adapter", "metrics.jsonl", "checkpoints"):
+            for name in (*_DESCRIBING, *_TRACKERS, "model", "adapter", WEIGHTS, "metrics.jsonl", "checkpoints"):
                 remove(self.path / name)
         except OSError as error:
             raise InputError(
-                f"--out {self.path}: cannot delete the earlier run ({error.strerror}); choose another folder"
+                f"{self.named}: cannot delete the earlier run ({error.strerror}); choose another folder"
             ) from None
 
     def write(self, name: str, text: str) -> None:
@@ -78,11 +82,13 @@ class RunFolder:
         except OSError as error:
             cause, advice = explain_failed_write(error)
             raise SaveError(
-                f"{self.path / name}: cannot write it: {cause}. {advice}, then go on with --resume"
+                f"{self.path / name}: cannot write it: {cause}. {advice}, then go on with {self.again}"
             ) from None
 
     def describe(self) -> None:
-        """Write `files`. Called once it is sure that the run may use this folder."""
+        """Write `files`. Called once it is sure that the run may use this folder. Weights of the end of the run are
+        those of an earlier end, and go."""
+        remove(self.path / WEIGHTS)
         for name, text in self.files.items():
             self.write(name, text)
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from foretrain import environment
 from foretrain.config import Config, to_mapping
 from foretrain.engine.precision import choose_device
-from foretrain.errors import InputError
+from foretrain.errors import ConfigError, InputError
 from foretrain.events import Event
 from foretrain.files import explain_failed_write, make_folder, write_atomic
 from foretrain.measure.analysis import analyse
@@ -41,6 +41,8 @@ class Comparison:
     """A folder with one file per finished run. Whatever is there is not run again."""
 
     def __init__(self, task: Task, base: Config, options: Options, folder: Path) -> None:
+        if base.epochs is not None:
+            raise ConfigError("a comparison counts in steps: set max_steps instead of epochs")
         self.task = task
         self.base = base
         self.folder = folder

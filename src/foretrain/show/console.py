@@ -26,6 +26,7 @@ from foretrain.events import (
     RunEnded,
     RunStarted,
     in_words,
+    speed_in_words,
 )
 from foretrain.schema import Level
 from foretrain.show import narration
@@ -71,6 +72,7 @@ class Console:
         self._bar: ProgressBar | None = None
         self._task = TaskID(0)
         self._max_steps = 0
+        self._unit = "tokens"
         self._began = math.nan
         """When the first progress was told."""
         self._done = 0
@@ -137,8 +139,11 @@ class Console:
 
     def _start(self, event: RunStarted) -> None:
         self._max_steps = event.max_steps
+        self._unit = event.unit
         self._next_line = event.step
         facts = {"model": f"{event.title}, {short(event.parameters)} parameters", **event.details}
+        if event.optimizer:
+            facts["optimizer"] = event.optimizer
         facts["device"] = f"{event.device}, {event.precision}"
         if "folder" in event.details:
             facts["live"] = f"foretrain watch {shlex.quote(event.details['folder'])} --open"
@@ -195,7 +200,7 @@ class Console:
         loss = f"{phase} | loss {loss_text(event.loss)}"
         ends = f" | eta {self._eta(event)}"
         val = "" if math.isnan(self._val) else f" | val {loss_text(self._val)}"
-        speed = f" | {short(event.tokens_per_second)} tok/s"
+        speed = f" | {speed_in_words(short(event.tokens_per_second), self._unit)}"
         rate = f" | lr {event.learning_rate:.2e}"
         parts = {"forecast": _forecast(event), "val": val, "moves": _moves(event), "speed": speed, "rate": rate}
         if room is not None:
@@ -235,16 +240,18 @@ def result_line(summary: Mapping[str, Any]) -> str:
 def summary_table(summary: Mapping[str, Any]) -> Table:
     """The end of a run in one table."""
     table = Table(show_header=False)
+    unit = str(summary.get("unit") or "tokens")
     rows = {
         "held-out loss": _number(summary.get("final_val_loss")),
         "best held-out loss": _number(summary.get("best_val_loss")),
+        **{name: f"{value:.4g}" for name, value in (summary.get("metrics") or {}).items()},
         "training loss": _number(summary.get("final_train_loss")),
         "steps": _steps(summary),
         "backward passes": f"{summary['backward_passes']:,}",
-        "tokens": f"{summary['tokens']:,}",
+        unit: f"{summary['tokens']:,}",
         "training time": f"{duration(summary['seconds'])} ({summary['seconds']:.1f} s)",
         "total time": _total(summary.get("total_seconds")),
-        "speed": f"{short(summary['tokens_per_second'])} tok/s" if summary.get("tokens_per_second") else None,
+        "speed": speed_in_words(short(pace), unit) if (pace := summary.get("tokens_per_second")) else None,
         "skipped steps": str(summary["skipped_steps"]) if summary.get("skipped_steps") else None,
         "recoveries": rollbacks_in_words(summary),
         "findings": findings_in_words(summary),

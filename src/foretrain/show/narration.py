@@ -48,7 +48,8 @@ def line(event: Event, verbose: bool = False) -> str | None:
     match event:
         case Evaluated():
             best = " (best so far)" if event.best else ""
-            return f"step {event.step}: held-out loss {loss_text(event.loss)}{best}"
+            metrics = "".join(f", {escape(name)} {value:.4g}" for name, value in event.metrics.items())
+            return f"step {event.step}: held-out loss {loss_text(event.loss)}{best}{metrics}"
         case CheckpointSaved():
             took = f" in {event.seconds:.2f} s" if verbose else ""
             return f"step {event.step}: saved {escape(event.path)} ({event.megabytes:.1f} MB{took})"

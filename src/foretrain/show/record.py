@@ -54,6 +54,11 @@ class RunRecord:
     _told_until: int = 0
     """The last step of which the log told anything."""
 
+    @property
+    def unit(self) -> str:
+        """What the run counts as it goes through the data."""
+        return str(self.started.get("unit") or self.summary.get("unit") or "tokens")
+
     def take(self, line: str | bytes) -> None:
         """One line of `metrics.jsonl`. What cannot be read is left out: a log may be written by another version."""
         try:
