@@ -34,7 +34,7 @@ from foretrain.engine.runfolder import RunFolder
 from foretrain.engine.signals import StopRequest
 from foretrain.engine.step import LossFunction, StepOutput
 from foretrain.errors import ConfigError, DivergenceError
-from foretrain.events import Bus, PhaseChanged, Recovered
+from foretrain.events import Bus, Notice, PhaseChanged, Recovered
 from foretrain.fit import Run
 from foretrain.schema import Level
 from foretrain.show.console import Console
@@ -44,6 +44,7 @@ from foretrain.show.trackers.listener import close_all
 from foretrain.show.trackers.opening import open_trackers
 
 _SAY_EVERY = 100
+_OBSTACLES = "obstacles"
 _LOOK_EVERY = 10
 """Steps after which the losses of unwatched steps are looked at."""
 _LOOK_AHEAD_ENDS = 2 / 3
@@ -324,6 +325,7 @@ class HybridTrainer(Engine):
         )
         record = self.observer.close(moment)
         actions = pilot.watch(record, self.mover.same_batch(), fp16=self.precision.scaled)
+        pilot.exact.watched(record, self.clock.seconds, self.backward_passes)
         for action in actions:
             self._carry_out(action)
         self._follow_recovery(pilot)
@@ -336,6 +338,17 @@ class HybridTrainer(Engine):
         pilot.decide(self.global_step, left, self._trend(), chain.ready, chain.exact)
         if self.phase is not before:
             self._tell_phase()
+        self._tell_obstacles()
+
+    def _tell_obstacles(self) -> None:
+        """Once: that leaps could be tried here, and which setting keeps them off. Batches are compared once only."""
+        if _OBSTACLES in self._said or not self.mover.pilot.predictability.low_noise:
+            return
+        text = self.mover.why_no_chain()
+        if text or (self.mover.chain.obstacles and not self.mover.probes.held_out):
+            self._said[_OBSTACLES] = self.global_step
+        if text:
+            self.bus.emit(Notice(text, level="info"))
 
     def _trend(self) -> int:
         """Of the learning rate: -1 on its way down to the end of the run, 1 while it warms up, else 0."""
