@@ -45,6 +45,12 @@ from foretrain.show.trackers.opening import open_trackers
 
 _SAY_EVERY = 100
 _OBSTACLES = "obstacles"
+_NOT_IN_EVERY_RUN = (
+    *("moves", "predicted_steps", "corrections", "recoveries", "rollbacks", "forecast", "confidence", "predictability"),
+    *("exact", "audit", "learning_rate", "predictor", "basis_mb", "health", "memory", "peak_memory_mb"),
+    *("out_of_memory", "signal"),
+)
+"""Keys of the summary that are None where there is nothing to say, so that every summary has the same keys."""
 _LOOK_EVERY = 10
 """Steps after which the losses of unwatched steps are looked at."""
 _LOOK_AHEAD_ENDS = 2 / 3
@@ -528,6 +534,7 @@ class HybridTrainer(Engine):
             "config": to_mapping(self.config),
             "environment": environment.describe(str(self.device)),
         }
+        summary |= dict.fromkeys(_NOT_IN_EVERY_RUN)
         if self.pilot is not None:
             summary |= self.pilot.summary(self.backward_passes)
             if self.race.tried:

@@ -107,7 +107,7 @@ class ExactGain:
             self.best, self.best_worth, self.best_is_least = now, self.worth, self.bounded or self.stalled > 0
 
     def _pace(self, slope: LossSlope, logarithmic: bool) -> float:
-        """At which the optimizer alone lowered the loss: within its last window, or from the one before to it, whichever
+        """At which the optimizer alone lowered the loss: within its last window or from the one before to it, whichever
         is faster. Where the learning rate was still warming up, as if it had been at its peak."""
         paces = [slope.last_log_fall if logarithmic else slope.last_fall]
         if len(slope.points) > 1:

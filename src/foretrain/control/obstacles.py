@@ -59,8 +59,8 @@ def in_words(found: list[Obstacle]) -> str:
     settings, remedies = (" and ".join(parts) for parts in zip(*found, strict=True))
     several = len(found) > 1
     return (
-        f"the loss is exact here, since every step sees all the data: quasi-Newton leaps could be tried, but {settings} "
-        f"{'keep' if several else 'keeps'} them off; {remedies} {'allow' if several else 'allows'} them"
+        "the loss is exact here, since every step sees all the data: quasi-Newton leaps could be tried, but "
+        f"{settings} {'keep' if several else 'keeps'} them off; {remedies} {'allow' if several else 'allows'} them"
     )
 
 
