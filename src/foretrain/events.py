@@ -141,6 +141,10 @@ class CheckpointSaved(Event):
     path: str
     megabytes: float
     seconds: float
+    weights_megabytes: float = 0.0
+    """Of them; the others are the optimizer's state and what follows."""
+    prediction_megabytes: float = 0.0
+    """What prediction needs to go on: directions, and the snapshot that a move can be taken back to."""
 
 
 @dataclass(frozen=True, slots=True)

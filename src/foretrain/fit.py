@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shlex
 import signal
@@ -41,6 +42,7 @@ from foretrain.events import (
     RunEnded,
     RunStarted,
 )
+from foretrain.schema import OptimizerConfig
 from foretrain.show.settings import flattened
 
 if TYPE_CHECKING:
@@ -417,10 +419,12 @@ class Run:
             if text:
                 self.emit(Notice(f"{text}; the run goes on and tries again at the next save"))
                 return
-            size = sum(file.stat().st_size for file in path.iterdir()) / 2**20
+            sizes = {file.stem: file.stat().st_size / 2**20 for file in path.iterdir()}
         self.saved_step = trainer.global_step
         seconds = round(time.perf_counter() - started, 3)
-        self.emit(CheckpointSaved(trainer.global_step, str(path), round(size, 2), seconds))
+        weights, prediction = (round(sizes.get(part, 0.0), 2) for part in ("model", "hybrid"))
+        size = round(sum(sizes.values()), 2)
+        self.emit(CheckpointSaved(trainer.global_step, str(path), size, seconds, weights, prediction))
 
     def _write(self, store: CheckpointStore) -> Path:
         trainer = self.trainer
@@ -473,11 +477,12 @@ class Run:
     def _tell_changes(self, meta: dict[str, Any]) -> None:
         """Say what changed since the checkpoint was saved."""
         before, now = flattened(meta["config"]), flattened(to_mapping(self.config))
+        changed = []
         for name in sorted(before.keys() | now.keys()):
             if before.get(name) != now.get(name):
-                self.emit(
-                    Notice(f"{name} was {before.get(name)} when this checkpoint was saved and is {now.get(name)} now")
-                )
+                changed.append(f"{name} {_effective(name, before)} -> {_effective(name, now)}")
+        if changed:
+            self.emit(Notice(f"changed since this checkpoint was saved: {', '.join(changed)}", level="info"))
         if (saved_with := meta.get("torch")) != torch.__version__:
             self.emit(
                 Notice(f"saved with torch {saved_with}, now {torch.__version__}: results may differ in the last bits")
@@ -487,6 +492,14 @@ class Run:
             why = "" if chosen == "bf16" else " (this CPU has no bf16 instructions)"
             text = f"Muon computed in {earlier} when this checkpoint was saved and computes in {chosen} now{why}"
             self.emit(Notice(f"{text}: results may differ in the last bits", level="info"))
+
+
+def _effective(name: str, settings: Mapping[str, Any]) -> str:
+    """What a setting was; of a learning rate that was left unset, what it then is."""
+    value = settings.get(name)
+    if value is None and name == "optimizer.learning_rate":
+        value = OptimizerConfig(type=settings["optimizer.type"]).peak_rate
+    return "unset" if value is None else json.dumps(value)
 
 
 def _interval(setting: int | None, unset: int) -> int:

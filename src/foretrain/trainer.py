@@ -58,6 +58,13 @@ from foretrain.show.trackers.listener import close_all
 from foretrain.show.trackers.opening import open_trackers
 
 _SAY_EVERY = 100
+_OBSTACLES = "obstacles"
+_NOT_IN_EVERY_RUN = (
+    *("moves", "predicted_steps", "corrections", "recoveries", "rollbacks", "forecast", "confidence", "predictability"),
+    *("exact", "audit", "learning_rate", "predictor", "basis_mb", "health", "memory", "peak_memory_mb"),
+    *("out_of_memory", "signal"),
+)
+"""Keys of the summary that are None where there is nothing to say, so that every summary has the same keys."""
 _LOOK_EVERY = 10
 """Steps after which the losses of unwatched steps are looked at."""
 _LOOK_AHEAD_ENDS = 2 / 3
@@ -380,6 +387,7 @@ class HybridTrainer(Engine):
         )
         record = self.observer.close(moment)
         actions = pilot.watch(record, self.mover.same_batch(), fp16=self.precision.scaled)
+        pilot.exact.watched(record, self.clock.seconds, self.backward_passes)
         for action in actions:
             self._carry_out(action)
         self._follow_recovery(pilot)
@@ -397,6 +405,17 @@ class HybridTrainer(Engine):
             self.mover.safety.forget_other()
         if self.phase is not before:
             self._tell_phase()
+        self._tell_obstacles()
+
+    def _tell_obstacles(self) -> None:
+        """Once: that leaps could be tried here, and which setting keeps them off. Batches are compared once only."""
+        if _OBSTACLES in self._said or not self.mover.pilot.predictability.low_noise:
+            return
+        text = self.mover.why_no_chain()
+        if text or (self.mover.chain.obstacles and not self.mover.probes.held_out):
+            self._said[_OBSTACLES] = self.global_step
+        if text:
+            self.bus.emit(Notice(text, level="info"))
 
     def _tell_phase(self) -> None:
         if self.pilot is not None:
@@ -651,6 +670,7 @@ class HybridTrainer(Engine):
             "config": self.settings(),
             "environment": environment.describe(str(self.device)),
         }
+        summary |= dict.fromkeys(_NOT_IN_EVERY_RUN)
         if self.pilot is not None:
             summary |= self.pilot.summary(self.backward_passes)
             if self.race.tried:

@@ -247,7 +247,10 @@ def prepare(config: Config, base: Base, say: Callable[[str], None] = lambda _: N
     judging = None
     if probe:
         judging = EncodedExamples(probe, base.tokenizer, context, encoded.length, name="probe examples")
-    say(f"{encoded}; {len(held_out):,} held out" + (f"; {len(probe)} judge leaps" if probe else ""))
+    say(
+        f"{encoded}; {len(held_out):,} held out"
+        + (f"; {len(probe)} kept aside to judge predicted moves" if probe else "")
+    )
     lost = encoded.left_out + encoded.shortened
     if lost > 0.1 * len(train):
         limit = "data.max_length" if context < base.model.shape.context else "the model's context, which is the limit"

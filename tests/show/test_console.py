@@ -92,10 +92,10 @@ def test_a_run_in_plain_lines() -> None:
         "model   gpt2-small, 124M parameters",
         "data    tiny.txt",
         "device  cpu, fp32",
-        "step  500/1000  50% | full    | loss 2.5000 | 12.3k tok/s | lr 3.00e-04 | eta 0:30",
+        "step  500/1000  50% | loss 2.5000 | 12.3k tok/s | lr 3.00e-04 | eta 0:30",
         "step 500: held-out loss 2.2500 (best so far)",
         "step 500: saved runs/mine/checkpoints/step-00000500 (12.5 MB)",
-        "step 1000/1000 100% | full    | loss 2.5000 | val 2.2500",
+        "step 1000/1000 100% | loss 2.5000 | val 2.2500",
         "run finished",
         "1.2346",
         "1,234,567",
@@ -244,7 +244,7 @@ def test_a_live_line_on_a_terminal() -> None:
     )
     assert "\x1b[" in text  # it moves the cursor
     assert "step 8/10" in text
-    assert "full | loss 2.5000 | val 2.2500 | 12.3k tok/s | lr 3.00e-04 | eta " in text
+    assert "loss 2.5000 | val 2.2500 | 12.3k tok/s | lr 3.00e-04 | eta " in text
     assert "━" in text
     assert "run interrupted" in text
     assert "step 4: held-out loss" not in text  # it is in the live line
@@ -274,7 +274,7 @@ def test_a_dumb_terminal_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> No
     text = shown([started(10), progress(4), RunEnded(10, "finished", SUMMARY)], terminal=True)
     assert "\x1b" not in text
     assert "\r" not in text
-    assert "step  4/10  40% | full    | loss 2.5000" in text
+    assert "step  4/10  40% | loss 2.5000" in text
 
 
 def test_warnings_appear_above_the_live_line() -> None:
@@ -483,15 +483,84 @@ def _flat(text: str) -> str:
     return " ".join(text.split())
 
 
+SCORES = {"count": 1, "r2": 0.0, "repeat_r2": 0.83, "cosine": 0.0}
+NOT_TRIED = "prediction was not tried: the run is too short for it to pay (an audit costs 10 full steps)"
+IDLE: dict[str, Any] = {
+    "steps": {"warmup": 100, "full": 900, "predict": 0, "correct": 0},
+    "moves": {"kept": 0, "shrunk": 0, "refused": 0, "rolled_back": 0},
+    "forecast": {"20": SCORES | {"made": 0}, "40": SCORES | {"made": 2, "r2": 0.5}},
+    "confidence": {"calibration_error": 0.1, "outcomes": 12},
+    "predictability": {"verdict": "hardly any"},
+    "exact": None,
+    "audit": {"sentence": NOT_TRIED, "gain_percent": None},
+}
+MACHINERY = ("forecasts", "calibration error", "predictability", "moves")
+
+
 def test_a_predictor_that_said_nothing_yet_has_no_scores() -> None:
-    scores = {"count": 1, "r2": 0.0, "repeat_r2": 0.83, "cosine": 0.0}
-    prediction = {
-        "moves": {"kept": 0},
-        "forecast": {"20": scores | {"made": 0}, "40": scores | {"made": 2, "r2": 0.5}},
-        "confidence": {"calibration_error": None},
-        "predictability": {"verdict": "unknown"},
-        "audit": {"sentence": "not tried"},
-    }
-    text = shown([RunEnded(1000, "finished", SUMMARY | prediction)])
+    text = shown([RunEnded(1000, "finished", SUMMARY | IDLE)], level="verbose")
     assert "20 steps: no forecast yet (repeat 0.83)" in text
     assert "40 steps: R2 0.50 (repeat 0.83), cosine 0.00" in text
+
+
+def test_where_nothing_was_tried_the_table_has_one_sentence_on_prediction() -> None:
+    text = shown([RunEnded(1000, "finished", SUMMARY | IDLE)])
+    assert not [word for word in (*MACHINERY, "confidence", "glossary", "warm-up") if word in text]
+    assert re.search(r"│ prediction +│ not tried: the run is too short for it to pay", text)
+    assert re.search(r"│ steps +│ 1,000 +│", text)
+    verbose = shown([RunEnded(1000, "finished", SUMMARY | IDLE)], level="verbose")
+    assert [word for word in MACHINERY if word in verbose] == list(MACHINERY)
+    assert "1,000 = 100 warm-up + 900 full" in verbose
+
+
+def test_where_moves_were_tried_the_table_says_how_they_did() -> None:
+    moves = {"kept": 2, "shrunk": 0, "refused": 0, "rolled_back": 1}
+    audit = {"sentence": "prediction saved 3.0 % of the time to this loss", "gain_percent": 3.0}
+    text = shown([RunEnded(1000, "finished", SUMMARY | IDLE | {"moves": moves, "audit": audit})])
+    assert [word for word in MACHINERY if word in text] == list(MACHINERY)
+    assert "2 kept, 1 rolled back" in text
+    assert "prediction saved 3.0 %" in text
+    assert "docs/glossary.md" in text.splitlines()[-1]
+
+
+def test_what_leaps_reached_on_an_exact_loss_comes_first() -> None:
+    exact = {"sentence": "Quasi-Newton leaps took the training loss from 1.0000 (step 40) to 2.784e-7 (step 99, 1.0 s)"}
+    moves = {"kept": 2, "shrunk": 0, "refused": 0, "rolled_back": 0}
+    text = shown([RunEnded(1000, "finished", SUMMARY | IDLE | {"moves": moves, "exact": exact})])
+    first = text.splitlines()[2]
+    assert first.startswith("│ result")
+    assert "Quasi-Newton leaps took the training loss from 1.0000 (step 40) to 2.784e-7" in first
+    assert "forecasts" not in text
+    assert "not tried" not in text
+
+
+def test_a_plain_run_says_nothing_of_prediction() -> None:
+    plain = dict.fromkeys(("moves", "forecast", "confidence", "predictability", "exact", "audit"))
+    text = shown([RunEnded(1000, "finished", SUMMARY | plain)], level="verbose")
+    assert "prediction" not in text
+
+
+def idle(step: int, phase: str = "warmup") -> Progress:
+    told = {"predicted_loss": 2.4, "smoothed_loss": 2.45, "confidence": 0.35}
+    return replace(progress(step), phase=phase, **told)
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_idle_machinery_is_quiet_in_progress_lines(terminal: bool) -> None:
+    run = [started(1000), idle(100), PhaseChanged(120, "full", "the loss has settled"), idle(200, "full")]
+    normal, verbose = (shown(run, terminal, level=level) for level in ("normal", "verbose"))
+    for word in ("warmup", "full", "confidence", "predicted", "kept", "FULL", "settled"):
+        assert word not in normal, word
+        assert word in verbose, word
+    tried = shown([*run, PhaseChanged(210, "predict", "it pays"), moved(220), replace(idle(300, "full"), kept=1)])
+    for words in ("step 210: PREDICT (it pays)", "| full    | loss 2.5000", "confidence 0.35, 1 kept, 0 refused"):
+        assert words in tried
+
+
+def test_a_chain_has_no_confidence() -> None:
+    event = replace(progress(300), phase="predict", kept=2)
+    assert " | 2 kept, 0 refused | " in shown([started(1000), event])
+
+
+def test_a_resumed_run_that_has_tried_moves_goes_on_saying_so() -> None:
+    assert "3 kept, 1 refused" in shown([started(1000), replace(idle(300, "full"), kept=3, refused=1)])

@@ -279,8 +279,8 @@ class EncodedExamples:
         lost = f", {self.left_out:,} left out as too long" if self.left_out else ""
         used = self.used_tokens / self._tokens.size
         return (
-            f"{len(self):,} examples of up to {self.length} tokens ({used:.0%} used), "
-            f"{self.answer_tokens:,} to learn from{cut}{lost}"
+            f"{len(self):,} examples in rows of {self.length} tokens ({used:.0%} text, the rest is padding), with "
+            f"{self.answer_tokens:,} tokens of answers to learn{cut}{lost}"
         )
 
     def fetch(self, indices: NDArray[np.int64], epoch: int) -> tuple[Tensor, Tensor]:

@@ -40,6 +40,7 @@ _LINES_PER_RUN = 40
 _MOVES_PER_RUN = 12
 """Lines about single moves, unless the run is verbose; all of them are in `metrics.jsonl`."""
 _BAR = 10
+GLOSSARY = "docs/glossary.md"
 
 
 def short(number: float) -> str:
@@ -87,8 +88,11 @@ class Console:
         """Since when other learning rates are tried: no time of this run's steps."""
         self._trials = 0.0
         """Seconds that they took."""
+        self._tried = False
+        """A move was begun: from then on prediction has a place in the lines."""
 
     def __call__(self, event: Event) -> None:
+        self._tried = self._tried or _shows_prediction(event)
         if self.level == "quiet":
             if narration.needs_attention(event):
                 self._tell(event)
@@ -104,7 +108,9 @@ class Console:
                 self.close()
                 if event.reason != "failed" and self.table:
                     self._print(f"[italic]run {event.reason}[/]")
-                    self.console.print(summary_table(event.summary))
+                    self.console.print(summary_table(event.summary, self.level == "verbose"))
+                    for text in closing_lines(event.summary):
+                        self._print(escape(text))
             case Evaluated():
                 self._val = event.loss
                 if self._bar is None or self.level == "verbose":
@@ -118,7 +124,7 @@ class Console:
             case CheckpointSaved():
                 return self._bar is None
             case PhaseChanged():
-                return self._moves < _MOVES_PER_RUN
+                return self._tried and self._moves < _MOVES_PER_RUN
             case Moved():
                 return self._moves < _MOVES_PER_RUN
         return not narration.is_detail(event)
@@ -197,12 +203,14 @@ class Console:
     def _numbers(self, event: Progress, room: int | None = None) -> str:
         """Phase, loss and time left, and of the rest what there is room for, in order of weight."""
         phase = event.phase if room is not None else f"{event.phase:<7}"
-        loss = f"{phase} | loss {loss_text(event.loss)}"
+        told = self._tried or self.level == "verbose"
+        loss = f"{phase} | loss {loss_text(event.loss)}" if told else f"loss {loss_text(event.loss)}"
         ends = f" | eta {self._eta(event)}"
         val = "" if math.isnan(self._val) else f" | val {loss_text(self._val)}"
         speed = f" | {speed_in_words(short(event.tokens_per_second), self._unit)}"
         rate = f" | lr {event.learning_rate:.2e}"
-        parts = {"forecast": _forecast(event), "val": val, "moves": _moves(event), "speed": speed, "rate": rate}
+        forecast, moves = (_forecast(event), _moves(event)) if told else ("", "")
+        parts = {"forecast": forecast, "val": val, "moves": moves, "speed": speed, "rate": rate}
         if room is not None:
             room -= len(loss) + len(ends)
             for name in ("val", "speed", "moves", "forecast", "rate"):
@@ -224,6 +232,18 @@ class Console:
             self._bar = None
 
 
+def _shows_prediction(event: Event) -> bool:
+    """Whether from this event on something is predicted, or was in an earlier part of the run."""
+    match event:
+        case Moved():
+            return True
+        case PhaseChanged():
+            return event.phase == "predict"
+        case Progress():
+            return event.kept + event.refused > 0 or event.phase in ("predict", "correct")
+    return False
+
+
 def result_line(summary: Mapping[str, Any]) -> str:
     """The end of a run in one line, for a quiet one."""
     losses = {"held-out loss": summary.get("final_val_loss"), "training loss": summary.get("final_train_loss")}
@@ -237,16 +257,17 @@ def result_line(summary: Mapping[str, Any]) -> str:
     return f"{summary['reason']}: {', '.join(known)}" + (f"; {trouble}" if trouble else "")
 
 
-def summary_table(summary: Mapping[str, Any]) -> Table:
-    """The end of a run in one table."""
+def summary_table(summary: Mapping[str, Any], verbose: bool = False) -> Table:
+    """The end of a run in one table. What leaps reached comes first; what was idle is left out, unless verbose."""
     table = Table(show_header=False)
     unit = str(summary.get("unit") or "tokens")
     rows = {
+        "result": (summary.get("exact") or {}).get("sentence"),
         "held-out loss": _number(summary.get("final_val_loss")),
         "best held-out loss": _number(summary.get("best_val_loss")),
         **{name: f"{value:.4g}" for name, value in (summary.get("metrics") or {}).items()},
         "training loss": _number(summary.get("final_train_loss")),
-        "steps": _steps(summary),
+        "steps": _steps(summary, _tried(summary) or verbose),
         "backward passes": f"{summary['backward_passes']:,}",
         unit: f"{summary['tokens']:,}",
         "training time": f"{duration(summary['seconds'])} ({summary['seconds']:.1f} s)",
@@ -258,7 +279,7 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
         "peak GPU memory": f"{summary['peak_memory_mb']:,.0f} MB" if summary.get("peak_memory_mb") else None,
         "memory": _memory(summary.get("memory") or {}),
         "out of memory": _made_smaller(summary.get("out_of_memory") or {}),
-        **_prediction(summary),
+        **_prediction(summary, verbose),
     }
     for name, value in rows.items():
         if value is not None:
@@ -274,12 +295,12 @@ def _total(seconds: float | None) -> str | None:
     return None if seconds is None else f"{duration(seconds)} with start-up, evaluation and saving"
 
 
-def _steps(summary: Mapping[str, Any]) -> str:
-    """800 = 100 warm-up + 640 full + 40 predicted + 20 correcting."""
+def _steps(summary: Mapping[str, Any], in_parts: bool) -> str:
+    """800 = 100 warm-up + 640 full + 40 predicted + 20 correcting; of a run that only took full steps the sum."""
     words = {"warmup": "warm-up", "full": "full", "predict": "predicted", "correct": "correcting"}
     parts = [f"{count:,} {words[phase]}" for phase, count in summary["steps"].items() if count]
     total = f"{summary['global_step']:,}"
-    return f"{total} = {' + '.join(parts)}" if len(parts) > 1 else total
+    return f"{total} = {' + '.join(parts)}" if in_parts and len(parts) > 1 else total
 
 
 def _memory(phases: Mapping[str, Mapping[str, int]]) -> str | None:
@@ -311,20 +332,38 @@ def _times(count: int) -> str:
     return "once" if count == 1 else f"{count} times"
 
 
-def _prediction(summary: Mapping[str, Any]) -> dict[str, str | None]:
-    """What the summary says of prediction; nothing for a plain run."""
-    if "moves" not in summary:
+def _tried(summary: Mapping[str, Any]) -> bool:
+    """Whether a move was made, whatever became of it."""
+    return any((summary.get("moves") or {}).values())
+
+
+def closing_lines(summary: Mapping[str, Any]) -> list[str]:
+    """What is said below the table: where the words are explained that it used."""
+    return [f"what a move, a leap, an audit and other words mean: {GLOSSARY}"] if _tried(summary) else []
+
+
+def _prediction(summary: Mapping[str, Any], verbose: bool) -> dict[str, str | None]:
+    """What the summary says of prediction: nothing for a plain run, one sentence where nothing was tried."""
+    audit, moves = summary.get("audit"), summary.get("moves")
+    if not audit or not moves:
         return {}
-    moves = ", ".join(f"{count} {verdict.replace('_', ' ')}" for verdict, count in summary["moves"].items())
-    forecasts = [f"{horizon} steps: {_scores(values)}" for horizon, values in summary["forecast"].items()]
-    error = summary["confidence"]["calibration_error"]
-    return {
-        "moves": moves,
-        "forecasts": "\n".join(forecasts) or None,
-        "calibration error": None if error is None else f"{error:.3f} ({summary['confidence']['outcomes']} outcomes)",
-        "predictability": summary["predictability"]["verdict"],
-        "audited gain": summary["audit"]["sentence"],
-    }
+    exact = bool(summary.get("exact"))
+    tried = _tried(summary)
+    told = {"moves": _counted(moves) if tried or verbose else None}
+    if verbose or (tried and not exact):  # leaps judged by the exact loss rest on no forecast
+        forecasts = [f"{horizon} steps: {_scores(values)}" for horizon, values in summary["forecast"].items()]
+        error, outcomes = summary["confidence"]["calibration_error"], summary["confidence"]["outcomes"]
+        told["forecasts"] = "\n".join(forecasts) or None
+        told["calibration error"] = None if error is None else f"{error:.3f} ({outcomes} outcomes)"
+        told["predictability"] = summary["predictability"]["verdict"]
+    if not exact or verbose or audit["gain_percent"] is not None:  # else the first row says what they were worth
+        told["prediction"] = str(audit["sentence"]).removeprefix("prediction was ")
+    return told
+
+
+def _counted(moves: Mapping[str, int]) -> str:
+    """3 kept, 1 rolled back."""
+    return ", ".join(f"{count} {verdict.replace('_', ' ')}" for verdict, count in moves.items() if count) or "none"
 
 
 def _scores(values: Mapping[str, Any]) -> str:
@@ -342,8 +381,9 @@ def _forecast(event: Progress) -> str:
 
 
 def _moves(event: Progress) -> str:
-    if event.confidence is None or event.phase == "warmup":
+    if event.confidence is None and not event.kept + event.refused:
         return ""
     percent = event.gain_percent
     gain = "" if percent is None else f", saved {percent:.0f} %" if percent > 0 else f", cost {-percent:.0f} %"
-    return f" | confidence {event.confidence:.2f}, {event.kept} kept, {event.refused} refused{gain}"
+    confidence = "" if event.confidence is None else f"confidence {event.confidence:.2f}, "
+    return f" | {confidence}{event.kept} kept, {event.refused} refused{gain}"

@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: every event as one line of JSON, in order, appended and flushed."""
+"""`metrics.jsonl`: every event as one line of JSON with the time of day, in order, appended and flushed."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import contextlib
 import dataclasses
 import json
 import os
+from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,8 @@ _BLOCK = 2**16
 class JsonlLog:
     """Append-only. A line torn by a crash is cut off before going on, so every line of the file is valid JSON."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, now: Callable[[], datetime] = lambda: datetime.now(UTC)) -> None:
+        self._now = now
         try:
             _cut_torn_line(path)
             self._file = path.open("a", encoding="utf-8")
@@ -29,7 +32,8 @@ class JsonlLog:
             ) from None
 
     def __call__(self, event: Event) -> None:
-        record: dict[str, Any] = {"event": type(event).__name__}
+        time = self._now().isoformat(timespec="milliseconds")
+        record: dict[str, Any] = {"event": type(event).__name__, "time": time}
         for item in dataclasses.fields(event):
             value = getattr(event, item.name)
             if isinstance(event, RunEnded) and item.name == "summary":

@@ -52,7 +52,7 @@ def line(event: Event, verbose: bool = False) -> str | None:
             return f"step {event.step}: held-out loss {loss_text(event.loss)}{best}{metrics}"
         case CheckpointSaved():
             took = f" in {event.seconds:.2f} s" if verbose else ""
-            return f"step {event.step}: saved {escape(event.path)} ({event.megabytes:.1f} MB{took})"
+            return f"step {event.step}: saved {escape(event.path)} ({event.megabytes:.1f} MB{_parts(event)}{took})"
         case CheckpointRejected():
             return f"[yellow]warning:[/] damaged checkpoint put aside as {escape(event.path)}: {escape(event.reason)}"
         case Resumed():
@@ -89,6 +89,13 @@ def line(event: Event, verbose: bool = False) -> str | None:
         case HealthMeasured():
             return _look(event)
     return None
+
+
+def _parts(event: CheckpointSaved) -> str:
+    """What a checkpoint is made of, where that is mostly not the model."""
+    if event.prediction_megabytes <= event.megabytes / 2:
+        return ""
+    return f": {event.weights_megabytes:.1f} weights, {event.prediction_megabytes:.1f} for prediction"
 
 
 def _move(event: Moved, verbose: bool) -> str:
