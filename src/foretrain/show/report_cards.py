@@ -68,8 +68,9 @@ def _audited(record: RunRecord) -> tuple[str, str, str, str] | None:
         return None
     sentence = escape(signs(str(audit.get("sentence") or "")))
     told = f"{sentence[:1].upper()}{sentence[1:]}. " if sentence else ""
-    figure = number(audit["gain_percent"], "+.1f", " %")
-    return "Net time saved", figure, f'{told}<span class="small">{_interval(audit)}</span>', _stands(audit)
+    if "interval" not in sentence:
+        told += f'<span class="small">{_interval(audit)}</span>'
+    return "Net time saved", number(audit["gain_percent"], "+.1f", " %"), told, _stands(audit)
 
 
 def _interval(audit: Mapping[str, object]) -> str:
