@@ -51,10 +51,14 @@ def _exact(record: RunRecord) -> tuple[str, str, str, str] | None:
         return None
     text = escape(signs(f"{sentence[:1].upper()}{sentence[1:]}"))
     text = text if text.endswith(".") else f"{text}."
-    worth, loss = finite(exact.get("trend_steps")), exact.get("loss")
-    if worth is None:
-        return "Loss reached", number(loss), text, "gain"
-    return "Worth of the leaps", f'{number(exact["trend_steps"], ",.0f")} <span class="unit">steps</span>', text, "gain"
+    worth = finite(exact.get("trend_steps")) or 0
+    if worth < 1:
+        return "Loss reached", number(exact.get("loss")), text, ""
+    digit = 10 ** max(0, len(f"{worth:.0f}") - 2)  # two digits are known of it, at the most
+    figure = (
+        f'<data value="{exact["trend_steps"]}">{worth // digit * digit:,.0f}</data> <span class="unit">steps</span>'
+    )
+    return "Worth of the leaps", figure, text, "gain"
 
 
 def _audited(record: RunRecord) -> tuple[str, str, str, str] | None:
