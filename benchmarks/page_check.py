@@ -194,7 +194,8 @@ def check_numbers(browser: Browser, summary: dict[str, Any], name: str) -> None:
         wanted["Net time saved"] = [audit.get("gain_percent")]
     for card, numbers in wanted.items():
         known = [number for number in numbers if number is not None]
-        assert cards.get(card, [])[: len(numbers)] == known, f"{name}: {card} shows {cards.get(card)}, the summary says {known}"
+        shown = cards.get(card, [])[: len(numbers)]
+        assert shown == known, f"{name}: {card} shows {shown}, the summary says {known}"
     for horizon, quality in (summary.get("forecast") or {}).items():
         row = browser.ask(
             "[...document.querySelectorAll('[data-section=horizons] tbody tr')].filter(row => "
