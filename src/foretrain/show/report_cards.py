@@ -10,7 +10,6 @@ from html import escape, unescape
 from foretrain.events import in_words
 from foretrain.show.console import short
 from foretrain.show.markup import UNKNOWN
-from foretrain.show.numbers import loss_text
 from foretrain.show.record import RunRecord
 from foretrain.show.report_text import (
     clock,
@@ -119,18 +118,23 @@ def _quality(record: RunRecord) -> list[tuple[str, str, str]]:
     cards = []
     if held_out is not None:
         notes = [f"best {number(summary['best_val_loss'])}"] if best is not None and best != held_out else []
-        notes += [f"perplexity {loss_text(math.exp(held_out))}"] if of_tokens and held_out < 20 else []
+        notes += [_perplexity(held_out)] if of_tokens and held_out < 20 else []
         given = summary.get("final_val_loss") if summary else held_out
         cards.append(("Held-out loss", number(given), ", ".join(notes)))
     training = training_loss(record)
-    alone = training is not None and held_out is None and of_tokens and training < 20
-    below = f"perplexity {loss_text(math.exp(training))}" if alone and training is not None else ""
+    alone = of_tokens and held_out is None and training is not None and training < 20
+    below = _perplexity(training) if alone and training is not None else ""
     cards.append(("Training loss", number(training), below))
     for name, words in (("accuracy", "Right answers"), ("exact_match", "Exact answers")):
         if (share := finite(summary.get(name))) is not None:
             cards.append((words, percent(share), f"of {finite(summary.get('answered')) or 0:,.0f} held-out questions"))
     cards += [(escape(f"{name[:1].upper()}{name[1:]}"), number(value), "held out") for name, value in metrics(record)]
     return cards
+
+
+def _perplexity(loss: float) -> str:
+    value = math.exp(loss)
+    return f"perplexity {value:,.0f}" if value >= 1000 else f"perplexity {value:.4g}"
 
 
 def metrics(record: RunRecord) -> list[tuple[str, float]]:
