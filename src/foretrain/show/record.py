@@ -130,11 +130,6 @@ class RunRecord:
         return "running" if self.ended is None else str(self.ended.get("reason"))
 
     @property
-    def unit(self) -> str:
-        """What is counted, in the plural: tokens, samples."""
-        return str(self.started.get("unit") or "tokens")
-
-    @property
     def tried(self) -> bool:
         """Whether a predicted move was made, whatever became of it."""
         counts = self.summary.get("moves")
