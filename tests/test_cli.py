@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 
 from foretrain.config import Config, load
+from foretrain.data import tokenizers
+from foretrain.data.tokenizers import ByteTokenizer
 from foretrain.doctor import Finding
 
 Command = Callable[..., int]
@@ -222,13 +224,15 @@ def test_a_run_leaves_its_files(
 
     config = load(out / "config.toml").config
     assert (config.max_steps, config.model.vocab_size, config.data.path) == (6, 257, str(text_file))
-    assert json.loads((out / "tokenizer.json").read_text(encoding="utf-8")) == {"foretrain": "byte"}
+    assert type(tokenizers.load(out / "tokenizer.json")) is ByteTokenizer
     events = [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [event["event"] for event in (events[0], events[-1])] == ["RunStarted", "RunEnded"]
     assert [event["step"] for event in events if event["event"] == "Progress"] == [1, 2, 3, 4, 5, 6]
     steps = sorted(path.name for path in (out / "checkpoints").iterdir())
     assert steps[-1] == "step-00000006"
-    assert {path.name for path in (out / "model").iterdir()} == {"config.json", "model.safetensors"}
+    settings = {"config.json", "generation_config.json", "model.safetensors"}
+    tokenizer = {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"}
+    assert {path.name for path in (out / "model").iterdir()} == settings | tokenizer
 
 
 def test_numbers_that_json_does_not_have_are_null_on_the_screen_too(

@@ -27,7 +27,7 @@ from foretrain import (
     supervised,
 )
 from foretrain.config import from_mapping
-from foretrain.engine import checkpoint
+from foretrain.engine import checkpoint, precision
 from foretrain.engine.runfolder import RunFolder
 from foretrain.events import (
     CheckpointSaved,
@@ -384,6 +384,24 @@ def test_an_unchanged_resume_says_nothing_of_settings(make_trainer: Make, tmp_pa
     trainer, events = make_trainer({"max_steps": 2})
     trainer.fit(batches(), out=tmp_path / "run", resume=True, progress=False)
     assert of(events, Notice) == []
+
+
+@pytest.mark.parametrize(("kind", "told"), [("muon", True), ("adamw", False)])
+def test_a_run_of_muon_that_goes_on_on_another_cpu_says_that_its_number_format_changed(
+    kind: str, told: bool, make_trainer: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"max_steps": 2, "optimizer.type": kind}
+    monkeypatch.setattr(precision, "cpu_has_bf16_products", lambda: True)
+    make_trainer(settings)[0].fit(batches(), out=tmp_path / "run", progress=False)
+    monkeypatch.setattr(precision, "cpu_has_bf16_products", lambda: False)
+    trainer, events = make_trainer(settings)
+    trainer.fit(batches(), out=tmp_path / "run", resume=True, progress=False)
+    said = [event.message for event in of(events, Notice)]
+    expected = (
+        "Muon computed in bf16 when this checkpoint was saved and computes in fp32 now (this CPU has no bf16 "
+        "instructions): results may differ in the last bits"
+    )
+    assert said == ([expected] if told else [])
 
 
 def test_the_log_of_a_resumed_run_stays_valid(make_trainer: Make, tmp_path: Path) -> None:

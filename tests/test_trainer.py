@@ -139,15 +139,14 @@ OWN: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 @pytest.mark.parametrize("name", OWN)
-def test_an_optimizer_of_ones_own_trains_and_follows_the_schedule(name: str, make_config: Make) -> None:
+def test_an_optimizer_of_ones_own_trains_at_its_own_rate(name: str, make_config: Make) -> None:
     model = Perceptron()
     optimizer = OWN[name](model.parameters())
     trainer = HybridTrainer(model, optimizer, supervised(F.mse_loss), make_config({"max_steps": 100}))
     peak = trainer.rate.peak
     before = trainer.evaluate([regression(seed=99)])
     rates = [trainer.step(regression(seed=number)).learning_rate for number in range(100)]
-    assert max(rates) == pytest.approx(peak)
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(rates[-1])
+    assert set(rates) == {peak, optimizer.param_groups[0]["lr"]}
     assert trainer.evaluate([regression(seed=99)]) < before
 
 

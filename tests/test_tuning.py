@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,8 @@ from foretrain.events import Event, Notice, Progress
 from foretrain.models import huggingface
 from foretrain.models.adapter_files import load_adapter, read_adapter
 from foretrain.run import read_checkpoint
-from foretrain.tuning import _fitting, _spread, export_adapter, finetune, prepare, with_templates
+from foretrain.serve.answers import fitting, spread
+from foretrain.tuning import export_adapter, finetune, prepare, with_templates
 
 
 @pytest.fixture
@@ -154,9 +157,9 @@ def test_answers_are_asked_from_all_over_the_held_out_examples(base: Path, tmp_p
     path.write_text("\n".join(map(json.dumps, records)), encoding="utf-8")
     opened = open_base(base)
     questions = prepare(config_for(base, path), opened).questions
-    assert len({question.answer for question in _spread(questions, 8)}) == 4
+    assert len({question.answer for question in spread(questions, 8)}) == 4
     long = [Example("x" * 100, " y"), Example("x", " y")]
-    assert _fitting(opened, long) == long[1:]
+    assert fitting(opened.model, opened.tokenizer, long) == long[1:]
 
 
 # --- what can go wrong -----------------------------------------------------------------------------------------------
@@ -328,3 +331,36 @@ def test_adapters_by_command(tuned: Path, tmp_path: Path, capsys: pytest.Capture
             assert run("adapters", command, tuned, target) == 2
             assert str(target) in capsys.readouterr().err
         assert run("adapters", command, tuned, tmp_path / "merged", "--overwrite") == 0
+
+
+# --- names of the Hugging Face Hub ------------------------------------------------------------------------------------
+
+
+def in_cache(base: Path, name: str, revision: str = "abc") -> Path:
+    """The base as `huggingface_hub` keeps a downloaded model."""
+    cached = Path(os.environ["HF_HOME"]) / "hub" / f"models--{name.replace('/', '--')}"
+    (cached / "refs").mkdir(parents=True, exist_ok=True)
+    (cached / "refs" / "main").write_text("abc")
+    return shutil.copytree(base, cached / "snapshots" / revision)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "openai-community/gpt2"])
+def test_a_model_in_the_hubs_cache_is_found_by_its_name(base: Path, data: Path, tmp_path: Path, name: str) -> None:
+    in_cache(base, "openai-community/gpt2")
+    newer = in_cache(base, "openai-community/gpt2", "zzz")
+    (newer / "config.json").unlink()
+    finetune(config_for(Path(name), data, max_steps=2), tmp_path / "run", progress=False)
+    opened = open_base(tmp_path / "run")
+    assert opened.folder.name == "abc"
+    assert opened.folder.is_absolute()
+
+
+def test_a_name_that_is_not_there_says_how_to_get_it(
+    base: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (in_cache(base, "gpt2") / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    assert run("finetune", "--base", "gpt2", "--data", data, "--out", tmp_path / "run") == 2
+    printed = capsys.readouterr().err
+    assert "nothing is downloaded here" in printed
+    assert "AutoModelForCausalLM.from_pretrained('gpt2').save_pretrained('FOLDER')" in printed
+    assert not (tmp_path / "run").exists()

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from foretrain.dynamics.predictor import Followed, Forecast, Predictor, Situation
     from foretrain.engine.checkpoint import CheckpointStore
     from foretrain.engine.muon import Muon
+    from foretrain.engine.own import supervised
     from foretrain.errors import CheckpointError, ConfigError, DataError, DivergenceError, ForetrainError, InputError
+    from foretrain.evaluation import evaluate
     from foretrain.events import Bus
     from foretrain.models.gpt2 import GPT2, GPT2Shape
     from foretrain.models.lora import LoraSettings
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     from foretrain.serve.generate import Completion, TextGenerator
     from foretrain.serve.sampling import Sampling
     from foretrain.serve.streaming import StreamToken
-    from foretrain.trainer import HybridTrainer, StepResult, supervised
+    from foretrain.trainer import HybridTrainer, StepResult
     from foretrain.tuning import finetune
 
 _HOMES = {
@@ -54,9 +56,10 @@ _HOMES = {
     "StreamToken": "serve.streaming",
     "TextGenerator": "serve.generate",
     "TokenWindows": "data.loader",
+    "evaluate": "evaluation",
     "finetune": "tuning",
     "load": "config",
-    "supervised": "trainer",
+    "supervised": "engine.own",
     "train": "run",
 }
 
@@ -88,6 +91,7 @@ __all__ = [
     "StreamToken",
     "TextGenerator",
     "TokenWindows",
+    "evaluate",
     "finetune",
     "load",
     "supervised",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
+from foretrain.cli_options import Model, Overwrite, Tokenizer, Vocabulary
 from foretrain.errors import ForetrainError, InputError
 from foretrain.outlet import is_lost
 from foretrain.terminal import (
@@ -30,13 +31,10 @@ from foretrain.terminal import (
 
 if TYPE_CHECKING:
     from foretrain.base import Base
+    from foretrain.models.adapter_files import Adapter
     from foretrain.serve.sampling import Sampling
 
 adapters_app = App(name="adapters", help="What fine-tuning made: list, merge and export adapters.")
-
-Overwrite = Annotated[bool, flag("Replace files of the same names in FOLDER.")]
-Tokenizer = Annotated[str, Parameter(help="Path of a tokenizer.json. Unset: the one beside the weights.")]
-Vocabulary = Annotated[str, Parameter(help="Folder with GPT-2's vocabulary files, for weights without a tokenizer.")]
 
 
 def finetune(
@@ -110,7 +108,7 @@ def _result_lines(summary: dict[str, Any]) -> list[str]:
 
 
 def generate(
-    model: Annotated[Path, Parameter(help="Run folder of `train` or `finetune`, or a GPT-2 in Hugging Face's format.")],
+    model: Model,
     /,
     *,
     prompt: Annotated[
@@ -148,8 +146,8 @@ def generate(
     trained to be asked; `--raw` continues the text as it is. `--adapter OTHER` takes another adapter, `--no-adapter`
     none.
     """
-    from foretrain.base import open_base
     from foretrain.engine.precision import choose_device
+    from foretrain.newest import open_newest
     from foretrain.serve.sampling import Sampling
 
     if adapter is not None and no_adapter:
@@ -157,7 +155,7 @@ def generate(
     if stream and json_:
         raise InputError("--stream and --json contradict each other; keep one of them")
     sampling = Sampling(max_tokens, temperature, top_k, top_p, repetition_penalty, seed, stop_strings=tuple(stop or ()))
-    base = open_base(model, tokenizer, vocabulary)
+    base = open_newest(model, tokenizer, vocabulary, say)
     prompts = prompt or [sys.stdin.read()]
     if base.format is not None and not raw:
         prompts = [base.format.ask(text, _fields(field or [])) for text in prompts]
@@ -178,7 +176,7 @@ def _fields(assignments: list[str]) -> dict[str, str]:
 
 
 def _write(
-    base: Base, prompts: list[str], sampling: Sampling, adapter: Path | None, stream: bool, as_json: bool
+    base: Base, prompts: list[str], sampling: Sampling, adapter: Path | Adapter | None, stream: bool, as_json: bool
 ) -> None:
     from foretrain.models.adapter_files import load_adapter
     from foretrain.serve.generate import TextGenerator
@@ -293,8 +291,7 @@ def merge(
     load_adapter(opened.model, read)
     lora.merge(opened.model)
     lora.detach(opened.model, keep_merged=True)
-    write_model(opened.model, folder, "merge it again")
-    (folder / "tokenizer.json").write_text(opened.tokenizer.to_json(), encoding="utf-8")
+    write_model(opened.model, folder, "merge it again", opened.tokenizer)
     put_written(folder, json_)
 
 

@@ -23,6 +23,10 @@ class RunStarted(Event):
     precision: str
     title: str
     details: Mapping[str, str] = field(default_factory=dict)
+    unit: str = "tokens"
+    """What `tokens` and `tokens_per_second` count: "tokens", "samples", or what the user named."""
+    optimizer: str = ""
+    """In words: "torch.optim.Adam, lr 0.003", or "muon"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +117,8 @@ class Evaluated(Event):
     seconds: float
     averaged_weights: bool
     best: bool
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Means over all held-out rows, by the names that `fit(metrics=...)` gave."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ import errno
 import math
 import os
 import shutil
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,15 @@ def make_folder(path: Path) -> None:
         make_folder(path.parent)
         path.mkdir(exist_ok=True)
         sync_file(path.parent)
+
+
+def give_usual_mode(path: Path) -> None:
+    """Let the umask decide who may read a file; some libraries make theirs for the owner alone."""
+    usual = path.with_name(f".tmp-mode-{path.name}")
+    usual.touch()
+    mode = usual.stat().st_mode
+    usual.unlink()
+    path.chmod(stat.S_IMODE(mode))
 
 
 def remove(path: Path) -> None:

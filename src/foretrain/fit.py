@@ -18,6 +18,7 @@ from foretrain.engine import checkpoint, shortage
 from foretrain.engine.batches import Batches
 from foretrain.engine.checkpoint import CheckpointStore
 from foretrain.engine.meters import Stopwatch
+from foretrain.engine.muon import Muon, iteration_type
 from foretrain.engine.runfolder import RunFolder
 from foretrain.engine.signals import StopRequest
 from foretrain.engine.step import rows_of, split
@@ -409,6 +410,7 @@ class Run:
             "data": self.fingerprint,
             "torch": torch.__version__,
             "foretrain": environment.version("foretrain"),
+            "muon_type": iteration_type(self.trainer.device),
             "total_seconds": self._total_seconds(),
         }
 
@@ -456,6 +458,11 @@ class Run:
             self.emit(
                 Notice(f"saved with torch {saved_with}, now {torch.__version__}: results may differ in the last bits")
             )
+        earlier, chosen = meta.get("muon_type"), iteration_type(self.trainer.device)
+        if earlier not in (None, chosen) and isinstance(self.trainer.optimizer, Muon):
+            why = "" if chosen == "bf16" else " (this CPU has no bf16 instructions)"
+            text = f"Muon computed in {earlier} when this checkpoint was saved and computes in {chosen} now{why}"
+            self.emit(Notice(f"{text}: results may differ in the last bits", level="info"))
 
 
 def _interval(setting: int | None, unset: int) -> int:

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
+from foretrain.errors import ConfigError
 from foretrain.sizes import parse_size
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -38,6 +47,18 @@ class Section(BaseModel):
     """One section of the configuration file."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise ConfigError(explanations[-1](error, type(self))) from None
+
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # only what Python code writes comes this way
+
+
+explanations: list[Callable[[ValidationError, type[BaseModel]], str]] = [lambda error, section: str(error)]
+"""The last one says in words what is wrong with a section that Python code makes; `config.py` adds a better one."""
 
 
 class ModelConfig(Section):
@@ -176,7 +197,7 @@ class ScheduleConfig(Section):
     warmup_steps: CountOrZero | None = None
     """Steps of linear warm-up. Unset: 5 % of `max_steps`, 1000 at most (none for `constant` and `cyclic`)."""
     warmup_rate: NonNegative = 0.0
-    """Learning rate the warm-up starts from."""
+    """Learning rate the warm-up starts from. 0: from its first step above 0, so that no update is wasted."""
     stable_steps: CountOrZero | None = None
     """Steps at the peak in `wsd`. Unset: what warm-up and decay leave."""
     decay_steps: Count | None = None
@@ -473,9 +494,12 @@ class Config(Section):
         "aggressive",
         "finetune",
     ] = "measured"
-    """A set of values to start from; everything else in the file overrides it."""
+    """A set of values to start from; everything else in the file overrides it. `small`, `medium`, `large`, `specialist`
+    and `generalist` set phases and rates, no model size: that is `model.type`."""
     max_steps: Count = 800
     """Length of the run in optimizer steps."""
+    epochs: Positive | None = None
+    """Length of the run in passes over the training data, instead of `max_steps`."""
     batch_size: Count = 16
     """Sequences per optimizer step."""
     accumulation_steps: Count = 1
@@ -504,6 +528,10 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _parts_fit_together(self) -> Config:
+        if self.epochs is not None and "max_steps" in self.model_fields_set:
+            raise ValueError(
+                f"epochs = {self.epochs:g} and max_steps = {self.max_steps} both say how long the run is; keep one"
+            )
         if self.batch_size % self.accumulation_steps:
             raise ValueError(
                 f"accumulation_steps = {self.accumulation_steps} does not divide batch_size = {self.batch_size}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from foretrain import environment
 from foretrain.config import Config, to_mapping
@@ -28,13 +30,15 @@ from foretrain.dynamics.lookahead import LookAhead
 from foretrain.dynamics.observer import Moment, Observer
 from foretrain.dynamics.predictor import Predictor
 from foretrain.dynamics.trajectory import Trajectory, basis_type
-from foretrain.engine.loop import Engine
+from foretrain.engine.loop import Engine, own_loss
 from foretrain.engine.memory import MemoryMeter
+from foretrain.engine.own import Measure, OptimizerLike, explain_first_failure
+from foretrain.engine.rates import FollowedRates
 from foretrain.engine.runfolder import RunFolder
 from foretrain.engine.signals import StopRequest
-from foretrain.engine.step import LossFunction, StepOutput
+from foretrain.engine.step import StepOutput
 from foretrain.errors import ConfigError, DivergenceError
-from foretrain.events import Bus, PhaseChanged, Recovered
+from foretrain.events import Bus, Notice, PhaseChanged, Recovered
 from foretrain.fit import Run
 from foretrain.schema import Level
 from foretrain.show.console import Console
@@ -50,11 +54,6 @@ _LOOK_AHEAD_ENDS = 2 / 3
 """Share of a run after which nothing looks ahead: forward moves harm while the learning rate decays."""
 
 
-def supervised(criterion: Callable[[Tensor, Tensor], Tensor]) -> LossFunction:
-    """Loss function for batches of (inputs, targets): `supervised(torch.nn.functional.cross_entropy)`."""
-    return lambda model, batch: criterion(model(batch[0]), batch[1])
-
-
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """What one step did. Reading `loss` or `gradient_norm` waits for the device; not reading costs nothing."""
@@ -63,12 +62,18 @@ class StepResult:
     """"warmup", "full", "predict" or "correct"."""
     global_step: int
     """Virtual steps done so far, this one included: full steps, and predicted ones as far as they were worth one."""
-    learning_rate: float
+    rate: float | Tensor
+    """As `learning_rate`, not read yet."""
     output: StepOutput
     predicted_loss: float | None = None
     """What the predictor said this loss would be, in PREDICT."""
     confidence: float | None = None
     """Probability that the open move will be kept, in PREDICT and CORRECT."""
+
+    @property
+    def learning_rate(self) -> float:
+        """That the last update was made with, in the first group of parameters; what recovery did to it included."""
+        return float(self.rate)
 
     @property
     def loss(self) -> float:
@@ -96,15 +101,16 @@ class HybridTrainer(Engine):
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Optimizer | None = None,
-        loss_fn: LossFunction | None = None,
+        optimizer: OptimizerLike = None,
+        loss_fn: Measure | None = None,
         config: Config | None = None,
         *,
+        scheduler: LRScheduler | Callable[[Optimizer], LRScheduler] | None = None,
         predictor: Predictor | None = None,
         probe: Sequence[Any] = (),
         bus: Bus | None = None,
     ) -> None:
-        super().__init__(model, optimizer, loss_fn, with_short_warmup(config or Config()))
+        super().__init__(model, optimizer, loss_fn, with_short_warmup(config or Config()), scheduler)
         config = self.config
         self.bus = bus or Bus()
         self.memory = MemoryMeter(self.device, self.bus.emit, lambda: self.global_step, config.memory.timeline)
@@ -114,6 +120,7 @@ class HybridTrainer(Engine):
             ahead = config.predictor
             self.look_ahead = LookAhead(parameters, ahead.beta, ahead.gamma, ahead.stride)
         self._said: dict[str, int] = {}
+        self._past_the_end = False
         self.pilot: Pilot | None = None
         self.rescue = Rescue(self, self)
         self.checkup = Checkup(self, self.bus.emit)
@@ -127,16 +134,18 @@ class HybridTrainer(Engine):
         names = [name for name, p in self.model.named_parameters() if p.requires_grad]
         kind = HostedTrajectory if config.memory.basis == "pinned" else Trajectory
         dtype = basis_type(config.hybrid.basis_type, sum(p.numel() for p in parameters))
-        trajectory = kind(parameters, names, window=config.hybrid.window_steps, dtype=dtype)
+        trajectory = kind(parameters, names, window=config.hybrid.window_steps, dtype=dtype, hold=False)
         predictor = predictor or registry.build(config.predictor, config.seed)
         self.observer = Observer(trajectory, predictor, parameters, self.optimizer)
         if self.full_step.in_backward is not None:
             self.full_step.in_backward.watchers.append(self.observer.sample.watch())
         self.pilot = Pilot(config, self.observer, "adapters" if self._trains_adapters() else "full weights")
+        self.pilot.falls_once = self.pilot.falls_once and not isinstance(self.rate, FollowedRates)
         self.mover = Mover(self, self.pilot, self.bus.emit)
         self.mover.probes.held_out = [self.to_device(batch) for batch in probe]
         if self.mover.probes.held_out:
             self.pilot.judge_on_held_out()
+        self.pilot.hold_directions()
         self.race = RateRace(self.mover, config)
         self.checkup.pilot = self.pilot
 
@@ -151,7 +160,31 @@ class HybridTrainer(Engine):
 
         Where memory runs out, `memory.on_out_of_memory` decides what follows.
         """
-        return self.rescue.step(batch, self._step)
+        if self.has_end and self.global_step >= self.config.max_steps and not (self._past_the_end or self.judging):
+            self._say_past_the_end()
+        try:
+            return self.rescue.step(batch, self._step)
+        except (TypeError, AttributeError) as error:
+            if self.backward_passes or self.loss_fn is own_loss:
+                raise
+            raise explain_first_failure(error) from error
+
+    def _say_past_the_end(self) -> None:
+        """Once. A schedule may have brought the learning rate down to nothing by now."""
+        self._past_the_end = True
+        text = (
+            f"step() goes on after the last of max_steps = {self.config.max_steps}, with a learning rate of "
+            f"{self.schedule(self.global_step):.3g}; raise max_steps, or leave it out for a loop without an end"
+        )
+        warnings.warn(text, stacklevel=3)
+        self.bus.emit(Notice(text))
+
+    def end_at(self, max_steps: int) -> None:
+        """From now on it is known how long the run is."""
+        super().end_at(max_steps)
+        if self.pilot is not None:
+            self.pilot.config = self.config
+            self.pilot.plan_for(max_steps)
 
     def _step(self, batch: Any) -> StepResult:
         batch = self.to_device(batch)
@@ -165,7 +198,8 @@ class HybridTrainer(Engine):
                 result = self._correct(batch)
         if self.position >= position:  # else a rollback went back in the data
             self.position += 1
-        if self.pilot is not None and self.global_step == self.config.max_steps:
+        self.rate.advance(self.global_step)
+        if self.pilot is not None and self.has_end and self.global_step == self.config.max_steps:
             self.mover.finish(batch)
         if self.checkup.due and not self.judging and self.checkup.judge():
             self._follow_recovery(self.pilot)
@@ -298,25 +332,25 @@ class HybridTrainer(Engine):
 
     def _look_ahead_share(self) -> float:
         """On after the warm-up, off for the last third, and only as far as the learning rate is up."""
-        step, config = self.global_step, self.config
-        if step < config.hybrid.warmup_steps or step >= _LOOK_AHEAD_ENDS * config.max_steps or not self.rate.peak:
+        step = self.global_step
+        if step < self.config.hybrid.warmup_steps or step >= _LOOK_AHEAD_ENDS * self.planned_steps:
             return 0.0
-        return self.schedule(step) / self.rate.peak
+        peak = self.rate.peak
+        return self.schedule(step) / peak if peak else 0.0
 
     def _result(
         self, phase: Phase, output: StepOutput, predicted_loss: float | None = None, confidence: float | None = None
     ) -> StepResult:
-        rate = self.schedule(max(0, self.global_step - 1)) * self.rate_factor
-        return StepResult(phase.value, self.global_step, rate, output, predicted_loss, confidence)
+        return StepResult(phase.value, self.global_step, self.rate.used, output, predicted_loss, confidence)
 
     # --- the end of a window -----------------------------------------------------------------------------------------
 
     def _end_window(self, pilot: Pilot) -> None:
         moment = Moment(
             step=self.global_step,
-            max_steps=self.config.max_steps,
+            max_steps=self.planned_steps,
             full_steps=self.backward_passes,
-            learning_rate=self.schedule(max(0, self.global_step - 1)) * self.rate_factor,
+            learning_rate=float(self.rate.used),
             peak_rate=self.rate.peak,
             phase=pilot.phase_record(),
             acceptance_rate=pilot.counts.acceptance_rate,
@@ -331,17 +365,16 @@ class HybridTrainer(Engine):
             return
         self.mover.keep_safe()
         before = self.phase
-        left = self.config.max_steps - self.global_step
+        if before is Phase.WARMUP:
+            self.mover.compare_batches()
+        left = self.planned_steps - self.global_step
+        pilot.plan_for(self.planned_steps)
         chain = self.mover.chain
-        pilot.decide(self.global_step, left, self._trend(), chain.ready, chain.exact)
+        pilot.decide(self.global_step, left, self.rate.trend(self.global_step), chain.ready, chain.exact)
+        if not self.observer.trajectory.held:
+            self.mover.safety.forget_other()
         if self.phase is not before:
             self._tell_phase()
-
-    def _trend(self) -> int:
-        """Of the learning rate: -1 on its way down to the end of the run, 1 while it warms up, else 0."""
-        step = self.global_step
-        before, after = self.schedule(max(0, step - 1)), self.schedule(min(step + 1, self.config.max_steps))
-        return (after > 1.001 * before) - (after < 0.999 * before)
 
     def _tell_phase(self) -> None:
         if self.pilot is not None:
@@ -372,7 +405,8 @@ class HybridTrainer(Engine):
             self.pilot.recovery.rollbacks = 0
 
     def evaluated(self, held_out: float) -> None:
-        """A held-out loss is known: it shows over- and underfitting."""
+        """A held-out loss is known: it shows over- and underfitting, and some schedulers follow it."""
+        self.rate.evaluated(held_out)
         if self.checkup.evaluated(held_out):
             self._follow_recovery(self.pilot)
 
@@ -390,7 +424,7 @@ class HybridTrainer(Engine):
         configuration."""
         tuned = self.checkup.health
         self.rate_factor = tuned.rate_factor
-        clip = min(self.config.optimizer.gradient_clip_norm or torch.inf, tuned.clip)
+        clip = min(self.clip or torch.inf, tuned.clip)
         if pilot is not None:
             self.rate_factor *= pilot.recovery.rate_factor * self.race.factor
             clip = min(clip, pilot.recovery.clip)
@@ -476,6 +510,8 @@ class HybridTrainer(Engine):
                 for tracker in trackers:
                     stack.callback(self.bus.subscribe(tracker))
                 stack.callback(close_all, trackers)
+            if not self.has_end:
+                self.end_at(self.config.max_steps)
             stop = stack.enter_context(StopRequest())
             run = Run(self, folder, list(held_out) if held_out is not None else [], stop, data_fingerprint)
             return run.train(loader, resume, title, details or {})
@@ -486,10 +522,12 @@ class HybridTrainer(Engine):
             return {}
         moves, observer = self.pilot.counts.moves, self.observer
         gain = self.pilot.ledger.gain(self.backward_passes)
+        watched = observer.windows > 0 and not (self.pilot.rest_steps or self.judging)  # else they are of long ago
+        chained = self.judging and self.mover.open_move.chained  # nothing was forecast for it
         return {
-            "predicted_loss": None if self.pilot.rest_steps else observer.predicted_loss,
-            "smoothed_loss": None if self.pilot.rest_steps else observer.smoothed_loss,
-            "confidence": round(self.pilot.current_confidence, 4),
+            "predicted_loss": observer.predicted_loss if watched else None,
+            "smoothed_loss": observer.smoothed_loss if watched else None,
+            "confidence": None if chained else round(self.pilot.current_confidence, 4),
             "kept": moves["kept"] + moves["shrunk"],
             "refused": moves["refused"] + moves["rolled_back"],
             "gain_percent": gain["gain_percent"],

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from foretrain.data import tokenizers
 from foretrain.data.tokenizers import END_OF_TEXT, BPETokenizer, ByteTokenizer, CharacterTokenizer, Tokenizer
@@ -75,6 +76,20 @@ def test_batches_and_single_texts_are_encoded_alike(tokenizer: Tokenizer) -> Non
     together = tokenizer.encode_batch(TEXTS)
     for text, tokens in zip(TEXTS, together, strict=True):
         assert list(tokenizer.encode_batch([text])[0]) == list(tokens)
+
+
+def test_one_text_is_encoded_for_an_embedding(tokenizer: Tokenizer) -> None:
+    tokens = torch.tensor(tokenizer.encode(TEXTS[2]))
+    assert tokens.dtype == torch.int64
+    assert tokens.tolist() == tokenizer.encode_batch(TEXTS)[2].tolist()
+    assert torch.nn.Embedding(tokenizer.vocab_size, 2)(tokens).shape == (len(tokens), 2)
+
+
+@pytest.mark.parametrize("written", ['{"foretrain": "byte"}', '{"foretrain": "char", "characters": "abc"}'])
+def test_files_in_the_first_form_are_still_read(written: str, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(written)
+    tokenizer = tokenizers.load(tmp_path / "tokenizer.json")
+    assert tokenizer.encode("ab") == ([97, 98] if "byte" in written else [0, 1])
 
 
 # --- bytes and characters ------------------------------------------------------------------------------------------

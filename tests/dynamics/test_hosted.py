@@ -47,7 +47,7 @@ def steps(parameters: list[Tensor], trajectory: Trajectory, count: int, seed: in
 def flat(motion: Motion) -> list[Any]:
     parts = [motion.window, *([motion.frozen] if motion.frozen else [])]
     numbers = [array for part in parts for array in (np.asarray(part.windows), part.dots, part.square)]
-    return [*numbers, motion.gram, np.asarray(motion.extra)]
+    return [*numbers, motion.gram, *motion.extra]
 
 
 def same(one: Motion, other: Motion) -> bool:

@@ -99,8 +99,8 @@ def test_the_shortest_runs_begin_at_the_peak(kind: str, max_steps: int) -> None:
 
 def test_cosine_at_every_boundary() -> None:
     got = rates(104, type="cosine", warmup_steps=4, final_rate=1e-3)
-    assert got[0] == 0
-    assert got[3] == pytest.approx(PEAK * 3 / 4)
+    assert got[0] == pytest.approx(PEAK / 5)
+    assert got[3] == pytest.approx(PEAK * 4 / 5)
     assert got[4] == pytest.approx(PEAK)
     assert got[54] == pytest.approx((PEAK + 1e-3) / 2)
     assert got[103] == pytest.approx(1e-3 + 9e-3 * 0.5 * (1 + math.cos(math.pi * 99 / 100)))
@@ -158,3 +158,9 @@ def test_cyclic_at_every_boundary() -> None:
     assert [got[step] for step in (0, 5, 10, 15, 20)] == pytest.approx([1e-3, PEAK, 1e-3, PEAK, 1e-3])
     halves = rates(30, type="cyclic", base_rate=1e-3, cycle_length=10, mode="triangular2")
     assert [halves[step] for step in (5, 15, 25)] == pytest.approx([1e-3 + 9e-3 / 2**n for n in range(3)])
+
+
+@pytest.mark.parametrize("kind", ["wsd", "cosine", "warmup"])
+def test_no_update_of_a_warm_up_is_wasted_at_a_rate_of_0(kind: str) -> None:
+    got = rates(100, type=kind, warmup_steps=9)
+    assert got[:10] == pytest.approx([PEAK * (step + 1) / 10 for step in range(10)])

@@ -173,8 +173,8 @@ def test_an_exploding_gradient_halves_the_rate_and_clips() -> None:
 
 def test_a_spiked_learning_rate_is_recovered_from() -> None:
     run = faulty(healthy, {"optimizer.gradient_clip_norm": 0.0})
-    schedule = run.trainer.schedule
-    run.trainer.schedule = lambda step: schedule(step) * (300.0 if 200 <= step < 204 else 1.0)
+    schedule = run.trainer.rate.at
+    run.trainer.rate.at = lambda step: schedule(step) * (300.0 if 200 <= step < 204 else 1.0)
     run.run(lambda: run.trainer.global_step >= STEPS or run.position > 900)
     assert {"roll_back", "force_full"} & set(told(run))
     assert run.trainer.global_step == STEPS

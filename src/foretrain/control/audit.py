@@ -6,8 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-_T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
-"""Student's t for a two-sided 95 % interval, by degrees of freedom from 1."""
+_TWO_SIDED_95 = 0.975
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +69,10 @@ class Ledger:
             return 0.0
         mean = math.fsum(gains) / count
         deviation = math.sqrt(math.fsum((gain - mean) ** 2 for gain in gains) / (count - 1))
-        factor = _T_95[count - 2] if count - 2 < len(_T_95) else 1.96
-        return factor * deviation / math.sqrt(count)
+        from scipy import special  # here, as most runs have no two audits
+
+        student = float(special.stdtrit(count - 1, _TWO_SIDED_95))
+        return student * deviation / math.sqrt(count)
 
     def sentence(self, full_steps: float, unmeasured: str = "prediction was never tried") -> str:
         """The figure in words; never more than was measured. unmeasured: what is said where nothing was."""

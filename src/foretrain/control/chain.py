@@ -15,6 +15,7 @@ from foretrain.dynamics.secant import Secant
 from foretrain.dynamics.slope import LossSlope
 from foretrain.engine.loop import Engine
 from foretrain.engine.moments import read_moment
+from foretrain.engine.state import random_state, restore_random_state
 from foretrain.engine.step import StepOutput
 
 EXACT = 1e-5
@@ -91,6 +92,17 @@ class Chain:
 
     # --- leaps -------------------------------------------------------------------------------------------------------
 
+    def compare(self, batch: Any) -> None:
+        """Find out whether another batch gives the same loss at the same weights, with one forward pass."""
+        if self.secant is None or self._last is None:
+            return
+        now, random = [p.detach().clone() for p in self.parameters], random_state()
+        self.secant.place()
+        self.exact = _same(self.engine.probe(batch), float(self._last))
+        with torch.no_grad():
+            torch._foreach_copy_([p.detach() for p in self.parameters], now)
+        restore_random_state(random)
+
     def begin(self, batch: Any) -> bool:
         """Whether another batch gives the same loss at the same weights. Costs one forward pass, or two.
 
@@ -151,8 +163,7 @@ class Chain:
             return None
         secant.at()
         secant.gradient_known([p.grad for p in self.parameters])
-        engine.set_rate()
-        output = engine.full_step.update(loss)
+        output = engine.update(loss)
         secant.place()  # the optimizer has learned from the gradient; its own step is not wanted
         engine.count_step(batch, output)
         cost, new = 1 + probes / 3, float(loss)

@@ -133,9 +133,9 @@ class Checkup:
 
     def _situation(self, step: int) -> Situation:
         engine, pilot, config = self.engine, self.pilot, self.engine.config
-        now = self.health.effective(self._peak, config.optimizer.gradient_clip_norm, config.hybrid.full_steps)
+        now = self.health.effective(self._peak, engine.clip, config.hybrid.full_steps)
         high = engine.schedule(engine.global_step) >= 0.5 * self._peak
-        falling = engine.schedule(config.max_steps) < 0.5 * self._peak
+        falling = engine.schedule(engine.planned_steps) < 0.5 * self._peak
         if pilot is None:
             return Situation(step, now, high, falling)
         moves, recovery = pilot.counts.moves, pilot.recovery

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from foretrain.config import Config
+
 FORWARD = 1 / 3
 """A forward pass in full steps: forward, backward and update together take about three of it."""
 _QUANTILE = 1.28
@@ -18,6 +20,26 @@ PRIORS: dict[str, tuple[float, float, float]] = {
     "adapters": (0.3, 0.3, 1.0),  # leaps repair a rate that is too small and are refused at a good one
 }
 """What is known before the run's own audits, from the measurements behind docs/results.md."""
+
+
+_COST_OF_PROBES = 16 * FORWARD
+"""Full steps that the forward passes of an audited move cost."""
+
+
+def steps_of_audit(config: Config) -> int:
+    """Full steps that follow on an audited move; a short run can afford few only."""
+    affordable = int(config.audit.time_budget * config.max_steps - _COST_OF_PROBES)
+    return max(min(config.audit.steps, affordable), config.hybrid.correct_steps)
+
+
+def cost_of_audit(config: Config) -> float:
+    """In full steps."""
+    return steps_of_audit(config) + _COST_OF_PROBES
+
+
+def no_audit_is_affordable(config: Config) -> bool:
+    """Nothing will be tried then, unless moves can be judged without an audit."""
+    return cost_of_audit(config) > config.audit.time_budget * config.max_steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +86,7 @@ class Gate:
 
     def __init__(self, max_steps: int, budget: float, kind: str = "full weights") -> None:
         self.prior = PRIORS[kind]
+        self.budget = budget
         self.allowed = budget * max_steps
         """Full steps that unproven moves may cost in all."""
         self.spent = 0.0
@@ -78,6 +101,10 @@ class Gate:
         self.since_audit = 0
         self.first_wait, self.backoff = 1, 2
         """Cycles to sit out after the first move that does not pay, and how much longer each wait is than the last."""
+
+    def plan_for(self, max_steps: int) -> None:
+        """The run is so long, as far as is known now."""
+        self.allowed = self.budget * max_steps
 
     # --- deciding ----------------------------------------------------------------------------------------------------
 

@@ -32,7 +32,8 @@ from foretrain.engine.state import random_state
 from foretrain.engine.step import StepOutput, map_tensors, tensors_of
 from foretrain.events import Event, Moved, Recovered
 
-_PROBES_OF_AUDIT = 4
+_BATCHES_OF_AUDIT = 4
+"""On which the forks of an audit are compared: the last of a window, and the one that the move begins with."""
 _MOST_WORTH = 10.0
 """Full steps that one quasi-Newton leap is taken to be worth at the most, whatever the slope says."""
 _FIRST_HELD_OUT = 0.25
@@ -72,9 +73,9 @@ class Mover:
     def remember(self, batch: Any) -> None:
         """The last batches of a window, to compare the forks of an audit on. A loop may fill one buffer over and over,
         so they are copied."""
-        if self.trajectory.steps >= self.trajectory.window - _PROBES_OF_AUDIT:
+        if self.trajectory.steps >= self.trajectory.window - _BATCHES_OF_AUDIT:
             copied = map_tensors(batch, lambda tensor: tensor.clone())
-            self._recent = [*self._recent, copied][-(_PROBES_OF_AUDIT - 1) :]
+            self._recent = [*self._recent, copied][-(_BATCHES_OF_AUDIT - 1) :]
 
     def full(self, batch: Any, full_step: Callable[..., StepOutput]) -> StepOutput:
         """A full step; where noise is low its gradient is remembered for later leaps."""
@@ -88,6 +89,14 @@ class Mover:
         if len(self._recent) < 2:
             return False
         return all(_equal(self._recent[-1], other) for other in self._recent[:-1])
+
+    def compare_batches(self) -> None:
+        """Batches may hold the same samples in another order: one probe tells, and chains need no warm-up there."""
+        chain, known = self.chain, self.pilot.predictability
+        untold = chain.exact is None and known.low_noise and not known.same_batch and len(self._recent) > 1
+        if untold and self.pilot.may_chain and chain.ready:
+            chain.compare(self._recent[-2])  # the last gradient is of the one after it
+            self.pilot.ledger.cost += FORWARD
 
     def keep_safe(self) -> None:
         """A snapshot of a healthy run now and then, for emergencies. The first is of the beginning."""
@@ -148,7 +157,7 @@ class Mover:
             move.moved += 1
             pilot.machine.count(1, limited=False)
             self._count_credit(1)  # it took a gradient and an update
-        room = self.engine.config.max_steps - self.engine.global_step - move.plan.correct_steps
+        room = self.engine.planned_steps - self.engine.global_step - move.plan.correct_steps
         if output is None or self.chain.over(pilot.slope) or room <= 0:
             self.chain.end(pilot.slope, refused=output is None)
             move.cost += self.chain.cost
@@ -410,7 +419,7 @@ class Mover:
         if audit is not None and not (move.plan.low_noise or move.chained):
             gain = audit.gain_steps - audit.deviation_steps
             self._count_credit(self.pilot.gate.audited_credit(move.moved, gain))
-        self.pilot.observer.restart()
+        self.pilot.observer.restart(new_level=move.chained)
 
     def _take_back(self, move: Move, audit: Audit | None) -> None:
         """An audited move is already gone: the run stands at the end of the fork without it."""

@@ -12,7 +12,7 @@ import numpy as np
 from foretrain.config import Config
 from foretrain.control.audit import Audit, Ledger
 from foretrain.control.correction import Correction
-from foretrain.control.gate import FORWARD, Answer, Ask, Gate
+from foretrain.control.gate import Answer, Ask, Gate, cost_of_audit, no_audit_is_affordable, steps_of_audit
 from foretrain.control.guard import Guard, Level, Reading, Verdict
 from foretrain.control.horizon import HorizonBandit, HorizonContext
 from foretrain.control.machine import Machine, Phase, Transition, View
@@ -23,6 +23,8 @@ from foretrain.dynamics.predictability import Predictability
 from foretrain.dynamics.predictor import Array, Forecast
 from foretrain.dynamics.records import HORIZONS_IN_WINDOWS, PhaseRecord, WindowRecord
 from foretrain.dynamics.slope import LossSlope
+from foretrain.dynamics.trajectory import LARGEST_FP32_BASIS
+from foretrain.engine import shortage
 
 _WINDOWS_TO_SCORE = 2
 """Windows after a move until a forecast has met what followed."""
@@ -34,8 +36,9 @@ _NEARLY_EXACT = 0.98
 """R2 from which forecasts are steps."""
 _LONGEST_REST = 256
 """Windows; a short run rests an eighth of its length at the most, unless nothing will ever be tried."""
-_PROBES_OF_AUDIT = 16 * FORWARD
-"""Full steps that the forward passes of an audited move cost."""
+NEED_A_REASON = LARGEST_FP32_BASIS
+"""Trained parameters up to which directions are kept in the warm-up though nothing will be tried, only to say how
+predictable the run is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +102,9 @@ class Pilot:
         self.slope = LossSlope()
         self.ledger = Ledger()
         self.counts = Counts()
+        self.max_steps = config.max_steps
+        self.falls_once = config.schedule.type in ("wsd", "cosine")
+        """The learning rate falls once, to the end of the run."""
         self.held_out = False
         """Moves are judged on tokens that are never trained on, always the same ones."""
         self.last_reason = "the run has just begun"
@@ -111,6 +117,13 @@ class Pilot:
         """Windows."""
         self._rests = 0
         """In a row; each is twice as long as the one before."""
+        self.no_room = False
+        """There was not enough memory for directions when they were wanted."""
+
+    def plan_for(self, max_steps: int) -> None:
+        """The run is so long, as far as is known now."""
+        self.max_steps = max_steps
+        self.gate.plan_for(max_steps)
 
     def judge_on_held_out(self) -> None:
         """Such a leap is found or refused with some probes. A rate that is too low shows at once, and a good one makes
@@ -130,10 +143,24 @@ class Pilot:
             self.machine.count(steps)
             self._since_move += steps
 
+    def hold_directions(self) -> None:
+        """Make room for directions, once there is something that may be made of them."""
+        trajectory = self.observer.trajectory
+        trained = sum(p.numel() for p in trajectory.parameters)
+        if trajectory.held or self.no_room or (trained > NEED_A_REASON and self._too_dear):
+            return
+        try:
+            trajectory.hold()
+        except (RuntimeError, MemoryError) as error:
+            if self.predictability.windows == 0 or shortage.look_at(error) is None:
+                raise
+            self.no_room = True  # the run was fine without, and goes on so
+
     def watch(self, record: WindowRecord, same_batch: bool, fp16: bool) -> list[Action]:
         """Everything a window teaches; what recovery wants done about it."""
         self.predictability.add(record, same_batch)
         self.slope.add(record.losses)
+        self.hold_directions()
         numbers = list(zip(record.losses, record.gradient_norms, strict=True))
         actions = self._check_full(record.step - len(numbers) + 1, numbers, fp16)
         self._learn()
@@ -145,6 +172,7 @@ class Pilot:
         watched = _WINDOWS_TO_SCORE * self.config.hybrid.window_steps
         self.machine.steps_in_phase = max(0, self.machine.full_steps_needed - watched) if self.held_out else 0
         self.observer.restart()
+        self.hold_directions()
 
     def rested(self, step: int, numbers: list[tuple[float, float]], fp16: bool) -> list[Action]:
         """(loss, gradient norm) of all steps since the last look. As long as nothing is remarkable this is cheap."""
@@ -205,8 +233,10 @@ class Pilot:
             if self.held_out:  # they judge; an audit would judge by what is trained on
                 answer = replace(answer, audited=False)
             self._chosen = (horizon, answer.audited, limit)
-        elif self._watched_enough:
-            answer = Answer(False, False, self.gate.too_dear(self._audit_cost), rest=True, long=True)
+        elif self._watched_enough or not self.observer.trajectory.held:
+            reason = "there is no memory for directions" if self.no_room else self.gate.too_dear(self._audit_cost)
+            over = self._watched_enough or self.machine.phase is Phase.FULL
+            answer = Answer(False, False, reason, rest=over, long=over)
         transition = self.machine.next(
             View(
                 step=step,
@@ -230,18 +260,18 @@ class Pilot:
 
     @property
     def _audit_cost(self) -> float:
-        return self._correct_steps(True) + _PROBES_OF_AUDIT
+        return cost_of_audit(self.config)
 
     @property
     def _too_dear(self) -> bool:
         """An audit costs more than this run may spend, and nothing but an audit can tell what a move is worth."""
         unknown = not self.counts.tried and not self.judged_at_once and self.gate.interval()[0] <= 0
-        return unknown and self._audit_cost > self.gate.allowed
+        return unknown and no_audit_is_affordable(self.config)
 
     @property
     def _watched_enough(self) -> bool:
         """In WARMUP: nothing will be tried, and it is known well enough that nothing will."""
-        share = _WATCHED_IN_VAIN * self.config.max_steps / self.config.hybrid.window_steps
+        share = _WATCHED_IN_VAIN * self.max_steps / self.config.hybrid.window_steps
         return self._too_dear and self.predictability.noisy and self.predictability.windows >= share
 
     def _cycle_is_over(self) -> bool:
@@ -256,10 +286,12 @@ class Pilot:
         self._rests = self._rests + 1 if answer.rest else 0
         if answer.rest:
             window = self.config.hybrid.window_steps
-            windows = min(_LONGEST_REST, 2**self._rests, max(2, self.config.max_steps // (8 * window)))
+            windows = min(_LONGEST_REST, 2**self._rests, max(2, self.max_steps // (8 * window)))
             # while the gate waits nothing can happen, so that is slept through
             windows = max(windows, self.gate.wait * self.config.hybrid.full_steps // window)
-            windows = _LONGEST_REST if answer.long else windows
+            if answer.long:
+                windows = _LONGEST_REST
+                self.observer.trajectory.release()
             self.rest_steps, self._last_rest = windows * window, windows
             self.gate.new_cycle(self.rest_steps // self.config.hybrid.full_steps)
         if answer.open and confidence <= self.recovery.threshold:
@@ -275,7 +307,7 @@ class Pilot:
         # A searched move need only point the right way: its length is found on the exact loss.
         trusted = exact or (quality.cosine(1) > 0 if self.searches else quality.trusted(windows))
         judge = "held-out examples are probed" if self.held_out else "batches hardly differ"
-        for_good = self.held_out and self.config.schedule.type in ("wsd", "cosine")  # they fall once, to the end
+        for_good = self.held_out and self.falls_once
         return Ask(
             horizon,
             steps_left,
@@ -292,10 +324,7 @@ class Pilot:
 
     def _correct_steps(self, audited: bool) -> int:
         """An audit validates for longer; a short run can afford a short one only."""
-        if not audited:
-            return self.config.hybrid.correct_steps
-        affordable = int(self.gate.allowed - _PROBES_OF_AUDIT)
-        return max(min(self.config.audit.steps, affordable), self.config.hybrid.correct_steps)
+        return steps_of_audit(self.config) if audited else self.config.hybrid.correct_steps
 
     def _features(self, forecast: Forecast, horizon: int) -> ConfidenceFeatures:
         windows = 1 if self.searches else max(1, round(horizon / self.config.hybrid.window_steps))
@@ -316,7 +345,7 @@ class Pilot:
         r2 = self.observer.quality.r2(HORIZONS_IN_WINDOWS[1])
         snr = self.predictability.motion_snr
         noise = -math.log(max(snr, 1e-6)) if math.isfinite(snr) else math.nan
-        return HorizonContext(self.current_confidence, r2, step / self.config.max_steps, noise)
+        return HorizonContext(self.current_confidence, r2, step / self.max_steps, noise)
 
     def plan(self) -> Plan:
         """The move that was decided for, from the forecast of the last window."""
@@ -527,6 +556,7 @@ class Pilot:
             "rest_steps": self.rest_steps,
             "rests": self._rests,
             "last_rest": self._last_rest,
+            "no_room": self.no_room,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -539,6 +569,7 @@ class Pilot:
         self._since_move = int(state["since_move"])
         self.rest_steps, self._rests = int(state["rest_steps"]), int(state["rests"])
         self._last_rest = int(state["last_rest"])
+        self.no_room = bool(state.get("no_room", False))
 
     def _parts(self) -> dict[str, Any]:
         names = ("machine", "guard", "recovery", "gate", "bandit", "confidence", "correction", "predictability")

@@ -10,7 +10,7 @@ from foretrain.control.gate import FORWARD
 from foretrain.control.move import Move
 from foretrain.control.pilot import Pilot
 from foretrain.control.safety import Safety
-from foretrain.engine.loop import Engine, count
+from foretrain.engine.loop import Engine
 from foretrain.engine.state import random_state, restore_random_state
 
 
@@ -44,6 +44,7 @@ class Probes:
 
     def price(self, batch: Any) -> float:
         """In full steps."""
+        count = self.engine.count
         tokens = sum(count(held_out) for held_out in self.held_out)
         return FORWARD * tokens / max(1, count(batch)) if tokens else FORWARD
 

@@ -237,7 +237,8 @@ class Rescue:
         pilot = self.trainer.pilot
         if pilot is not None:
             self.trainer.mover.safety.on = False
-            pilot.rest_steps = max(pilot.rest_steps, self.engine.config.max_steps)
+            pilot.observer.trajectory.release()
+            pilot.rest_steps = max(pilot.rest_steps, self.engine.planned_steps)
 
     # --- what is said ------------------------------------------------------------------------------------------------
 

@@ -92,6 +92,10 @@ class Safety:
     def forget(self) -> None:
         self.taken = None
 
+    def forget_other(self) -> None:
+        """Nothing will be audited soon."""
+        self._other = None
+
     def rewind(self, to: Snapshot | None = None) -> None:
         """Back to the snapshot, or to another one."""
         self.wait()

@@ -43,6 +43,10 @@ class Source:
     def is_tokens(self) -> bool:
         return any(path.suffix in TOKEN_SUFFIXES for path in self.files)
 
+    @property
+    def holds_records(self) -> bool:
+        return bool(self.files) and all(_plain_suffix(path) == ".jsonl" for path in self.files)
+
     def fingerprint(self) -> list[list[str | int]]:
         """Changes when a file is added, removed or edited."""
         return [[self.hub_name]] if self.hub_name else fingerprint(self.files)

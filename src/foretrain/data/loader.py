@@ -306,14 +306,25 @@ def held_out_batches(tokens: NDArray[Any], context: int, batch_size: int, limit:
             f"held-out data: {len(tokens)} tokens are too few for model.context = {context} "
             f"(at least {context + 1} are needed); use more text, a shorter context or a larger data.held_out"
         )
-    count = (len(tokens) - 1) // context
-    chosen = np.unique(np.linspace(0, count - 1, min(count, limit * batch_size)).round().astype(np.int64))
-    batches = []
+    return list(window_batches(tokens, context, batch_size, limit))
+
+
+def window_batches(
+    tokens: NDArray[Any], context: int, batch_size: int, limit: int | None = None
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """The whole windows of `tokens` one after the other, at most `limit` batches of them, spread evenly."""
+    count = windows_in(tokens, context, batch_size, limit)
+    chosen = np.unique(np.linspace(0, (len(tokens) - 1) // context - 1, count).round().astype(np.int64))
     for first in range(0, len(chosen), batch_size):
         starts = chosen[first : first + batch_size] * context
         rows = torch.from_numpy(tokens[starts[:, None] + np.arange(context + 1)].astype(np.int64))
         missing = (0, 0, 0, batch_size - len(rows))
         inputs = torch.nn.functional.pad(rows[:, :-1], missing)
         targets = torch.nn.functional.pad(rows[:, 1:], missing, value=IGNORED)
-        batches.append((inputs, targets))
-    return batches
+        yield inputs, targets
+
+
+def windows_in(tokens: NDArray[Any], context: int, batch_size: int, limit: int | None) -> int:
+    """How many windows `window_batches` gives."""
+    count = (len(tokens) - 1) // context
+    return count if limit is None else min(count, limit * batch_size)

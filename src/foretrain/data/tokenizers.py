@@ -1,9 +1,10 @@
-"""Text to token numbers and back. All of them are saved as one JSON file beside the run."""
+"""Text to token numbers and back. All are saved in the `tokenizers` library's JSON form, which others read too."""
 
 from __future__ import annotations
 
 import json
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,6 +17,10 @@ from foretrain.errors import DataError
 
 END_OF_TEXT = "<|endoftext|>"
 Tokens = NDArray[np.unsignedinteger[Any]]
+_VISIBLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_OTHERS = [byte for byte in range(256) if byte not in _VISIBLE]
+BYTE_OF = {chr(byte): byte for byte in _VISIBLE} | {chr(256 + place): byte for place, byte in enumerate(_OTHERS)}
+"""GPT-2 writes each byte as one visible character: itself where it is one, the next free one from 256 on if not."""
 
 
 class Tokenizer(Protocol):
@@ -25,12 +30,24 @@ class Tokenizer(Protocol):
     end_of_text: int
     """Written after each document."""
 
+    def encode(self, text: str) -> list[int]: ...
     def encode_batch(self, texts: Sequence[str]) -> list[Tokens]: ...
     def decode(self, tokens: Iterable[int]) -> str: ...
     def to_json(self) -> str: ...
 
 
-class ByteTokenizer:
+class _Encoder(ABC):
+    """One text as `encode_batch` encodes many."""
+
+    def encode(self, text: str) -> list[int]:
+        """Token numbers as `torch.tensor` and embeddings take them."""
+        return [int(token) for token in self.encode_batch([text])[0]]
+
+    @abstractmethod
+    def encode_batch(self, texts: Sequence[str]) -> list[Tokens]: ...
+
+
+class ByteTokenizer(_Encoder):
     """One token per byte of UTF-8: no vocabulary, no unknown characters."""
 
     vocab_size = 257
@@ -43,10 +60,14 @@ class ByteTokenizer:
         return bytes(token for token in tokens if token < 256).decode("utf-8", errors="replace")
 
     def to_json(self) -> str:
-        return json.dumps({"foretrain": "byte"})
+        """Byte-pair encoding that merges nothing."""
+        vocabulary = dict(sorted(BYTE_OF.items(), key=lambda item: item[1]))
+        model = {"type": "BPE", "vocab": vocabulary | {END_OF_TEXT: self.end_of_text}, "merges": []}
+        level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+        return _library_json(self.end_of_text, model, level, level)
 
 
-class CharacterTokenizer:
+class CharacterTokenizer(_Encoder):
     """One token per character that occurs in the data; the last number stands for ends and for unknown characters."""
 
     def __init__(self, characters: str) -> None:
@@ -69,10 +90,31 @@ class CharacterTokenizer:
         return "".join(self.characters[token] for token in tokens if token < self.end_of_text)
 
     def to_json(self) -> str:
-        return json.dumps({"foretrain": "char", "characters": self.characters}, ensure_ascii=False)
+        """A vocabulary of words that are all one character long."""
+        vocabulary = {character: number for number, character in enumerate(self.characters)}
+        model = {"type": "WordLevel", "vocab": vocabulary | {END_OF_TEXT: self.end_of_text}, "unk_token": END_OF_TEXT}
+        each = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False}
+        return _library_json(self.end_of_text, model, each, {"type": "Fuse"})
 
 
-class BPETokenizer:
+def _library_json(end_of_text: int, model: dict[str, Any], split: dict[str, Any], decoder: dict[str, Any]) -> str:
+    """A file of the `tokenizers` library. Of these fields it needs every one, and knows no others."""
+    end = {"id": end_of_text, "content": END_OF_TEXT, "single_word": False, "lstrip": False, "rstrip": False}
+    content = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [end | {"normalized": False, "special": True}],
+        "normalizer": None,
+        "pre_tokenizer": split,
+        "post_processor": None,
+        "decoder": decoder,
+        "model": model,
+    }
+    return json.dumps(content, ensure_ascii=False)
+
+
+class BPETokenizer(_Encoder):
     """Byte-pair encoding by the `tokenizers` library."""
 
     def __init__(self, inner: Any, origin: str) -> None:
@@ -192,10 +234,25 @@ def load(path: str | Path) -> Tokenizer:
         ) from None
     except (ValueError, RecursionError) as error:
         raise DataError(f"data.tokenizer: {path} is not JSON ({error})") from None
-    kind = content.get("foretrain") if isinstance(content, dict) else None
-    if kind == "byte":
-        return ByteTokenizer()
-    if kind == "char" and isinstance(content.get("characters"), str):
-        return CharacterTokenizer(content["characters"])
+    if (own := _own(content)) is not None:
+        return own
     with library.called(f"data.tokenizer: {path} is not a tokenizer file"):
         return BPETokenizer(library.read(json.dumps(library.without_extras(content))), str(path))
+
+
+def _own(content: Any) -> Tokenizer | None:
+    """The tokenizer of ours that writes this file."""
+    if not isinstance(content, dict):
+        return None
+    if content.get("foretrain") == "byte":  # as they were written first
+        return ByteTokenizer()
+    if content.get("foretrain") == "char" and isinstance(content.get("characters"), str):
+        return CharacterTokenizer(content["characters"])
+    model = content.get("model")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    if not isinstance(vocabulary, dict):
+        return None
+    ours: list[Tokenizer] = [ByteTokenizer()]
+    if all(len(character) == 1 or character == END_OF_TEXT for character in vocabulary):
+        ours.append(CharacterTokenizer("".join(character for character in vocabulary if len(character) == 1)))
+    return next((tokenizer for tokenizer in ours if json.loads(tokenizer.to_json()) == content), None)

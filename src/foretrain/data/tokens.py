@@ -257,12 +257,12 @@ def _batches(parts: Iterator[Part]) -> Iterator[list[Part]]:
 
 def _token_files(config: DataConfig, source: Source, validation: Source | None) -> Corpus:
     """Tokens made elsewhere: `.npy` of any integer type, `.bin` as little-endian uint16."""
-    tokens = _read_tokens(source)
+    tokens = read_token_files(source)
     if validation is None:
         cut = int(len(tokens) * (1 - config.held_out))
         train, held_out = tokens[:cut], tokens[cut:]
     else:
-        train, held_out = tokens, _read_tokens(validation)
+        train, held_out = tokens, read_token_files(validation)
     tokenizer: Tokenizer | None = None
     if config.tokenizer == "gpt2" and config.vocabulary:
         tokenizer = tokenizers.gpt2(config.vocabulary)
@@ -274,7 +274,8 @@ def _token_files(config: DataConfig, source: Source, validation: Source | None) 
     return Corpus(train, held_out, tokenizer, vocab_size, digest.hexdigest(), _title(config, source))
 
 
-def _read_tokens(source: Source) -> TokenArray:
+def read_token_files(source: Source) -> TokenArray:
+    """The tokens of all its files, one after the other."""
     arrays = [_read_token_file(path) for path in source.files]
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 

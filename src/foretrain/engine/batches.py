@@ -46,5 +46,11 @@ class Batches:
                     restore_random_state(random_there)  # reading has drawn from it
                 if seen > position:
                     yield batch
-            if seen == self._pass["start"]:
+            if seen == 0:
                 raise InputError("the loader gave no batch at all; it must give the same batches every time it is read")
+            if seen == self._pass["start"]:
+                once = " (a generator or iterator is read only once)" * (iter(self._loader) is self._loader)
+                raise InputError(
+                    f"the loader gave {seen} batches and none when it was read again{once}; give a list, a DataLoader, "
+                    f"or an object whose __iter__ begins anew, or set max_steps to at most {seen}"
+                )

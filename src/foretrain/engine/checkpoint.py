@@ -24,7 +24,7 @@ from torch import Tensor
 
 from foretrain.engine.state import Snapshot, put_together, take_apart
 from foretrain.errors import CheckpointError, SaveError
-from foretrain.files import explain_failed_write, make_folder, remove, sync_file, write_synced
+from foretrain.files import explain_failed_write, give_usual_mode, make_folder, remove, sync_file, write_synced
 
 FORMAT = 1
 _MANIFEST = "manifest.json"
@@ -194,6 +194,7 @@ def _write(folder: Path, step: int, parts: Snapshot) -> None:
         if not _FILE_NAME.fullmatch(path.name):
             raise ValueError(f"{component!r} cannot be the name of a part of a checkpoint; use letters and digits")
         save_file(_separate(tensors), path)
+        give_usual_mode(path)
         sync_file(path)
     write_synced(folder / _STATE, _state_text(step, parts.tree))
     entries = {path.name: {"size": path.stat().st_size, "sha256": _digest(path)} for path in sorted(folder.iterdir())}

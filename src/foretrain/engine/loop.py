@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from foretrain.config import Config
-from foretrain.engine import optim, schedule
+from foretrain.config import Config, given
+from foretrain.engine import optim, own
 from foretrain.engine.averaging import WeightAverage
+from foretrain.engine.described import is_configured
 from foretrain.engine.graph import GraphedGradient, GraphedLoss, GraphedStep, launch_bound
 from foretrain.engine.meters import StepMeter, Stopwatch
 from foretrain.engine.offload import OptimizerParking
 from foretrain.engine.precision import Precision, choose_device
+from foretrain.engine.rates import FollowedRates, Rates, ScheduledRates, check_scheduler
 from foretrain.engine.state import (
     changing_state,
     checksum,
@@ -50,29 +51,44 @@ class Engine:
     """Any module, any optimizer, a loss function `(model, batch) -> mean loss`, and a configuration."""
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer | None, loss_fn: LossFunction | None, config: Config
+        self,
+        model: nn.Module,
+        optimizer: own.OptimizerLike,
+        loss_fn: own.Measure | None,
+        config: Config,
+        scheduler: Any = None,
     ) -> None:
+        optimizer, config = own.with_named_optimizer(optimizer, config)
         self.config = config
+        self.has_end = bool(given(config) & {"max_steps"}) or "schedule" in config.model_fields_set
+        """Somebody said how long the run is: else it goes on for as long as steps are made, and no rate decays."""
         self.device = choose_device(config.device)
         if config.engine.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs to repeat itself
             torch.use_deterministic_algorithms(True)
         seed_random(config.seed)
-        self.model = model.to(self.device)
-        self.model.train()
+        self.model = own.ready_to_train(model).to(self.device)
         self._optimizer_is_configured = optimizer is None
-        self.optimizer = optimizer or optim.build(self.model, config.optimizer)
-        self.loss_fn = loss_fn or _own_loss
+        self.optimizer = (
+            optim.build(self.model, config.optimizer)
+            if optimizer is None
+            else own.built_optimizer(optimizer, self.model, config)
+        )
+        self.loss_fn: LossFunction = own_loss if loss_fn is None else own.as_loss(loss_fn, self.device)
+        self._float_type = own.float_type(self.model)
         self.precision = Precision(config.precision, self.device)
-        self.rate = optim.RateControl(self.optimizer)
-        self.schedule = schedule.build(config.schedule, self.rate.peak, config.max_steps)
+        self.rate = self._rates(scheduler)
+        self.clip = config.optimizer.gradient_clip_norm
+        """Without what recovery makes of it."""
+        if not self._optimizer_is_configured and "optimizer.gradient_clip_norm" not in given(config):
+            self.clip = 0.0
         self.average = WeightAverage(self.model, config.evaluation.ema_decay) if config.evaluation.ema_decay else None
         self.full_step = FullStep(
             self.model,
             self.optimizer,
             self.loss_fn,
             self.precision,
-            clip=config.optimizer.gradient_clip_norm,
+            clip=self.clip,
             accumulation=config.accumulation_steps,
             nan_check=config.guard.nan_check,
             compile_loss=_switch(config.engine.compile, auto=self.device.type == "cuda"),
@@ -96,6 +112,10 @@ class Engine:
         self.clock = Stopwatch()
         self.global_step = 0
         self.tokens = 0
+        """Or samples: what `unit` says."""
+        self.unit = "tokens" if is_configured(self.model) else "samples"
+        self.rows = 0
+        """Of the last batch."""
         self.position = 0
         self.best_val_loss: float | None = None
         self.evaluations_without_best = 0
@@ -103,6 +123,38 @@ class Engine:
         """An evaluation was begun and is not finished: a run that is resumed makes it first."""
         self.last_val_loss: float | None = None
         self.last_train_loss: float | None = None
+        self.last_metrics: dict[str, float] = {}
+
+    # --- learning rates and the length of the run --------------------------------------------------------------------
+
+    def _rates(self, scheduler: Any) -> Rates:
+        """An optimizer of the user's own keeps his rates, unless he asks for a schedule in the configuration."""
+        asked = "schedule" in self.config.model_fields_set
+        if scheduler is not None:
+            if asked:
+                raise ConfigError(
+                    "scheduler= and [schedule] of the Config both set the learning rate; keep one of them"
+                )
+            scheduler = check_scheduler(scheduler, self.optimizer)
+        if scheduler is not None or not (asked or self._optimizer_is_configured):
+            return FollowedRates(self.optimizer, scheduler)
+        end = self.config.max_steps if self.has_end else None
+        return ScheduledRates(self.optimizer, self.config.schedule, end, self.config.max_steps)
+
+    def schedule(self, step: int) -> float:
+        """Learning rate at `step`, as far as it is known, before recovery changes it."""
+        return self.rate.at(step)
+
+    @property
+    def planned_steps(self) -> int:
+        """Length of the run; without an end it is taken to go on for as long again as it has been."""
+        return self.config.max_steps if self.has_end else max(self.config.max_steps, 2 * self.global_step)
+
+    def end_at(self, max_steps: int) -> None:
+        """From now on it is known how long the run is."""
+        self.config = self.config.model_copy(update={"max_steps": max_steps})
+        self.has_end = True
+        self.rate.end_at(max_steps)
 
     # --- one full step -----------------------------------------------------------------------------------------------
 
@@ -111,12 +163,19 @@ class Engine:
 
         between: called when the gradients are there and nothing is updated yet.
         """
-        self.set_rate()
-        if between is not None:
-            return self.count_step(batch, self.full_step(batch, between, self.gradient))
-        if self._run_step is None:
-            self._run_step = self._choose_step(batch)
-        return self.count_step(batch, self._run_step(batch))
+        with self.rate.during(self.global_step, self.rate_factor):
+            if between is not None:
+                output = self.full_step(batch, between, self.gradient)
+            else:
+                if self._run_step is None:
+                    self._run_step = self._choose_step(batch)
+                output = self._run_step(batch)
+        return self.count_step(batch, output)
+
+    def update(self, loss: Tensor) -> StepOutput:
+        """The optimizer's step with the gradients that are there."""
+        with self.rate.during(self.global_step, self.rate_factor):
+            return self.full_step.update(loss)
 
     def gradient(self, batch: Any) -> Tensor:
         """Forward and backward alone: the loss, and gradients on the parameters. Recorded where whole steps are."""
@@ -126,19 +185,23 @@ class Engine:
             self._run_gradient = GraphedGradient(self.full_step)
         return self._run_gradient(batch)
 
-    def set_rate(self) -> None:
-        self.rate.set(self.schedule(self.global_step) * self.rate_factor)
+    def count(self, batch: Any) -> int:
+        """Tokens of a batch of token numbers where tokens are counted; else its rows."""
+        return count(batch) if self.unit == "tokens" else rows_of(batch)
 
     def count_step(self, batch: Any, output: StepOutput) -> StepOutput:
         """What follows on every update."""
         if self.average is not None:
             self.average.update()
         self.meter.add(output)
-        self.tokens += count(batch)
+        self.tokens += self.count(batch)
+        self.rows = rows_of(batch)
         self.backward_passes += 1
         return output
 
     def to_device(self, batch: Any) -> Any:
+        """The batch as tensors where the model is."""
+        batch = own.as_tensors(batch, self._float_type)
         if self.device.type == "cpu":
             return batch
         return map_tensors(batch, lambda tensor: tensor.to(self.device, non_blocking=True))
@@ -161,11 +224,12 @@ class Engine:
         draws_again = getattr(self.model, "draws_again", False)
         possible = self.device.type == "cuda" and self.full_step.device_skip and not draws_again
         possible = possible and self.away is None  # a graph is bound to addresses: its tensors cannot leave
+        possible = possible and (self._optimizer_is_configured or optim.can_be_recorded(self.optimizer))
         if wanted is True and not possible:
             raise ConfigError(
-                "engine.cuda_graph = true needs a CUDA GPU, a fused optimizer (adamw, adam, sgd or muon), no "
-                "dropout in blocks that engine.activation_checkpointing recomputes, and memory.offload = false; use "
-                "'auto'"
+                "engine.cuda_graph = true needs a CUDA GPU, a fused optimizer (adamw, adam, sgd or muon; one of your "
+                "own with lr=torch.tensor(...) on the GPU and capturable=True), no dropout in blocks that "
+                "engine.activation_checkpointing recomputes, and memory.offload = false; use 'auto'"
             )
         parameters = sum(p.numel() for p in self.full_step.parameters)
         if possible and _switch(wanted, auto=launch_bound(parameters, batch)):
@@ -194,10 +258,26 @@ class Engine:
 
     # --- forward only ------------------------------------------------------------------------------------------------
 
+    @overload
+    def evaluate(self, batches: Iterable[Any]) -> float: ...
+
+    @overload
+    def evaluate(self, batches: Iterable[Any], metrics: Mapping[str, own.Measure]) -> dict[str, float]: ...
+
     @torch.no_grad()
-    def evaluate(self, batches: Iterable[Any]) -> float:
-        """Mean loss over `batches`, each weighed by what it counts; at averaged weights if there is an average."""
-        batches = list(batches)
+    def evaluate(
+        self, batches: Iterable[Any], metrics: Mapping[str, own.Measure] | None = None
+    ) -> float | dict[str, float]:
+        """Mean loss over `batches`, each weighed by what it counts; at averaged weights if there is an average.
+
+        metrics: functions of (model, batch) or (output, target) by name; then the result is a dict of the loss and
+        their means over all rows.
+        """
+        if metrics is not None:
+            own.check_metrics(metrics)
+            batches = list(batches)
+            return {"loss": self.evaluate(batches), **self.measure(batches, metrics)}
+        batches = [own.as_tensors(batch, self._float_type) for batch in batches]
         if not batches:
             raise InputError("evaluation needs at least one held-out batch")
         if not isinstance(self._run_step, GraphedStep):
@@ -205,9 +285,23 @@ class Engine:
         with self.averaged_weights():
             return float(self.forward_loss(batches))
 
+    @torch.no_grad()
+    def measure(self, batches: Iterable[Any], metrics: Mapping[str, own.Measure]) -> dict[str, float]:
+        """Mean of each metric over all rows of `batches`, at the weights that evaluations are made at."""
+        if not metrics:
+            return {}
+        total, rows = torch.zeros(len(metrics), dtype=torch.double), 0
+        with self.averaged_weights(), self.evaluating(), torch.set_grad_enabled(self._loss_takes_derivatives):
+            for batch in map(self.to_device, batches):
+                with self.precision.autocast():
+                    values = own.measured(metrics, self.model, batch)
+                total += rows_of(batch) * torch.stack(values).cpu()
+                rows += rows_of(batch)
+        return dict(zip(metrics, (total / max(1, rows)).tolist(), strict=True))
+
     def probe(self, batch: Any) -> float:
         """Loss of a training batch at the weights as they are, forward only, in the parts that a full step has."""
-        self.probe_tokens += count(batch)
+        self.probe_tokens += self.count(batch)
         pieces = self.full_step.accumulation
         parts = [batch] if pieces == 1 else [split(batch, pieces, index) for index in range(pieces)]
         with self.precision.predicting():
@@ -215,7 +309,7 @@ class Engine:
 
     def probe_all(self, batches: list[Any]) -> float:
         """Mean loss over several batches, each as it is."""
-        self.probe_tokens += sum(count(batch) for batch in batches)
+        self.probe_tokens += sum(self.count(batch) for batch in batches)
         with self.precision.predicting():
             return float(self.forward_loss(batches))
 
@@ -224,15 +318,21 @@ class Engine:
         """Mean loss over `batches` on the device; neither weights nor buffers nor random states change."""
         weights = part_weights(batches, self.device)
         total = torch.zeros((), device=self.device)
-        training = [module for module in self.model.modules() if module.training]  # a user may have set some to eval
-        self.model.eval()
-        try:
+        with self.evaluating():
             for batch, weight in zip(batches, weights, strict=True):
                 total = total + self._loss_alone(self.to_device(batch)).float() * weight.to(self.device)
+        return total
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """The model evaluates inside the block. What a user has set to evaluate by himself stays so after it."""
+        training = [module for module in self.model.modules() if module.training]
+        self.model.eval()
+        try:
+            yield
         finally:
             for module in training:
                 module.training = True
-        return total
 
     def _loss_alone(self, batch: Any) -> Tensor:
         """A loss that itself takes derivatives, as in physics-informed networks, needs its graph also here."""
@@ -265,11 +365,14 @@ class Engine:
             "optimizer": optim.plain_state(self.optimizer),
             "average": self.average.state_dict() if self.average is not None else None,
             "precision": self.precision.state_dict(),
+            "rates": self.rate.state_dict(),
             "random": random_state(),
             "progress": {
                 **{name: getattr(self, name) for name in _COUNTS + _LOSSES},
                 "probe_tokens": self.probe_tokens,
                 "evaluation_due": self.evaluation_due,
+                "metrics": dict(self.last_metrics),
+                "rows": self.rows,
                 "seconds": self.clock.seconds,
                 **self.meter.state_dict(),
             },
@@ -290,7 +393,9 @@ class Engine:
     def rewind(self, state: dict[str, Any]) -> None:
         """Back to an earlier state of this run, bit for bit; what was spent in between stays spent."""
         self.full_step.changing = True
+        rates = self.rate.own_numbers()
         self._put_back_training(state, "the snapshot")
+        self.rate.put_back(rates)
         self.full_step.changing = False
         if not state["optimizer"]["state"]:  # of before the first step: its tensors are made anew
             self._run_step = self._run_gradient = self._run_loss = None
@@ -301,13 +406,15 @@ class Engine:
         if self.away is not None:
             self.away.back()
         restore_model(self.model, state["model"], origin)
-        restore_optimizer(self.optimizer, state["optimizer"], origin, keep_settings=self._optimizer_is_configured)
+        keep = self._optimizer_is_configured and isinstance(self.rate, ScheduledRates)
+        restore_optimizer(self.optimizer, state["optimizer"], origin, keep_settings=keep)
         if (self.average is None) != (state["average"] is None):
             raise CheckpointError(f"{origin}: evaluation.ema_decay was switched on or off since; use the same setting")
         if self.average is not None:
             self.average.load_state_dict(state["average"])
         self.precision.load_state_dict(state["precision"])
         restore_random_state(state["random"])
+        self.rate.load_state_dict(state.get("rates") or {})
         self.rate.forget()
 
     @cached_property
@@ -328,13 +435,15 @@ class Engine:
         self.meter.load_state_dict(progress)
         self.probe_tokens = int(progress.get("probe_tokens", 0))
         self.evaluation_due = bool(progress.get("evaluation_due", False))
+        self.last_metrics = dict(progress.get("metrics", {}))
+        self.rows = int(progress.get("rows", 0))
         for name in _COUNTS:
             setattr(self, name, int(progress[name]))
         for name in _LOSSES:
             setattr(self, name, None if progress[name] is None else float(progress[name]))
 
 
-def _own_loss(model: nn.Module, batch: Any) -> Tensor:
+def own_loss(model: nn.Module, batch: Any) -> Tensor:
     loss = getattr(model, "loss", None)
     if loss is None:
         raise ConfigError(f"{type(model).__name__} has no method loss(batch); pass a loss_fn to HybridTrainer")

@@ -81,6 +81,14 @@ def supports_device_skip(optimizer: Optimizer) -> bool:
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
+def can_be_recorded(optimizer: Optimizer) -> bool:
+    """Whether a CUDA graph of its step follows the learning rate: a plain number would be recorded as it is now."""
+    return all(
+        isinstance(group.get("lr"), Tensor) and group["lr"].is_cuda and group.get("capturable", True)
+        for group in optimizer.param_groups
+    )
+
+
 def plain_state(optimizer: Optimizer) -> dict[str, Any]:
     """The optimizer's state, if it can be copied and saved."""
     state = optimizer.state_dict()

@@ -42,7 +42,10 @@ def build(config: ScheduleConfig, peak: float, max_steps: int) -> Schedule:
 
 
 def _warmup(step: int, warmup: int, start: float, peak: float) -> float:
-    return peak if step >= warmup else start + (peak - start) * step / warmup
+    """From `start`; from one step above it where that is 0: an update at a rate of 0 would be a wasted one."""
+    if step >= warmup:
+        return peak
+    return start + (peak - start) * step / warmup if start else peak * (step + 1) / (warmup + 1)
 
 
 def _stable_and_decay(config: ScheduleConfig, warmup: int, max_steps: int) -> tuple[int, int]:

@@ -211,6 +211,10 @@ def _form(value: Any) -> str:
     return f"{list(value.shape)} {value.dtype}" if isinstance(value, Tensor) else "no tensor"
 
 
+_OF_SCHEDULES = {"peak_lr"}
+"""What a schedule of the configuration leaves in an optimizer's groups."""
+
+
 def restore_optimizer(
     optimizer: Optimizer, saved: Mapping[str, Any], origin: str, *, keep_settings: bool = False
 ) -> None:
@@ -221,12 +225,12 @@ def restore_optimizer(
     """
     current = optimizer.state_dict()
     groups = saved["param_groups"]
-    ours = [(len(group["params"]), sorted(group)) for group in current["param_groups"]]
-    theirs = [(len(group["params"]), sorted(group)) for group in groups]
+    ours = [(len(group["params"]), sorted(group.keys() - _OF_SCHEDULES)) for group in current["param_groups"]]
+    theirs = [(len(group["params"]), sorted(group.keys() - _OF_SCHEDULES)) for group in groups]
     if [count for count, _ in ours] == [count for count, _ in theirs] and ours != theirs:
         raise CheckpointError(
-            f"{origin}: its optimizer keeps its state in another form; use the same optimizer.type and "
-            "optimizer.state_type (a memory.budget may have chosen another one: name it)"
+            f"{origin}: its optimizer keeps its state in another form; use the same optimizer, or optimizer.type and "
+            "optimizer.state_type (a memory.budget may have chosen another one: name it), and the same scheduler"
         )
     if ours != theirs:
         raise CheckpointError(
@@ -236,12 +240,12 @@ def restore_optimizer(
         )
     if keep_settings:
         groups = current["param_groups"]
-    rates = [group["lr"] for group in optimizer.param_groups]
+    rates = [group.get("lr") for group in optimizer.param_groups]
     if _same_tensors(current, saved):
         with torch.no_grad():
             _copy_all(_fill(current["state"], saved["state"]))
         for group, values in zip(optimizer.param_groups, groups, strict=True):
-            for key in values.keys() - {"params", "lr"}:
+            for key in (values.keys() & group.keys()) - {"params", "lr"}:
                 if isinstance(group[key], Tensor):
                     group[key].copy_(values[key])
                 else:
@@ -249,8 +253,9 @@ def restore_optimizer(
     else:
         optimizer.load_state_dict({"state": _own_copies(saved["state"]), "param_groups": groups})
     for group, rate, values in zip(optimizer.param_groups, rates, groups, strict=True):
-        value = float(values["lr"])
-        group["lr"] = rate.fill_(value) if isinstance(rate, Tensor) else value  # a tensor stays on its device
+        if rate is not None:
+            value = float(values["lr"])
+            group["lr"] = rate.fill_(value) if isinstance(rate, Tensor) else value  # a tensor stays on its device
 
 
 def _own_copies(state: Any) -> Any:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from foretrain.engine.in_backward import UpdatesInBackward
 from foretrain.engine.optim import supports_device_skip
+from foretrain.engine.own import one_number
 from foretrain.engine.precision import Precision
 from foretrain.models.loss import IGNORED
 
@@ -195,7 +196,7 @@ def _bind(model: nn.Module, loss_function: LossFunction, compile_loss: bool, by_
     """by_block: the backward pass of a compiled whole brings all gradients at once, that of blocks in turn."""
 
     def loss(batch: Any) -> Tensor:
-        return loss_function(model, batch)
+        return one_number(loss_function(model, batch))
 
     blocks = getattr(model, "blocks", None)
     if compile_loss and by_block and isinstance(blocks, nn.ModuleList):

@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
@@ -17,7 +17,6 @@ import torch
 
 from foretrain.config import Config, changed, to_mapping
 from foretrain.engine.graph import GraphedStep
-from foretrain.engine.loop import count
 from foretrain.engine.step import tensors_of
 from foretrain.errors import CheckpointError, ConfigError, DataError, ForetrainError, SaveError
 from foretrain.events import Bus, Evaluated, Event, Listener, Moved, Notice, PhaseChanged, Progress
@@ -84,7 +83,7 @@ def carry_out(
     trainer, recorder = _trainer(job, spec, config)
     if listener is not None:
         trainer.bus.subscribe(listener)
-    drawn = _Drawn(job.loader)
+    drawn = _Drawn(job.loader, trainer.count)
     weights = _checksum([p.detach() for p in trainer.full_step.parameters])
     if trainer.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(trainer.device)
@@ -224,8 +223,9 @@ def check_pairing(runs: list[dict[str, Any]]) -> None:
 class _Drawn:
     """Hands on a loader's batches and keeps account of them."""
 
-    def __init__(self, loader: Any) -> None:
+    def __init__(self, loader: Any, count: Callable[[Any], int]) -> None:
         self._loader = loader
+        self._count = count
         self.tokens = 0
         self.checks: dict[str, list[int]] = {}
         """Place in the data -> tokens and checksum, at places 0, 1, 2, 4, 8 ..."""
@@ -238,7 +238,7 @@ class _Drawn:
         follow = self._first
         self._first = False
         for place, batch in enumerate(self._loader):
-            tokens = count(batch)
+            tokens = self._count(batch)
             self.tokens += tokens
             if follow and place & (place - 1) == 0:  # after a rollback the places are others
                 self.checks[str(place)] = [tokens, _checksum(batch)]

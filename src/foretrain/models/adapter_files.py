@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from foretrain.errors import CheckpointError, ConfigError, SaveError
-from foretrain.files import explain_failed_write, make_folder, sync_file
+from foretrain.files import explain_failed_write, give_usual_mode, make_folder, sync_file, write_atomic
 from foretrain.models import huggingface, lora
 from foretrain.models.gpt2 import GPT2
 from foretrain.models.lora import LoraSettings
@@ -52,8 +52,13 @@ def adapter_of(model: nn.Module, base_model_name: str = "") -> Adapter:
     return Adapter(lora.attachment(model).settings, lora.adapter_state(model), base_model_name)
 
 
-def save_adapter(model: nn.Module, folder: str | Path, base_model_name: str = "") -> Path:
-    """Write the attached adapter for `peft.PeftModel.from_pretrained`; our GPT-2 gets Hugging Face's names."""
+def save_adapter(
+    model: nn.Module, folder: str | Path, base_model_name: str = "", beside: Mapping[str, str] | None = None
+) -> Path:
+    """Write the attached adapter for `peft.PeftModel.from_pretrained`; our GPT-2 gets Hugging Face's names.
+
+    beside: further text files of the folder, by name, such as the tokenizer's.
+    """
     folder = Path(folder)
     foreign = isinstance(model, GPT2) and huggingface.is_exportable(model)
     layers = lora.adapted_layers(model)
@@ -78,7 +83,7 @@ def save_adapter(model: nn.Module, folder: str | Path, base_model_name: str = ""
             [_module_name(path, foreign) for path in layers], [_module_name(path, foreign) for path in outside]
         ),
     }
-    _write(folder, json.dumps(config, indent=2) + "\n", tensors)
+    _write(folder, json.dumps(config, indent=2) + "\n", tensors, beside or {})
     return folder
 
 
@@ -104,16 +109,19 @@ def _peft_targets(chosen: list[str], everything: list[str]) -> list[str] | str:
     return f"(?:{'|'.join(map(re.escape, chosen))})"
 
 
-def _write(folder: Path, config: str, tensors: dict[str, Tensor]) -> None:
+def _write(folder: Path, config: str, tensors: dict[str, Tensor], beside: Mapping[str, str]) -> None:
     """Both files whole beside the old ones first; the configuration leaves first and comes last: no mix is read."""
     new_config, new_weights = folder / f".tmp-{CONFIG}", folder / f".tmp-{WEIGHTS}"
     try:
         make_folder(folder)
         new_config.write_text(config, encoding="utf-8")
         save_file(tensors, new_weights, metadata={"format": "pt"})
+        give_usual_mode(new_weights)
         for path in (new_config, new_weights):
             sync_file(path)
         (folder / CONFIG).unlink(missing_ok=True)
+        for name, text in beside.items():
+            write_atomic(folder / name, text)
         new_weights.replace(folder / WEIGHTS)
         new_config.replace(folder / CONFIG)
         sync_file(folder)

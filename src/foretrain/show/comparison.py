@@ -13,6 +13,7 @@ from rich.table import Table
 from foretrain import events
 from foretrain.schema import Level
 from foretrain.show import narration
+from foretrain.show.numbers import loss_text
 from foretrain.show.screen import screen
 
 
@@ -60,7 +61,7 @@ class ComparisonConsole:
         self._done += self._run_steps
         if self._level == "quiet" and result["loss"] is not None:
             return
-        outcome = f"failed: {result['failed']}" if result["loss"] is None else f"loss {result['loss']:.4f}"
+        outcome = f"failed: {result['failed']}" if result["loss"] is None else f"loss {loss_text(result['loss'])}"
         seconds = "" if result["loss"] is None else f", {result['seconds']:.1f} s"
         self.say(f"{_name(spec)}: {outcome}{seconds}")
 
@@ -108,7 +109,7 @@ def _arms(arms: list[dict[str, Any]], wide: bool) -> Table:
             arm["label"],
             f"{arm['learning_rate']:.3g}",
             str(arm["n"]),
-            _with_deviation(arm["loss_mean"], arm["loss_deviation"]) if wide else f"{arm['loss_mean']:.4f}",
+            _with_deviation(arm["loss_mean"], arm["loss_deviation"]) if wide else loss_text(arm["loss_mean"]),
             f"{arm['seconds_mean']:.1f}",
             _ratio(arm["speedup"]),
             *(extra if wide else ()),
@@ -125,7 +126,7 @@ def _ladder(rungs: list[dict[str, Any]]) -> Table:
         table.add_row(
             rung["rung"],
             str(rung["n"]),
-            f"{rung['loss_mean']:.4f}",
+            loss_text(rung["loss_mean"]),
             f"{rung['seconds_mean']:.1f}",
             _ratio(rung["speedup"]),
             f"{rung['cumulative']:.2f}x",
@@ -134,7 +135,7 @@ def _ladder(rungs: list[dict[str, Any]]) -> Table:
 
 
 def _with_deviation(mean: float, deviation: float | None) -> str:
-    return f"{mean:.4f}" if deviation is None else f"{mean:.4f} ± {deviation:.4f}"
+    return loss_text(mean) if deviation is None else f"{loss_text(mean)} ± {deviation:.2g}"
 
 
 def _ratio(ratio: Mapping[str, Any] | None) -> str:

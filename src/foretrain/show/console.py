@@ -28,6 +28,8 @@ from foretrain.events import (
 )
 from foretrain.schema import Level
 from foretrain.show import narration
+from foretrain.show.numbers import duration as duration  # noqa: PLC0414 - others take it from here
+from foretrain.show.numbers import loss_text
 from foretrain.show.screen import screen
 from foretrain.show.settings import assignments
 from foretrain.show.trouble import findings_in_words, rollbacks_in_words, trouble_in_words
@@ -44,14 +46,6 @@ def short(number: float) -> str:
         if abs(number) >= size:
             return f"{number / size:.3g}{unit}"
     return f"{number:.3g}"
-
-
-def duration(seconds: float) -> str:
-    """Minutes and seconds, or hours and minutes."""
-    seconds = round(seconds)
-    if seconds >= 3600:
-        return f"{seconds // 3600}h{seconds % 3600 // 60:02d}m"
-    return f"{seconds // 60}:{seconds % 60:02d}"
 
 
 class Console:
@@ -171,9 +165,9 @@ class Console:
     def _numbers(self, event: Progress, room: int | None = None) -> str:
         """Phase, loss and time left, and of the rest what there is room for, in order of weight."""
         phase = event.phase if room is not None else f"{event.phase:<7}"
-        loss = f"{phase} | loss {event.loss:.4f}"
+        loss = f"{phase} | loss {loss_text(event.loss)}"
         ends = f" | eta {self._eta(event)}"
-        val = "" if math.isnan(self._val) else f" | val {self._val:.4f}"
+        val = "" if math.isnan(self._val) else f" | val {loss_text(self._val)}"
         speed = f" | {short(event.tokens_per_second)} tok/s"
         rate = f" | lr {event.learning_rate:.2e}"
         parts = {"forecast": _forecast(event), "val": val, "moves": _moves(event), "speed": speed, "rate": rate}
@@ -199,7 +193,7 @@ class Console:
 def result_line(summary: Mapping[str, Any]) -> str:
     """The end of a run in one line, for a quiet one."""
     losses = {"held-out loss": summary.get("final_val_loss"), "training loss": summary.get("final_train_loss")}
-    known = [f"{name} {loss:.4f}" for name, loss in losses.items() if loss is not None][:1]
+    known = [f"{name} {loss_text(loss)}" for name, loss in losses.items() if loss is not None][:1]
     if "accuracy" in summary:
         known.append(f"accuracy {summary['accuracy']:.1%}")
     if "exact_match" in summary:
@@ -237,7 +231,7 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
 
 
 def _number(value: float | None) -> str | None:
-    return None if value is None else f"{value:.4f}"
+    return None if value is None else loss_text(value)
 
 
 def _total(seconds: float | None) -> str | None:
@@ -308,7 +302,7 @@ def _forecast(event: Progress) -> str:
     """The smoothed loss as it is and as it was forecast a window ago."""
     if event.predicted_loss is None or event.smoothed_loss is None:
         return ""
-    return f" (mean {event.smoothed_loss:.3f}, predicted {event.predicted_loss:.3f})"
+    return f" (mean {loss_text(event.smoothed_loss)}, predicted {loss_text(event.predicted_loss)})"
 
 
 def _moves(event: Progress) -> str:

@@ -21,6 +21,7 @@ from foretrain.events import (
     Tuned,
     in_words,
 )
+from foretrain.show.numbers import loss_text
 from foretrain.show.settings import assignments
 
 
@@ -46,7 +47,7 @@ def line(event: Event, verbose: bool = False) -> str | None:
     match event:
         case Evaluated():
             best = " (best so far)" if event.best else ""
-            return f"step {event.step}: held-out loss {event.loss:.4f}{best}"
+            return f"step {event.step}: held-out loss {loss_text(event.loss)}{best}"
         case CheckpointSaved():
             took = f" in {event.seconds:.2f} s" if verbose else ""
             return f"step {event.step}: saved {escape(event.path)} ({event.megabytes:.1f} MB{took})"
@@ -60,7 +61,7 @@ def line(event: Event, verbose: bool = False) -> str | None:
             return _move(event, verbose)
         case RateTried():
             found = ", the best so far" if event.best else ""
-            rate, loss = f"learning rate {event.learning_rate:.2g}", f"held-out loss {event.loss:.4f}"
+            rate, loss = f"learning rate {event.learning_rate:.2g}", f"held-out loss {loss_text(event.loss)}"
             return f"{rate}: {loss} after {event.steps} steps{found}"
         case Recovered() if event.action == "out_of_memory":
             return f"[yellow]warning:[/] {escape(event.text)}"  # it says when and in which phase
@@ -85,9 +86,9 @@ def line(event: Event, verbose: bool = False) -> str | None:
 
 def _move(event: Moved, verbose: bool) -> str:
     how = "audited move" if event.audited else "move"
-    result = f"loss {event.anchor:.4f} -> {event.loss:.4f}, worth {_whole(event.worth_steps)} steps"
+    result = f"loss {loss_text(event.anchor)} -> {loss_text(event.loss)}, worth {_whole(event.worth_steps)} steps"
     if event.verdict == "refused":
-        result = f"loss before {event.anchor:.4f}"
+        result = f"loss before {loss_text(event.anchor)}"
     colour = "green" if event.verdict in ("kept", "shrunk") else "yellow"
     reason = f": {escape(event.reason)}" if verbose and event.reason else ""
     return (

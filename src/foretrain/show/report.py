@@ -17,7 +17,7 @@ def write_report(folders: Sequence[Path], target: Path) -> int:
     from foretrain.show.follow import read_runs
     from foretrain.show.report_page import page
 
-    text = page(read_runs(list(folders)))
+    text = page(read_runs(list(folders)), target.parent)
     try:
         write_atomic(target, text)
     except OSError as error:
