@@ -400,6 +400,8 @@ class Run:
 
     def _write(self, store: CheckpointStore) -> Path:
         trainer = self.trainer
+        if self.folder is not None:
+            self.folder.check_place()
         trainer.meter.fetch()
         place = self.loader_state if self.batches is None or self.rewound else self.batches.state()
         return store.save(trainer.global_step, trainer.state_dict() | {"loader": place, "meta": self._meta()})

@@ -501,7 +501,7 @@ class HybridTrainer(Engine):
                 stack.callback(self.bus.subscribe(console))
                 stack.callback(console.close)
             if folder is not None:
-                log = JsonlLog(folder.metrics)
+                log = JsonlLog(folder.metrics, self.bus.emit)
                 stack.callback(self.bus.subscribe(log))
                 stack.callback(log.close)
                 if self.config.log.report:
