@@ -428,6 +428,8 @@ class Run:
 
     def _write(self, store: CheckpointStore) -> Path:
         trainer = self.trainer
+        if self.folder is not None:
+            self.folder.check_place()
         trainer.meter.fetch()
         place = self.loader_state if self.batches is None or self.rewound else self.batches.state()
         return store.save(trainer.global_step, trainer.state_dict() | {"loader": place, "meta": self._meta()})
@@ -477,10 +479,11 @@ class Run:
     def _tell_changes(self, meta: dict[str, Any]) -> None:
         """Say what changed since the checkpoint was saved."""
         before, now = flattened(meta["config"]), flattened(to_mapping(self.config))
-        changed = []
-        for name in sorted(before.keys() | now.keys()):
-            if before.get(name) != now.get(name):
-                changed.append(f"{name} {_effective(name, before)} -> {_effective(name, now)}")
+        changed = [
+            f"{name} {_effective(name, before)} -> {_effective(name, now)}"
+            for name in sorted(before.keys() | now.keys())
+            if before.get(name) != now.get(name)
+        ]
         if changed:
             self.emit(Notice(f"changed since this checkpoint was saved: {', '.join(changed)}", level="info"))
         if (saved_with := meta.get("torch")) != torch.__version__:

@@ -51,7 +51,7 @@ def vocabulary_size(config: Config, corpus: Corpus) -> int:
             f"model.vocab_size = {size} is smaller than the tokenizer's vocabulary of {corpus.vocab_size}; "
             "raise or remove it"
         )
-    if corpus.tokenizer is None:
+    if not corpus.checked:
         parts = [part for part in (corpus.train, corpus.held_out) if len(part)]
         if (largest := max(int(part.max()) for part in parts)) >= size:
             raise DataError(

@@ -580,7 +580,7 @@ class HybridTrainer(Engine):
             stack.callback(console.close)
         if folder is None:
             return
-        log = JsonlLog(folder.metrics)
+        log = JsonlLog(folder.metrics, self.bus.emit)
         stack.callback(self.bus.subscribe(log))
         stack.callback(log.close)
         if self.config.log.report:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sys
 from collections.abc import Iterator
@@ -67,6 +68,20 @@ def encode_whole(inner: Any) -> None:
     inner.no_padding()
     if getattr(inner.model, "dropout", None) is not None:
         inner.model.dropout = None
+
+
+def splits_as_gpt2(inner: Any) -> bool:
+    """Whether a text is cut into words as GPT-2 does it, and by nothing else."""
+    content = json.loads(inner.to_str())
+    wanted = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
+    split = content["pre_tokenizer"]
+    return (
+        content["normalizer"] is None
+        and isinstance(split, dict)
+        and all(split.get(name) == value for name, value in wanted.items())
+        and content["model"]["type"] == "BPE"
+        and not any(token["lstrip"] or "\n" in token["content"] for token in content["added_tokens"])
+    )
 
 
 def vocabulary_size(inner: Any, origin: str) -> int:

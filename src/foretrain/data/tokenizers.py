@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -148,6 +149,32 @@ def whole(text: str) -> str:
     except UnicodeEncodeError:
         return text.encode("utf-8", errors="replace").decode("utf-8")
     return text
+
+
+def characters_of(texts: Iterable[str]) -> str:
+    """Every character that occurs."""
+    found = np.zeros(sys.maxunicode + 1, dtype=bool)
+    for text in texts:
+        found[np.frombuffer(text.encode("utf-32-le", errors="replace"), dtype=np.uint32)] = True
+    return "".join(map(chr, np.flatnonzero(found)))
+
+
+def cut_of(tokenizer: Tokenizer) -> Callable[[str], int] | None:
+    """How much of a text is encoded as if nothing followed; None: of any text that may be nothing."""
+    if isinstance(tokenizer, (ByteTokenizer, CharacterTokenizer)):
+        return len
+    if isinstance(tokenizer, BPETokenizer) and library.splits_as_gpt2(tokenizer.inner):
+        return byte_level_cut
+    return None
+
+
+def byte_level_cut(text: str) -> int:
+    """Up to the last line end that stands alone between other characters: there GPT-2's splitting always cuts, and
+    neither side is split otherwise without the other. Spaces around it would be shared out between both."""
+    place = text.rfind("\n", 1, -1)
+    while place > 0 and (text[place - 1].isspace() or text[place + 1].isspace()):
+        place = text.rfind("\n", 1, place)
+    return max(place, 0) and place + 1
 
 
 def gpt2(folder: str | Path) -> BPETokenizer:

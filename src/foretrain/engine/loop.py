@@ -210,7 +210,7 @@ class Engine:
     @property
     def optimizer_is_configured(self) -> bool:
         """It was made as the configuration says; else it is the user's own."""
-        return self._optimizer_is_configured
+        return self.optimizer_is_configured
 
     def untimed(self) -> AbstractContextManager[None]:
         """Not charged to the run; what the device still has to do for it is."""

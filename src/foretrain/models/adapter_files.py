@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from foretrain.errors import CheckpointError, ConfigError, SaveError
-from foretrain.files import explain_failed_write, give_usual_mode, make_folder, sync_file, write_atomic
+from foretrain.files import explain_failed_write, give_usual_mode, make_folder, sync_file, write_atomic, write_synced
 from foretrain.models import huggingface, lora
 from foretrain.models.gpt2 import GPT2
 from foretrain.models.lora import LoraSettings
@@ -114,7 +114,8 @@ def _write(folder: Path, config: str, tensors: dict[str, Tensor], beside: Mappin
     new_config, new_weights = folder / f".tmp-{CONFIG}", folder / f".tmp-{WEIGHTS}"
     try:
         make_folder(folder)
-        new_config.write_text(config, encoding="utf-8")
+        write_synced(new_config, config)
+        new_weights.unlink(missing_ok=True)  # it may be a link
         save_file(tensors, new_weights, metadata={"format": "pt"})
         give_usual_mode(new_weights)
         for path in (new_config, new_weights):

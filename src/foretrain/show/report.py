@@ -22,7 +22,7 @@ def write_report(folders: Sequence[Path], target: Path) -> int:
         write_atomic(target, text)
     except OSError as error:
         raise InputError(f"{target}: cannot be written ({error.strerror}); name another file with --out") from None
-    return len(text.encode())
+    return len(text.encode("utf-8", "backslashreplace"))
 
 
 class ReportWriter:
