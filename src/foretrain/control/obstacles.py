@@ -40,7 +40,7 @@ def obstacles(engine: Engine, pairs: int, elements: int) -> list[Obstacle]:
 
 def _decay(engine: Engine, decay: float) -> Obstacle:
     """As the user wrote it: in the configuration, or in the call that made the optimizer."""
-    if engine.optimizer_is_configured:
+    if not engine.own_optimizer:
         return Obstacle(f"optimizer.weight_decay = {decay:g}", "optimizer.weight_decay = 0")
     kind = type(engine.optimizer)
     name = f"torch.optim.{kind.__name__}" if kind.__module__.startswith("torch.optim") else kind.__name__

@@ -207,11 +207,6 @@ class Engine:
             return batch
         return map_tensors(batch, lambda tensor: tensor.to(self.device, non_blocking=True))
 
-    @property
-    def optimizer_is_configured(self) -> bool:
-        """It was made as the configuration says; else it is the user's own."""
-        return self.optimizer_is_configured
-
     def untimed(self) -> AbstractContextManager[None]:
         """Not charged to the run; what the device still has to do for it is."""
         if self.device.type == "cuda":
