@@ -79,6 +79,11 @@ def test_the_model_is_exported_at_averaged_weights(make_config: Make, text_file:
     assert torch.equal(load_file(tmp_path / "again" / "model.safetensors")["transformer.ln_f.weight"], average)
 
 
+def test_the_report_links_to_the_model(make_config: Make, text_file: Path, tmp_path: Path) -> None:
+    run.train(make_config({"data.path": str(text_file)}), tmp_path / "run", progress=False)
+    assert 'href="model/"' in (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+
+
 def test_what_is_no_gpt2_is_trained_but_not_exported(make_config: Make, text_file: Path, tmp_path: Path) -> None:
     config = make_config({"data.path": str(text_file), "model.normalization": "rmsnorm", "model.bias": False})
     summary = run.train(config, tmp_path / "run", progress=False)
