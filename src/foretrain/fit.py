@@ -451,10 +451,11 @@ class Run:
     def _tell_changes(self, meta: dict[str, Any]) -> None:
         """Say what changed since the checkpoint was saved."""
         before, now = flattened(meta["config"]), flattened(to_mapping(self.config))
-        changed = []
-        for name in sorted(before.keys() | now.keys()):
-            if before.get(name) != now.get(name):
-                changed.append(f"{name} {_effective(name, before)} -> {_effective(name, now)}")
+        changed = [
+            f"{name} {_effective(name, before)} -> {_effective(name, now)}"
+            for name in sorted(before.keys() | now.keys())
+            if before.get(name) != now.get(name)
+        ]
         if changed:
             self.emit(Notice(f"changed since this checkpoint was saved: {', '.join(changed)}", level="info"))
         if (saved_with := meta.get("torch")) != torch.__version__:

@@ -13,7 +13,6 @@ import pytest
 from foretrain.events import Evaluated, HealthMeasured, Notice, Progress, RunEnded, RunStarted
 from foretrain.show.jsonl import JsonlLog
 
-
 NOW = datetime(2026, 7, 30, 12, 34, 56, 789123, UTC)
 TIME = "2026-07-30T12:34:56.789+00:00"
 
