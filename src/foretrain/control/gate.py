@@ -137,7 +137,9 @@ class Gate:
         """Why nothing is tried."""
         if self.count:
             return "moves did not pay in audits, and the budget for trying is used up"
-        steps = f"an audit costs {cost:.0f} full steps, audit.time_budget allows {self.allowed:.0f}"
+        if self.allowed <= 0:
+            return "not tried: audit.time_budget = 0 leaves nothing to check a move with"
+        steps = f"checking one move costs {cost:.0f} full steps, audit.time_budget allows {self.allowed:.0f}"
         return f"not tried: the run is too short for it to pay ({steps})"
 
     def new_cycle(self, count: int = 1) -> None:

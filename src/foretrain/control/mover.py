@@ -15,7 +15,7 @@ from torch import Tensor
 from foretrain.control import leap
 from foretrain.control.audit import Audit
 from foretrain.control.chain import EXACT, Chain
-from foretrain.control.exact import Point, Took
+from foretrain.control.exact import Point
 from foretrain.control.forks import Forks
 from foretrain.control.gate import FORWARD
 from foretrain.control.guard import Reading
@@ -443,8 +443,7 @@ class Mover:
         before = min(move.anchor, self.chain.start_loss) if move.chained else move.anchor
         start = Point(before, engine.global_step - move.steps - counted, passes=self.safety.taken_at)
         now = Point(after, engine.global_step, engine.clock.seconds, engine.backward_passes)
-        took = Took(move.moved if move.chained else 0, move.chained and self.chain.returned, move.moved)
-        pilot.exact.kept(start, move.loss, now, pilot.slope, took)
+        pilot.exact.kept(start, move.loss, now, pilot.slope, move.moved, move.chained)
 
     def _keep(self, move: Move, audit: Audit | None) -> None:
         counts = self.pilot.counts
