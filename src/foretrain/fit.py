@@ -21,6 +21,7 @@ from foretrain.config import to_mapping
 from foretrain.engine import checkpoint, shortage
 from foretrain.engine.batches import Batches
 from foretrain.engine.checkpoint import CheckpointStore
+from foretrain.engine.described import unwrapped
 from foretrain.engine.meters import Stopwatch
 from foretrain.engine.muon import Muon, iteration_type
 from foretrain.engine.own import Measure
@@ -28,7 +29,6 @@ from foretrain.engine.rates import FollowedRates
 from foretrain.engine.runfolder import RunFolder
 from foretrain.engine.signals import StopRequest
 from foretrain.engine.step import rows_of, split
-from foretrain.engine.weights import unwrapped
 from foretrain.errors import CheckpointError, DivergenceError, InputError, OutOfMemory, SaveError
 from foretrain.events import (
     CheckpointRejected,

@@ -555,6 +555,7 @@ class HybridTrainer(Engine):
             folder = out if isinstance(out, RunFolder) else None
             if out is not None and not isinstance(out, RunFolder):
                 folder = stack.enter_context(RunFolder(Path(out), resume, overwrite, in_python=True))
+                details = {**(details or {}), "folder": str(folder.path)}
                 if overwrite and not resume:
                     folder.clear()
             self._show(stack, folder, resume, progress, table)
@@ -567,7 +568,8 @@ class HybridTrainer(Engine):
                 with self.averaged_weights():
                     write_weights(self.model, folder.path / WEIGHTS)
         if summary["reason"] == "interrupted" and not isinstance(out, RunFolder):
-            tell_interruption(summary["signal"], run.last_words, on_interrupt, shown=bool(progress))
+            shown = bool(progress) and (self.config.log.console if progress is True else progress) != "quiet"
+            tell_interruption(summary["signal"], run.last_words, on_interrupt, shown)
         return summary
 
     def _show(

@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import signal
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -484,7 +485,8 @@ def fit(
         return result
 
     trainer.step = counted  # type: ignore[method-assign]
-    summary = trainer.fit(LOADERS[loader](), out=out, resume=resume, progress=False)
+    with warnings.catch_warnings(action="ignore"):
+        summary = trainer.fit(LOADERS[loader](), out=out, resume=resume, progress=False, on_interrupt="return")
     return trainer, summary, events
 
 

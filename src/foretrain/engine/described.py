@@ -18,7 +18,15 @@ _HIDDEN = frozenset({"params", "peak_lr", "initial_lr", "foreach", "fused", "cap
 
 def is_configured(model: nn.Module) -> bool:
     """Whether a model is what the sections `model` and `data` speak of."""
-    return isinstance(model, GPT2)
+    return isinstance(unwrapped(model), GPT2)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The user's own module inside torch.compile's or DistributedDataParallel's."""
+    inner = getattr(model, "_orig_mod", None)
+    if inner is None and isinstance(model, nn.parallel.DistributedDataParallel):
+        inner = model.module
+    return unwrapped(inner) if isinstance(inner, nn.Module) else model
 
 
 def full_name(thing: object) -> str:
@@ -72,7 +80,7 @@ def settings_of_run(
         for section in _OF_MODEL:
             values.pop(section, None)
         values.pop("batch_size", None)
-        values["model"] = {"type": full_name(model)}
+        values["model"] = {"type": full_name(unwrapped(model))}
         if rows:
             values["batch_size"] = rows
         if config.hybrid.mode == "off":

@@ -116,7 +116,7 @@ class Engine:
         """Or samples: what `unit` says."""
         self.unit = "tokens" if is_configured(self.model) else "samples"
         self.rows = 0
-        """Of the last batch."""
+        """Of the largest batch so far."""
         self.position = 0
         self.best_val_loss: float | None = None
         self.evaluations_without_best = 0
@@ -196,7 +196,7 @@ class Engine:
             self.average.update()
         self.meter.add(output)
         self.tokens += self.count(batch)
-        self.rows = rows_of(batch)
+        self.rows = max(self.rows, rows_of(batch))  # the last batch of an epoch may be smaller
         self.backward_passes += 1
         return output
 
