@@ -208,7 +208,7 @@ def export_checkpoint(source: str | Path, folder: str | Path) -> Path:
         raise InputError(f"{source}: a fine-tuning run; `foretrain adapters export {source} FOLDER` writes its adapter")
     model = gpt2.build(config.model, config.seed)
     trainer = HybridTrainer(model, config=config.model_copy(update={"device": "cpu"}))
-    trainer.load_state_dict(state, str(store))
+    trainer.load_weights(state, str(store))
     target = Path(folder)
     with trainer.averaged_weights():
         write_model(model, target, "export it again")

@@ -35,7 +35,7 @@ from foretrain.engine.signals import StopRequest
 from foretrain.engine.step import LossFunction, StepOutput
 from foretrain.errors import ConfigError, DivergenceError
 from foretrain.events import Bus, PhaseChanged, Recovered
-from foretrain.fit import Run
+from foretrain.fit import Run, check_load_best
 from foretrain.schema import Level
 from foretrain.show.console import Console
 from foretrain.show.jsonl import JsonlLog
@@ -114,6 +114,8 @@ class HybridTrainer(Engine):
             ahead = config.predictor
             self.look_ahead = LookAhead(parameters, ahead.beta, ahead.gamma, ahead.stride)
         self._said: dict[str, int] = {}
+        self._went_back = False
+        """This step trained on the batch that a refused move began with."""
         self.pilot: Pilot | None = None
         self.rescue = Rescue(self, self)
         self.checkup = Checkup(self, self.bus.emit)
@@ -163,11 +165,12 @@ class HybridTrainer(Engine):
                 result = self._predict(batch)
             case Phase.CORRECT:
                 result = self._correct(batch)
-        if self.position >= position:  # else a rollback went back in the data
+        if self.position >= position and not self._went_back:  # else a rollback went back in the data
             self.position += 1
+        self._went_back = False
         if self.pilot is not None and self.global_step == self.config.max_steps:
             self.mover.finish(batch)
-        if self.checkup.due and not self.judging and self.checkup.judge():
+        if self.checkup.due and (self.chaining or not self.judging) and self.checkup.judge():
             self._follow_recovery(self.pilot)
         return result
 
@@ -179,6 +182,11 @@ class HybridTrainer(Engine):
     def judging(self) -> bool:
         """A move was made and is not judged yet."""
         return self.pilot is not None and self.mover.move is not None
+
+    @property
+    def chaining(self) -> bool:
+        """A chain of leaps is being made: it can be long, and its weights are as good as any."""
+        return self.judging and self.mover.open_move.chained and self.phase is Phase.PREDICT
 
     def _train(self, batch: Any) -> StepResult:
         """WARMUP and FULL: full steps, watched. Only the end of a window can lead to another phase."""
@@ -252,24 +260,36 @@ class HybridTrainer(Engine):
             self._tell_phase()
         if self.look_ahead is not None and not move.refused:
             self.look_ahead.restart()
-        if loss is None:  # refused: the batch it began with is still there to learn from
-            self._follow_recovery(self.mover.pilot)
-            result = self._train(move.batch)
-            self.position += self.position < position
-            return result
+        if loss is None:
+            return self._train_instead(move, position)
         output = StepOutput(torch.tensor(loss), torch.tensor(torch.nan), torch.zeros(()))
         return self._result(Phase.PREDICT, output, move.predicted_loss, move.confidence)
 
     def _chain(self, batch: Any, move: Move) -> StepResult:
         """PREDICT where the loss is exact: leaps to where the gradient should vanish, each judged by its own loss."""
+        leaps = move.moved
+        self.checkup.begin()
         output = self.mover.leap_on(batch)
+        if output is not None and move.moved > leaps:
+            self.checkup.end(output)
+        else:
+            self.checkup.taken_back(self.mover.undone_leaps)
         if self.phase is not Phase.PREDICT:
             self._tell_phase()
         if self.look_ahead is not None and not move.refused:
             self.look_ahead.restart()
         if output is not None:
             return self._result(Phase.PREDICT, output, move.predicted_loss, move.confidence)
-        return self._train(move.batch) if move.refused else self._correct(batch)
+        return self._train(batch) if move.refused else self._correct(batch)
+
+    def _train_instead(self, move: Move, position: int) -> StepResult:
+        """A move was refused: the batch it began with is still there to learn from. position: that of this step."""
+        self._follow_recovery(self.mover.pilot)
+        result = self._train(move.batch)
+        if self.position < position:
+            self.position += 1
+            self._went_back = True
+        return result
 
     def _correct(self, batch: Any) -> StepResult:
         """CORRECT: the residual correction, then full steps that validate the move; then it is kept or taken back."""
@@ -373,6 +393,11 @@ class HybridTrainer(Engine):
         if self.pilot is not None and self.pilot.recovery.rollbacks > self.config.guard.max_rollbacks:
             self.pilot.recovery.rollbacks = 0
 
+    def judge_by(self, held_out: list[Any]) -> None:
+        """Held-out batches: where the loss is exact, a move must not raise their loss."""
+        if self.pilot is not None:
+            self.mover.unseen.batches, self.pilot.unseen = held_out, bool(held_out)
+
     def evaluated(self, held_out: float) -> None:
         """A held-out loss is known: it shows over- and underfitting."""
         if self.checkup.evaluated(held_out):
@@ -448,6 +473,7 @@ class HybridTrainer(Engine):
         *,
         out: str | Path | RunFolder | None = None,
         resume: bool = False,
+        load_best: bool = False,
         progress: bool | Level = True,
         table: bool = True,
         title: str = "",
@@ -458,8 +484,11 @@ class HybridTrainer(Engine):
 
         loader: batches. One with `seek(position)` (such as `foretrain.Loader`) resumes at once; any other iterable is
         read again from its start up to the saved position. out: the run folder; without one nothing is written.
+        load_best: the model ends with the weights of the lowest held-out loss, not with the last ones.
         progress: how much is shown; True: as `log.console` says, False: nothing. table: it ends with the results.
         """
+        if load_best:
+            check_load_best(self.config, out, held_out)
         with ExitStack() as stack:
             folder = (
                 out if isinstance(out, RunFolder) or out is None else stack.enter_context(RunFolder(Path(out), resume))
@@ -479,7 +508,7 @@ class HybridTrainer(Engine):
                     stack.callback(self.bus.subscribe(tracker))
                 stack.callback(close_all, trackers)
             stop = stack.enter_context(StopRequest())
-            run = Run(self, folder, list(held_out) if held_out is not None else [], stop, data_fingerprint)
+            run = Run(self, folder, list(held_out) if held_out is not None else [], stop, data_fingerprint, load_best)
             return run.train(loader, resume, title, details or {})
 
     def prediction_progress(self) -> dict[str, Any]:
@@ -506,6 +535,7 @@ class HybridTrainer(Engine):
             "final_val_loss": self.last_val_loss,
             "final_train_loss": self.last_train_loss,
             "best_val_loss": self.best_val_loss,
+            "best_step": self.best_step,
             "global_step": self.global_step,
             "steps": {"warmup": 0, "full": self.global_step, "predict": 0, "correct": 0},
             "backward_passes": self.backward_passes,

@@ -11,6 +11,8 @@ FORWARD = 1 / 3
 _QUANTILE = 1.28
 """One-sided 90 %: the gate opens when a move gains with this confidence."""
 _MOST_BACKOFF = 64
+_OVERFITTED = 4
+"""A move that raises the held-out loss shuts the gate for this many cycles, the next one for its square, and so on."""
 
 PRIORS: dict[str, tuple[float, float, float]] = {
     # kind of run: worth of a predicted step in full steps, its deviation, and how many audits this counts for.
@@ -163,6 +165,12 @@ class Gate:
         """An unaudited move was judged."""
         self.since_audit += 1
         self._settle(paid)
+
+    def overfitted(self) -> None:
+        """A move raised the held-out loss: what is left to learn would be learned by heart, only sooner."""
+        self.since_audit += 1
+        self.refusals += 1
+        self.wait = min(_MOST_BACKOFF, _OVERFITTED**self.refusals)
 
     def spend(self, cost: float) -> None:
         self.spent += cost
