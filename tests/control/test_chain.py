@@ -335,7 +335,7 @@ def test_the_optimizers_own_steps_cannot_spoil_what_leaps_have_gained(rate: floa
     ends: list[float] = []
     end = run.trainer.mover.chain.end
     run.trainer.mover.chain.end = (  # type: ignore[method-assign]
-        lambda slope, refused: ends.append(run.trainer.mover.chain.loss) or end(slope, refused)
+        lambda slope, **how: ends.append(run.trainer.mover.chain.loss) or end(slope, **how)
     )
     run.run()
     assert ends
