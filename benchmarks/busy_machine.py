@@ -33,7 +33,7 @@ OURS = "foretrain's"
 
 
 def work() -> None:
-    """Train the demo's model for as many seconds as each line of standard input says; print steps, seconds, CPU time."""
+    """Train the demo's model for the seconds that each line of standard input says; print steps, seconds, CPU time."""
     import torch
 
     from foretrain import run

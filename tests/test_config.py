@@ -697,7 +697,7 @@ def test_common_names_are_understood_well_enough_to_say_the_right_one(name: str)
         ("block_size", "model.context"),
         ("n_layer", "model.layers"),
         ("model.n_embd", "model.width"),
-        ("training.num_train_epochs", "max_steps"),
+        ("training.num_train_epochs", "epochs"),
         ("per_device_train_batch_size", "batch_size"),
         ("gradient_accumulation_steps", "accumulation_steps"),
         ("warmup_ratio", "schedule.warmup_steps"),

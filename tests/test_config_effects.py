@@ -22,7 +22,7 @@ from tests.finetuning import config_for, write_base, write_colors
 from torch import nn
 
 from foretrain import run, tuning
-from foretrain.config import from_mapping, load, settings
+from foretrain.config import from_mapping, load, settings, to_mapping
 from foretrain.control.mover import Mover
 from foretrain.data import tokens
 from foretrain.dynamics import trajectory
@@ -147,6 +147,20 @@ def _(bench: Bench) -> None:
 def _(bench: Bench) -> None:
     assert bench.train(max_steps=2)[0]["global_step"] == 2
     assert bench.train(max_steps=4)[0]["global_step"] == 4
+
+
+@effect("epochs")
+def _(bench: Bench) -> None:
+    values = to_mapping(bench.config(data__path=str(bench.text_file), batch_size=8))
+    del values["max_steps"]
+    steps = {}
+    for epochs in (1, 0.5):
+        folder = bench.folder / f"{epochs}"
+        steps[epochs] = run.train(from_mapping({**values, "epochs": epochs}), folder, progress=False)["global_step"]
+        assert load(folder / "config.toml").config.max_steps == steps[epochs]
+    trained = 0.9 * len(bench.text_file.read_bytes())  # the rest is held out
+    assert steps[1] == pytest.approx(trained / (8 * 16), abs=1)
+    assert steps[0.5] == pytest.approx(steps[1] / 2, abs=1)
 
 
 @effect("batch_size")

@@ -369,14 +369,46 @@ def test_changed_settings_are_named_and_in_force(make_trainer: Make, tmp_path: P
     }
     trainer, events = make_trainer(changes)
     trainer.fit(batches(), out=tmp_path / "run", resume=True, progress=False)
-    said = [event.message for event in of(events, Notice)]
-    assert any("optimizer.weight_decay was 0.1 when this checkpoint was saved and is 0.7 now" in text for text in said)
-    assert sum("when this checkpoint was saved" in text for text in said) == 4
+    (said,) = [event for event in of(events, Notice) if "checkpoint was saved" in event.message]
+    assert said.level == "info"  # it is what was asked for
+    assert said.message == (
+        "changed since this checkpoint was saved: max_steps 2 -> 4, optimizer.beta1 0.9 -> 0.5, "
+        "optimizer.learning_rate 0.02 -> 0.005, optimizer.weight_decay 0.1 -> 0.7"
+    )
     groups = trainer.optimizer.param_groups
     assert [group["weight_decay"] for group in groups] == [0.7, 0.0]
     assert groups[0]["betas"] == (0.5, 0.95)
     assert [event.learning_rate for event in of(events, Progress)] == pytest.approx([0.005, 0.005])
     assert [group["lr"] for group in groups] == pytest.approx([0.005, 0.005])
+
+
+def test_an_unset_learning_rate_is_named_by_what_it_was(make_trainer: Make, tmp_path: Path) -> None:
+    unset = {"max_steps": 2, "optimizer.type": "muon", "optimizer.learning_rate": None}
+    make_trainer(unset)[0].fit(batches(), out=tmp_path / "run", progress=False)
+    trainer, events = make_trainer(unset | {"optimizer.learning_rate": 0.003})
+    trainer.fit(batches(), out=tmp_path / "run", resume=True, progress=False)
+    said = [event.message for event in of(events, Notice)]
+    assert "changed since this checkpoint was saved: optimizer.learning_rate 0.006 -> 0.003" in said
+
+
+@pytest.mark.parametrize("settings", [{"hybrid.mode": "off", "health.interval": 0}, {}])
+def test_every_summary_has_the_same_keys(make_trainer: Make, settings: dict[str, Any]) -> None:
+    summary = make_trainer({"max_steps": 2, **settings})[0].fit(batches(), progress=False)
+    for name in ("audit", "exact", "moves", "forecast", "confidence", "predictability", "rollbacks", "health"):
+        assert name in summary
+    assert (summary["audit"] is None) is ("hybrid.mode" in settings)
+    assert (summary["health"] is None) is ("health.interval" in settings)
+    other = {"hybrid.mode": "leap"} if settings else {"hybrid.mode": "off"}
+    assert make_trainer({"max_steps": 2, **other})[0].fit(batches(), progress=False).keys() == summary.keys()
+
+
+def test_a_checkpoint_says_what_it_is_made_of(make_trainer: Make, tmp_path: Path) -> None:
+    trainer, events = make_trainer({"max_steps": 2, "hybrid.mode": "leap"})
+    trainer.fit(batches(), out=tmp_path / "run", progress=False)
+    saved = of(events, CheckpointSaved)[-1]
+    size = (Path(saved.path) / "model.safetensors").stat().st_size / 2**20
+    assert saved.weights_megabytes == pytest.approx(size, abs=0.006)
+    assert saved.megabytes >= saved.weights_megabytes + saved.prediction_megabytes - 0.02
 
 
 def test_an_unchanged_resume_says_nothing_of_settings(make_trainer: Make, tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ PUBLIC = {
     "evaluate",
     "finetune",
     "load",
+    "load_weights",
     "supervised",
     "train",
 }

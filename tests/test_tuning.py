@@ -11,9 +11,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
-from tests.finetuning import config_for, make_base, write_base, write_colors
+import transformers
+from tests.finetuning import COLORS, config_for, make_base, write_base, write_colors
 
 from foretrain import config as configuration
 from foretrain.base import open_base
@@ -362,6 +364,47 @@ def test_a_prompt_that_is_not_utf8(
     assert "error: standard input: not utf-8 (invalid start byte at byte 1)" in capsys.readouterr().err
 
 
+# --- chats, and other tools ------------------------------------------------------------------------------------------
+
+
+def test_a_chat_model_is_asked_in_chats_here_and_by_other_tools(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The merged model and the bare adapter in a real pipeline: the same text, token for token."""
+    data = tmp_path / "chats.jsonl"
+    records = [
+        [{"role": "user", "content": f"{number}: {thing}?"}, {"role": "assistant", "content": color}]
+        for number in range(60)
+        for thing, color in COLORS.items()
+    ]
+    data.write_text("".join(json.dumps({"messages": record}) + "\n" for record in records), encoding="utf-8")
+    finetune(config_for(base, data, max_steps=60), tmp_path / "run", progress=False)
+    assert run("adapters", "merge", tmp_path / "run", tmp_path / "merged") == 0
+    capsys.readouterr()
+    question = "5: sky?"
+    assert run("generate", tmp_path / "run", "--prompt", question, "--temperature", 0, "--device", "cpu", "--json") == 0
+    said = json.loads(capsys.readouterr().out)[0]
+    assert said["prompt"] == f"User: {question}\nAssistant:"
+    for folder in (tmp_path / "merged", tmp_path / "run" / "adapter"):
+        writer = transformers.pipeline("text-generation", model=str(folder), tokenizer=str(folder))
+        answer = writer([{"role": "user", "content": question}], do_sample=False)[0]["generated_text"][-1]
+        assert answer == {"role": "assistant", "content": said["text"]}
+        tokens = writer(said["prompt"], do_sample=False, return_tensors=True)[0]["generated_token_ids"]
+        assert tokens[-len(said["tokens"]) :] == said["tokens"]
+
+
+def test_peft_has_the_same_logits(tuned: Path) -> None:
+    opened = open_base(tuned)
+    assert opened.adapter is not None
+    load_adapter(opened.model, opened.adapter)
+    theirs = peft.AutoPeftModelForCausalLM.from_pretrained(tuned / "adapter").eval()
+    tokens = torch.tensor([opened.tokenizer.encode("5: the sky?\nLabel:")])
+    names = transformers.AutoTokenizer.from_pretrained(tuned / "adapter")
+    assert names("5: the sky?\nLabel:")["input_ids"] == tokens[0].tolist()
+    with torch.no_grad():
+        assert torch.allclose(opened.model.eval()(tokens), theirs(tokens).logits, rtol=0, atol=1e-4)
+
+
 # --- names of the Hugging Face Hub ------------------------------------------------------------------------------------
 
 
@@ -385,7 +428,7 @@ def test_a_model_in_the_hubs_cache_is_found_by_its_name(base: Path, data: Path, 
 
 
 def test_a_name_that_is_not_there_says_how_to_get_it(
-    base: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    base: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (in_cache(base, "gpt2") / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
     assert run("finetune", "--base", "gpt2", "--data", data, "--out", tmp_path / "run") == 2
@@ -393,3 +436,7 @@ def test_a_name_that_is_not_there_says_how_to_get_it(
     assert "nothing is downloaded here" in printed
     assert "AutoModelForCausalLM.from_pretrained('gpt2').save_pretrained('FOLDER')" in printed
     assert not (tmp_path / "run").exists()
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    assert run("finetune", "--base", "runs/nothing", "--data", data) == 2
+    assert "runs/nothing: there is no such folder; name a run folder" in capsys.readouterr().err

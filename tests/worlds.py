@@ -219,7 +219,16 @@ def everything(trainer: HybridTrainer) -> Snapshot:
     state["buffers"] = list(trainer.model.buffers())
     state["predictor"] = trainer.observer.predictor.state_dict()
     state["look_ahead"] = trainer.look_ahead.state_dict() if trainer.look_ahead is not None else None
-    for spent in ("tokens", "backward_passes", "probe_tokens", "seconds", "skipped", "skipped_in_a_row", "unread", "rows"):
+    for spent in (
+        "tokens",
+        "backward_passes",
+        "probe_tokens",
+        "seconds",
+        "skipped",
+        "skipped_in_a_row",
+        "unread",
+        "rows",
+    ):
         state["progress"].pop(spent, None)
     return snapshot(state)
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from foretrain.engine.checkpoint import CheckpointStore
     from foretrain.engine.muon import Muon
     from foretrain.engine.own import supervised
+    from foretrain.engine.weights import load_weights
     from foretrain.errors import CheckpointError, ConfigError, DataError, DivergenceError, ForetrainError, InputError
     from foretrain.evaluation import evaluate
     from foretrain.events import Bus
@@ -59,6 +60,7 @@ _HOMES = {
     "evaluate": "evaluation",
     "finetune": "tuning",
     "load": "config",
+    "load_weights": "engine.weights",
     "supervised": "engine.own",
     "train": "run",
 }
@@ -94,6 +96,7 @@ __all__ = [
     "evaluate",
     "finetune",
     "load",
+    "load_weights",
     "supervised",
     "train",
 ]

@@ -80,7 +80,8 @@ def find_folder(name: str | Path) -> Path:
     path = Path(name).expanduser()
     if path.is_dir():
         return path
-    if not _HUB_NAME.fullmatch(str(name)):
+    is_inside = path.parent != Path() and path.parent.is_dir()
+    if is_inside or not _HUB_NAME.fullmatch(str(name)):
         raise InputError(f"{path}: there is no such folder; name a run folder, or one that holds model.safetensors")
     for full_name in (str(name), f"openai-community/{name}"):  # where the bare names of GPT-2 lead to
         cached = _hub_cache() / f"models--{full_name.replace('/', '--')}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -48,7 +49,10 @@ def finetune(
     *,
     base: Annotated[
         str,
-        Parameter(help="What to fine-tune: a run folder, or a GPT-2 in Hugging Face's format. Sets `model.weights`."),
+        Parameter(
+            help="What to fine-tune: a run folder, a GPT-2 in Hugging Face's format, or the name of one in Hugging "
+            "Face's cache, such as `gpt2`. Sets `model.weights`."
+        ),
     ] = "",
     data: Annotated[str, Parameter(help="JSONL file of examples. Sets `data.path`.")] = "",
     set_: Settings = None,
@@ -62,8 +66,8 @@ def finetune(
     """Fine-tune a model with an adapter (LoRA) on your examples.
 
     `foretrain finetune --base runs/mine --data examples.jsonl --out runs/tuned` trains an adapter: records with
-    prompt/completion, instruction/output, question/answer or text/label are understood; for others set `data.prompt`
-    and `data.answer`. Only the answers are learned.
+    prompt/completion, instruction/output, question/answer, text/label or messages (chats) are understood; for others
+    set `data.prompt` and `data.answer`. Only the answers are learned.
 
     `foretrain generate runs/tuned --prompt "..."` asks the result. `runs/tuned/adapter` is in PEFT's format.
 
@@ -94,16 +98,23 @@ def finetune(
     check(loaded.config)
     folder = out or default_folder(loaded.config)
     summary = run(loaded.config, folder, resume=resume, overwrite=overwrite, progress=level, table=False, say=tell)
-    end_run(summary, folder, level, json_, lambda: _result_lines(summary))
+    end_run(summary, folder, level, json_, lambda: _result_lines(summary, folder))
 
 
-def _result_lines(summary: dict[str, Any]) -> list[str]:
+def _result_lines(summary: dict[str, Any], folder: Path) -> list[str]:
+    lines = []
     if "accuracy" in summary:
         where = f"{summary['answered']} held-out examples of {summary['classes']} classes"
-        return [f"accuracy {summary['accuracy']:.1%} on {where}"]
+        lines.append(f"accuracy {summary['accuracy']:.1%} on {where}")
     if "exact_match" in summary:
-        return [f"exact match {summary['exact_match']:.1%} on {summary['answered']} held-out examples"]
-    return []
+        lines.append(f"exact match {summary['exact_match']:.1%} on {summary['answered']} held-out examples")
+    if falling := summary.get("still_falling"):
+        lines.append(
+            f"the held-out loss was still falling ({falling['from']:.4g} -> {falling['to']:.4g} in the last "
+            f"{falling['steps']:,} steps; {summary['epochs']:.2g} epochs): train longer with `foretrain finetune --out "
+            f"{shlex.quote(str(folder))} --resume --set max_steps={falling['max_steps']}`"
+        )
+    return lines
 
 
 def generate(
@@ -282,6 +293,7 @@ def merge(
 ) -> None:
     """Add an adapter to its model and write the result as a Hugging Face GPT-2 folder."""
     from foretrain.base import open_base
+    from foretrain.data.handover import chat_template_of
     from foretrain.models import lora
     from foretrain.models.adapter_files import load_adapter, read_adapter
     from foretrain.run import write_model
@@ -301,7 +313,7 @@ def merge(
     load_adapter(opened.model, read, any_base)
     lora.merge(opened.model)
     lora.detach(opened.model, keep_merged=True)
-    write_model(opened.model, folder, "merge it again", opened.tokenizer)
+    write_model(opened.model, folder, "merge it again", opened.tokenizer, chat_template_of(path))
     put_written(folder, json_)
 
 

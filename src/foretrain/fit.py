@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shlex
+import signal
+import sys
 import time
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,20 +23,26 @@ from foretrain.engine.batches import Batches
 from foretrain.engine.checkpoint import CheckpointStore
 from foretrain.engine.meters import Stopwatch
 from foretrain.engine.muon import Muon, iteration_type
+from foretrain.engine.own import Measure
+from foretrain.engine.rates import FollowedRates
 from foretrain.engine.runfolder import RunFolder
 from foretrain.engine.signals import StopRequest
 from foretrain.engine.step import rows_of, split
+from foretrain.engine.weights import unwrapped
 from foretrain.errors import CheckpointError, DivergenceError, InputError, OutOfMemory, SaveError
 from foretrain.events import (
     CheckpointRejected,
     CheckpointSaved,
     Evaluated,
+    Event,
+    Listener,
     Notice,
     Progress,
     Resumed,
     RunEnded,
     RunStarted,
 )
+from foretrain.schema import OptimizerConfig
 from foretrain.show.settings import flattened
 
 if TYPE_CHECKING:
@@ -49,6 +59,7 @@ class Run:
         held_out: list[Any],
         stop: StopRequest,
         fingerprint: str,
+        metrics: Mapping[str, Measure] | None = None,
     ) -> None:
         self.trainer = trainer
         self.config = trainer.config
@@ -58,6 +69,10 @@ class Run:
         self.held_out = held_out
         self.stop = stop
         self.fingerprint = fingerprint
+        self.metrics = metrics or {}
+        self.again = "resume=True" if folder is None else folder.again
+        self.last_words = ""
+        """Of a run that was interrupted."""
         self.batches: Batches | None = None
         self.loader_state: dict[str, Any] | None = None
         self.rewound = False
@@ -87,7 +102,11 @@ class Run:
             due = trainer.evaluation_due and trainer.global_step < self.config.max_steps
             if (due and self._evaluate()) or self._patience_is_over():
                 reason = "stopped early"
-            elif trainer.global_step < self.config.max_steps:
+            elif trainer.global_step >= self.config.max_steps:
+                if not resume:
+                    done = f"{trainer.global_step} of {self.config.max_steps} steps are done"
+                    self.emit(Notice(f"nothing is left to do: {done}"))
+            else:
                 batches = self.batches = Batches(loader, self.emit)
                 if trainer.pilot is not None:
                     trainer.mover.safety.loader_state = batches.state
@@ -117,8 +136,9 @@ class Run:
             trainer.clock.stop()
         self.emit(RunEnded(trainer.global_step, reason, summary))
         if reason == "interrupted":  # the last that is said
-            text = f"{self.stop.requested}: stopped after step {trainer.global_step}"
-            self.emit(Notice(text + self._how_to_go_on(), level="info"))
+            after = self._how_to_go_on() or "; nothing is saved without out=..., but the model has its weights"
+            self.last_words = f"{self.stop.requested}: stopped after step {trainer.global_step}{after}"
+            self.emit(Notice(self.last_words, level="info"))
         return summary
 
     def _loop(self, source: Batches) -> str:
@@ -211,6 +231,8 @@ class Run:
             return "finished"
         if self.stop.requested:
             return "interrupted"
+        if trainer.stopping and not trainer.judging:
+            return "stopped early"
         if step >= self.next_save and not trainer.judging:  # a rollback would leave it with a step that was taken back
             self.next_save = (step // self.save_every + 1) * self.save_every
             self._save(must=False)
@@ -247,11 +269,13 @@ class Run:
                 trained_parameters=sum(p.numel() for p in parameters if p.requires_grad),
                 device=str(trainer.device),
                 precision=trainer.precision.name,
-                title=title or type(trainer.model).__name__,
+                title=title or type(unwrapped(trainer.model)).__name__,
                 details=details,
+                unit=trainer.unit,
+                optimizer=trainer.optimizer_in_words,
             )
         )
-        if self.config.schedule.type == "cyclic":
+        if self.config.schedule.type == "cyclic" and not isinstance(trainer.rate, FollowedRates):
             self.emit(Notice("schedule.type = 'cyclic' disturbs prediction; wsd is the better choice for hybrid runs"))
 
     def _check_first(self, result: StepResult) -> None:
@@ -306,23 +330,23 @@ class Run:
         if not self.config.guard.nan_check and loss != loss:
             raise DivergenceError(
                 f"the loss is NaN (step {trainer.global_step}) and guard.nan_check is off; switch it on or lower "
-                "optimizer.learning_rate, and go on from the last checkpoint with --resume"
+                f"{trainer.checkup.levers.rate}, and go on from the last checkpoint with {self.again}"
             )
 
     def _what_to_do(self) -> str:
         """Skipped steps change no weight: where the loss itself is no number, batch after batch, a lower rate will not
         make it one, and there is nothing to go on from."""
-        loss = self.trainer.last_train_loss
+        loss, rate = self.trainer.last_train_loss, self.trainer.checkup.levers.rate
         more_precise = "" if self.trainer.precision.name == "fp32" else ", or with precision.type = 'fp32'"
         if loss is not None and math.isfinite(loss):
             return (
                 "the weights are those of the last good step, and only gradients overflow. Go on with a lower "
-                f"optimizer.learning_rate{more_precise}{self._how_to_go_on()}"
+                f"{rate}{more_precise}{self._how_to_go_on()}"
             )
         return (
             f"the loss itself is {loss} at the weights of the last good step: they are ruined, or the data is. Look "
-            "for NaN in the data; else --resume cannot help, since it goes on from these weights: start anew, in "
-            f"another folder, with a tenth of optimizer.learning_rate{more_precise}"
+            f"for NaN in the data; else {self.again} cannot help, since it goes on from these weights: start anew, in "
+            f"another folder, with a tenth of {rate}{more_precise}"
         )
 
     def _evaluate(self) -> bool:
@@ -334,13 +358,15 @@ class Run:
         with trainer.untimed(), trainer.memory.during("evaluation"):
             started = time.perf_counter()
             loss = self._held_out_loss()
+            trainer.last_metrics = trainer.measure(self.held_out, self.metrics)
             seconds = time.perf_counter() - started
         best = loss == loss and (trainer.best_val_loss is None or loss < trainer.best_val_loss)
         trainer.last_val_loss = loss
         trainer.evaluations_without_best = 0 if best else trainer.evaluations_without_best + 1
         trainer.best_val_loss = loss if best else trainer.best_val_loss
         averaged = trainer.average is not None
-        self.emit(Evaluated(trainer.global_step, loss, round(seconds, 3), averaged, best))
+        metrics = dict(trainer.last_metrics)
+        self.emit(Evaluated(trainer.global_step, loss, round(seconds, 3), averaged, best, metrics))
         trainer.evaluated(loss)
         trainer.evaluation_due = False
         return self._patience_is_over()
@@ -381,7 +407,7 @@ class Run:
                 path = self._write(self.store)
             except SaveError as error:
                 if must:
-                    raise SaveError(f"{error}, then go on with --resume") from error
+                    raise SaveError(f"{error}, then go on with {self.again}") from error
                 text = str(error)
             except (RuntimeError, MemoryError) as error:
                 found = shortage.look_at(error)
@@ -393,10 +419,12 @@ class Run:
             if text:
                 self.emit(Notice(f"{text}; the run goes on and tries again at the next save"))
                 return
-            size = sum(file.stat().st_size for file in path.iterdir()) / 2**20
+            sizes = {file.stem: file.stat().st_size / 2**20 for file in path.iterdir()}
         self.saved_step = trainer.global_step
         seconds = round(time.perf_counter() - started, 3)
-        self.emit(CheckpointSaved(trainer.global_step, str(path), round(size, 2), seconds))
+        weights, prediction = (round(sizes.get(part, 0.0), 2) for part in ("model", "hybrid"))
+        size = round(sum(sizes.values()), 2)
+        self.emit(CheckpointSaved(trainer.global_step, str(path), size, seconds, weights, prediction))
 
     def _write(self, store: CheckpointStore) -> Path:
         trainer = self.trainer
@@ -422,7 +450,7 @@ class Run:
 
     def _resume(self) -> None:
         if self.store is None:
-            raise InputError("resume needs a run folder; name it with out=... (--out DIR)")
+            raise InputError("resume needs a run folder; name it with out=...")
         loaded = self.store.load_newest(lambda path, reason: self.emit(CheckpointRejected(str(path), reason)))
         if loaded is None:
             self.emit(Notice(f"{self.store.root} holds no checkpoint yet: starting at step 0", level="info"))
@@ -451,11 +479,13 @@ class Run:
     def _tell_changes(self, meta: dict[str, Any]) -> None:
         """Say what changed since the checkpoint was saved."""
         before, now = flattened(meta["config"]), flattened(to_mapping(self.config))
-        for name in sorted(before.keys() | now.keys()):
-            if before.get(name) != now.get(name):
-                self.emit(
-                    Notice(f"{name} was {before.get(name)} when this checkpoint was saved and is {now.get(name)} now")
-                )
+        changed = [
+            f"{name} {_effective(name, before)} -> {_effective(name, now)}"
+            for name in sorted(before.keys() | now.keys())
+            if before.get(name) != now.get(name)
+        ]
+        if changed:
+            self.emit(Notice(f"changed since this checkpoint was saved: {', '.join(changed)}", level="info"))
         if (saved_with := meta.get("torch")) != torch.__version__:
             self.emit(
                 Notice(f"saved with torch {saved_with}, now {torch.__version__}: results may differ in the last bits")
@@ -467,5 +497,45 @@ class Run:
             self.emit(Notice(f"{text}: results may differ in the last bits", level="info"))
 
 
+def _effective(name: str, settings: Mapping[str, Any]) -> str:
+    """What a setting was; of a learning rate that was left unset, what it then is."""
+    value = settings.get(name)
+    if value is None and name == "optimizer.learning_rate":
+        value = OptimizerConfig(type=settings["optimizer.type"]).peak_rate
+    return "unset" if value is None else json.dumps(value)
+
+
 def _interval(setting: int | None, unset: int) -> int:
     return unset if setting is None else setting
+
+
+def warning_of_failure(callback: Listener) -> Listener:
+    """The same listener; before it is dropped, as any that fails, its user is told, however quiet the run is."""
+
+    def listen(event: Event) -> None:
+        try:
+            callback(event)
+        except Exception as error:
+            warnings.warn(
+                f"the callback {name} failed at {type(event).__name__} and is called no more "
+                f"({type(error).__name__}: {error})",
+                stacklevel=2,
+            )
+            raise
+
+    name = getattr(callback, "__qualname__", type(callback).__name__)
+    listen.__qualname__ = name
+    return listen
+
+
+def tell_interruption(name: str, text: str, how: str, shown: bool) -> None:
+    """After the run was saved: what its caller must not take for a finished one. shown: the console has said it."""
+    if how == "return":
+        if not shown:
+            warnings.warn(text, stacklevel=3)
+        return
+    if name == "SIGINT":
+        raise KeyboardInterrupt(text)
+    if not shown:
+        sys.stderr.write(f"{text}\n")
+    raise SystemExit(128 + signal.Signals[name].value)

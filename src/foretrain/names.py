@@ -70,7 +70,6 @@ NICKNAMES: dict[str, str] = {
     "steps": "max_steps",
     "batch": "batch_size",
     "dropout": "model.dropout",
-    "epochs": "max_steps",
     "eps": "optimizer.epsilon",
     "clip": "optimizer.gradient_clip_norm",
     "optimizer": "optimizer.type",
@@ -99,7 +98,7 @@ NICKNAMES: dict[str, str] = {
     "dtype": "precision.type",
     "init_from": "model.weights",
     # transformers and peft
-    "num_train_epochs": "max_steps",
+    "num_train_epochs": "epochs",
     "per_device_train_batch_size": "batch_size",
     "train_batch_size": "batch_size",
     "warmup_ratio": "schedule.warmup_steps",
@@ -137,7 +136,7 @@ NICKNAMES: dict[str, str] = {
     "lora_dropout": "lora.dropout",
     "target_modules": "lora.targets",
     # Lightning and Keras
-    "max_epochs": "max_steps",
+    "max_epochs": "epochs",
     "accumulate_grad_batches": "accumulation_steps",
     "gradient_clip_val": "optimizer.gradient_clip_norm",
     "val_check_interval": "evaluation.interval",

@@ -19,6 +19,7 @@ from foretrain.data.loader import Loader, TokenWindows, held_out_batches
 from foretrain.data.tokenizers import Tokenizer
 from foretrain.data.tokens import Corpus
 from foretrain.engine import checkpoint
+from foretrain.engine.batches import with_steps
 from foretrain.engine.checkpoint import CheckpointStore
 from foretrain.engine.precision import choose_device
 from foretrain.engine.runfolder import RunFolder
@@ -101,7 +102,7 @@ def default_folder(config: Config) -> Path:
 def check_steps(run: Path, config: Config) -> None:
     """A run that goes on must have something left to do. Raises ConfigError where `max_steps` was lowered too far."""
     newest = next(CheckpointStore(run / "checkpoints").steps(), None)
-    if newest is None or newest[0] <= config.max_steps or not (run / "config.toml").is_file():
+    if newest is None or newest[0] <= config.max_steps or not (run / "config.toml").is_file() or config.epochs:
         return
     before = configuration.load(run / "config.toml").config.max_steps
     if before > config.max_steps:
@@ -145,8 +146,9 @@ def train(
         config = with_vocabulary(config, corpus)
         config = within_budget(config, target_of(config, gpt2.shape_from_config(config.model)), named, say)
         model = build_model(config)
-        trainer = HybridTrainer(model, config=config, bus=bus)
         loader = build_loader(config, corpus, model, device)
+        config = with_steps(config, loader)
+        trainer = HybridTrainer(model, config=config, bus=bus)
         micro_batch = config.batch_size // config.accumulation_steps
         parts = config.evaluation.batches * config.accumulation_steps  # the same text, however a batch is split
         held_out = held_out_batches(corpus.held_out, model.shape.context, micro_batch, parts)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from foretrain import environment
-from foretrain.config import Config, to_mapping
+from foretrain.config import Config
 from foretrain.control.checkup import Checkup
 from foretrain.control.machine import Phase
 from foretrain.control.move import Move
@@ -30,16 +30,26 @@ from foretrain.dynamics.lookahead import LookAhead
 from foretrain.dynamics.observer import Moment, Observer
 from foretrain.dynamics.predictor import Predictor
 from foretrain.dynamics.trajectory import Trajectory, basis_type
+from foretrain.engine import described
+from foretrain.engine.batches import steps_in
 from foretrain.engine.loop import Engine, own_loss
 from foretrain.engine.memory import MemoryMeter
-from foretrain.engine.own import Measure, OptimizerLike, explain_first_failure
+from foretrain.engine.own import (
+    Measure,
+    OptimizerLike,
+    as_tensors,
+    check_metrics,
+    check_processes,
+    explain_first_failure,
+)
 from foretrain.engine.rates import FollowedRates
-from foretrain.engine.runfolder import RunFolder
+from foretrain.engine.runfolder import WEIGHTS, RunFolder
 from foretrain.engine.signals import StopRequest
 from foretrain.engine.step import StepOutput
-from foretrain.errors import ConfigError, DivergenceError
-from foretrain.events import Bus, Notice, PhaseChanged, Recovered
-from foretrain.fit import Run
+from foretrain.engine.weights import write_weights
+from foretrain.errors import ConfigError, DivergenceError, InputError
+from foretrain.events import Bus, Listener, Notice, PhaseChanged, Recovered
+from foretrain.fit import Run, tell_interruption, warning_of_failure
 from foretrain.schema import Level
 from foretrain.show.console import Console
 from foretrain.show.jsonl import JsonlLog
@@ -48,6 +58,13 @@ from foretrain.show.trackers.listener import close_all
 from foretrain.show.trackers.opening import open_trackers
 
 _SAY_EVERY = 100
+_OBSTACLES = "obstacles"
+_NOT_IN_EVERY_RUN = (
+    *("moves", "predicted_steps", "corrections", "recoveries", "rollbacks", "forecast", "confidence", "predictability"),
+    *("exact", "audit", "learning_rate", "predictor", "basis_mb", "health", "memory", "peak_memory_mb"),
+    *("out_of_memory", "signal"),
+)
+"""Keys of the summary that are None where there is nothing to say, so that every summary has the same keys."""
 _LOOK_EVERY = 10
 """Steps after which the losses of unwatched steps are looked at."""
 _LOOK_AHEAD_ENDS = 2 / 3
@@ -93,9 +110,12 @@ class StepResult:
 class HybridTrainer(Engine):
     """Trains any module with any optimizer and a loss function `(model, batch) -> mean loss`.
 
-    Without an optimizer the configuration's is built; without a loss function `model.loss(batch)` is called; without a
-    predictor the configuration's. With `hybrid.mode = "off"` it is the plain loop. probe: batches that are never
-    trained on; moves are then searched and judged on them, and their tokens are charged to the run.
+    optimizer: an object, a class, a name such as "adamw", or none for the configuration's. One of your own keeps its
+    rates and its gradients: it gets a schedule and clipping only if the configuration names them. scheduler: any of
+    torch.optim.lr_scheduler; it is stepped once per step, and saved. loss_fn: also a criterion of (output, target),
+    such as `nn.MSELoss()`; without one `model.loss(batch)` is called. Without `max_steps` in the configuration the run
+    has no end and no rate decays. predictor: instead of the configuration's; with `hybrid.mode = "off"` it is the plain
+    loop. probe: batches that are never trained on; moves are then searched and judged on them, at the run's charge.
     """
 
     def __init__(
@@ -110,7 +130,9 @@ class HybridTrainer(Engine):
         probe: Sequence[Any] = (),
         bus: Bus | None = None,
     ) -> None:
-        super().__init__(model, optimizer, loss_fn, with_short_warmup(config or Config()), scheduler)
+        config = config or Config()
+        check_processes(config)
+        super().__init__(model, optimizer, loss_fn, with_short_warmup(config), scheduler)
         config = self.config
         self.bus = bus or Bus()
         self.memory = MemoryMeter(self.device, self.bus.emit, lambda: self.global_step, config.memory.timeline)
@@ -121,6 +143,8 @@ class HybridTrainer(Engine):
             self.look_ahead = LookAhead(parameters, ahead.beta, ahead.gamma, ahead.stride)
         self._said: dict[str, int] = {}
         self._past_the_end = False
+        self.stopping = False
+        """Somebody called `stop`."""
         self.pilot: Pilot | None = None
         self.rescue = Rescue(self, self)
         self.checkup = Checkup(self, self.bus.emit)
@@ -140,6 +164,7 @@ class HybridTrainer(Engine):
         if self.full_step.in_backward is not None:
             self.full_step.in_backward.watchers.append(self.observer.sample.watch())
         self.pilot = Pilot(config, self.observer, "adapters" if self._trains_adapters() else "full weights")
+        self.pilot.recovery.rate_name = self.checkup.levers.rate
         self.pilot.falls_once = self.pilot.falls_once and not isinstance(self.rate, FollowedRates)
         self.mover = Mover(self, self.pilot, self.bus.emit)
         self.mover.probes.held_out = [self.to_device(batch) for batch in probe]
@@ -160,6 +185,10 @@ class HybridTrainer(Engine):
 
         Where memory runs out, `memory.on_out_of_memory` decides what follows.
         """
+        if self.config.epochs is not None:
+            raise ConfigError(
+                "epochs is for fit(), which knows the data; in a loop of your own give max_steps, or none"
+            )
         if self.has_end and self.global_step >= self.config.max_steps and not (self._past_the_end or self.judging):
             self._say_past_the_end()
         try:
@@ -358,6 +387,7 @@ class HybridTrainer(Engine):
         )
         record = self.observer.close(moment)
         actions = pilot.watch(record, self.mover.same_batch(), fp16=self.precision.scaled)
+        pilot.exact.watched(record, self.clock.seconds, self.backward_passes)
         for action in actions:
             self._carry_out(action)
         self._follow_recovery(pilot)
@@ -375,6 +405,17 @@ class HybridTrainer(Engine):
             self.mover.safety.forget_other()
         if self.phase is not before:
             self._tell_phase()
+        self._tell_obstacles()
+
+    def _tell_obstacles(self) -> None:
+        """Once: that leaps could be tried here, and which setting keeps them off. Batches are compared once only."""
+        if _OBSTACLES in self._said or not self.mover.pilot.predictability.low_noise:
+            return
+        text = self.mover.why_no_chain()
+        if text or (self.mover.chain.obstacles and not self.mover.probes.held_out):
+            self._said[_OBSTACLES] = self.global_step
+        if text:
+            self.bus.emit(Notice(text, level="info"))
 
     def _tell_phase(self) -> None:
         if self.pilot is not None:
@@ -478,10 +519,16 @@ class HybridTrainer(Engine):
         loader: Iterable[Any],
         held_out: Iterable[Any] | None = None,
         *,
+        epochs: float | None = None,
+        metrics: Mapping[str, Measure] | None = None,
+        callbacks: Iterable[Listener] = (),
         out: str | Path | RunFolder | None = None,
         resume: bool = False,
+        overwrite: bool = False,
         progress: bool | Level = True,
         table: bool = True,
+        unit: str | None = None,
+        on_interrupt: Literal["raise", "return"] = "raise",
         title: str = "",
         details: dict[str, str] | None = None,
         data_fingerprint: str = "",
@@ -489,32 +536,99 @@ class HybridTrainer(Engine):
         """Train to `max_steps` with progress, evaluation, checkpoints and a log; returns the summary.
 
         loader: batches. One with `seek(position)` (such as `foretrain.Loader`) resumes at once; any other iterable is
-        read again from its start up to the saved position. out: the run folder; without one nothing is written.
-        progress: how much is shown; True: as `log.console` says, False: nothing. table: it ends with the results.
+        read again from its start up to the saved position. epochs: passes over it, instead of `max_steps`. metrics:
+        functions of (model, batch) or (output, target) by name, measured with the held-out loss. callbacks: called with
+        every event. out: the run folder; without one nothing is written. overwrite: replace a run that is there.
+        progress: how much is shown; True: as `log.console` says, False: nothing. table: it ends with the results. unit:
+        what the rows of a batch are called. on_interrupt: after Ctrl-C the run is saved, and KeyboardInterrupt raised
+        (SystemExit after other signals); "return": the summary comes back with the reason "interrupted".
         """
+        if on_interrupt not in ("raise", "return"):
+            raise InputError(f"on_interrupt = {on_interrupt!r}: it is 'raise' or 'return'")
+        check_metrics(metrics or {})
+        self.unit = unit or self.unit
+        self.stopping = False
+        self._set_length(loader, epochs)
+        held = [as_tensors(batch, self._float_type) for batch in held_out] if held_out is not None else []
+        self._check_scheduler(held)
         with ExitStack() as stack:
-            folder = (
-                out if isinstance(out, RunFolder) or out is None else stack.enter_context(RunFolder(Path(out), resume))
-            )
-            if progress:
-                console = Console(level=self.config.log.console if progress is True else progress, table=table)
-                stack.callback(self.bus.subscribe(console))
-                stack.callback(console.close)
-            if folder is not None:
-                log = JsonlLog(folder.metrics, self.bus.emit)
-                stack.callback(self.bus.subscribe(log))
-                stack.callback(log.close)
-                if self.config.log.report:
-                    stack.callback(self.bus.subscribe(ReportWriter(folder.path)))
-                trackers = open_trackers(self.config, folder.path, resume, self.bus.emit)
-                for tracker in trackers:
-                    stack.callback(self.bus.subscribe(tracker))
-                stack.callback(close_all, trackers)
-            if not self.has_end:
-                self.end_at(self.config.max_steps)
+            folder = out if isinstance(out, RunFolder) else None
+            if out is not None and not isinstance(out, RunFolder):
+                folder = stack.enter_context(RunFolder(Path(out), resume, overwrite, in_python=True))
+                if overwrite and not resume:
+                    folder.clear()
+            self._show(stack, folder, resume, progress, table)
+            for callback in callbacks:
+                stack.callback(self.bus.subscribe(warning_of_failure(callback)))
             stop = stack.enter_context(StopRequest())
-            run = Run(self, folder, list(held_out) if held_out is not None else [], stop, data_fingerprint)
-            return run.train(loader, resume, title, details or {})
+            run = Run(self, folder, held, stop, data_fingerprint, metrics)
+            summary = run.train(loader, resume, title, details or {})
+            if folder is not None and folder is not out and summary["reason"] != "interrupted":
+                with self.averaged_weights():
+                    write_weights(self.model, folder.path / WEIGHTS)
+        if summary["reason"] == "interrupted" and not isinstance(out, RunFolder):
+            tell_interruption(summary["signal"], run.last_words, on_interrupt, shown=bool(progress))
+        return summary
+
+    def _show(
+        self, stack: ExitStack, folder: RunFolder | None, resume: bool, progress: bool | Level, table: bool
+    ) -> None:
+        """Console, log, report and trackers listen until `stack` is left."""
+        if progress:
+            console = Console(level=self.config.log.console if progress is True else progress, table=table)
+            stack.callback(self.bus.subscribe(console))
+            stack.callback(console.close)
+        if folder is None:
+            return
+        log = JsonlLog(folder.metrics, self.bus.emit)
+        stack.callback(self.bus.subscribe(log))
+        stack.callback(log.close)
+        if self.config.log.report:
+            stack.callback(self.bus.subscribe(ReportWriter(folder.path)))
+        trackers = open_trackers(self.config, folder.path, resume, self.bus.emit, self.settings())
+        for tracker in trackers:
+            stack.callback(self.bus.subscribe(tracker))
+        stack.callback(close_all, trackers)
+
+    def _set_length(self, loader: Iterable[Any], epochs: float | None) -> None:
+        """`fit` needs an end: so many epochs, or `max_steps`."""
+        if epochs is not None and self._max_steps_given:
+            raise ConfigError(
+                f"epochs = {epochs:g} and max_steps = {self.config.max_steps} of the Config both say how long the run "
+                "is; keep one"
+            )
+        epochs = epochs if epochs is not None else self.config.epochs
+        if epochs is not None:
+            self.end_at(steps_in(epochs, loader))
+        elif not self.has_end:
+            self.end_at(self.config.max_steps)
+
+    def _check_scheduler(self, held_out: list[Any]) -> None:
+        if not isinstance(self.rate, FollowedRates) or self.rate.scheduler is None:
+            return
+        name, last = type(self.rate.scheduler).__name__, getattr(self.rate.scheduler, "total_steps", None)
+        if self.rate.watches_loss and not held_out:
+            raise ConfigError(f"{name} follows the held-out loss: give held-out batches to fit()")
+        if last is not None and last < self.config.max_steps:
+            raise ConfigError(
+                f"{name} was made for {last} steps, and the run has {self.config.max_steps}: make it with "
+                f"total_steps={self.config.max_steps}"
+            )
+
+    def stop(self) -> None:
+        """End `fit` after this step, as early stopping does. For callbacks."""
+        self.stopping = True
+
+    @property
+    def optimizer_in_words(self) -> str:
+        """torch.optim.Adam, lr 0.003."""
+        return described.in_words(self.optimizer, self.config, self.own_optimizer)
+
+    def settings(self) -> dict[str, Any]:
+        """The configuration as far as it has an effect here, with the model and the optimizer as they really are."""
+        return described.settings_of_run(
+            self.config, self.model, self.optimizer, self.rate, own=self.own_optimizer, clip=self.clip, rows=self.rows
+        )
 
     def prediction_progress(self) -> dict[str, Any]:
         """What the progress line says of prediction."""
@@ -540,6 +654,7 @@ class HybridTrainer(Engine):
             "final_val_loss": self.last_val_loss,
             "final_train_loss": self.last_train_loss,
             "best_val_loss": self.best_val_loss,
+            "metrics": dict(self.last_metrics),
             "global_step": self.global_step,
             "steps": {"warmup": 0, "full": self.global_step, "predict": 0, "correct": 0},
             "backward_passes": self.backward_passes,
@@ -547,12 +662,15 @@ class HybridTrainer(Engine):
             "probe_tokens": self.probe_tokens,
             "seconds": round(seconds, 3),
             "tokens_per_second": round(self.tokens / seconds, 1) if seconds else None,
+            "unit": self.unit,
+            "optimizer": self.optimizer_in_words,
             "skipped_steps": self.meter.skipped,
             "parameters": sum(p.numel() for p in self.model.parameters()),
             "precision": self.precision.name,
-            "config": to_mapping(self.config),
+            "config": self.settings(),
             "environment": environment.describe(str(self.device)),
         }
+        summary |= dict.fromkeys(_NOT_IN_EVERY_RUN)
         if self.pilot is not None:
             summary |= self.pilot.summary(self.backward_passes)
             if self.race.tried:

@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from foretrain import config as configuration
+from foretrain import epochs
 from foretrain.base import Base, find_folder, open_base
 from foretrain.config import Config
-from foretrain.data import examples
+from foretrain.data import chats, examples
 from foretrain.data.examples import EncodedExamples, Example
 from foretrain.data.handover import tokenizer_files
 from foretrain.data.loader import Loader
+from foretrain.data.templates import ChatFormat, make_format
+from foretrain.engine.batches import with_steps
 from foretrain.engine.precision import choose_device
 from foretrain.engine.runfolder import RunFolder
 from foretrain.errors import CheckpointError, ConfigError, ForetrainError, InputError
@@ -29,6 +32,8 @@ from foretrain.run import check_steps, read_checkpoint
 from foretrain.schema import Level
 from foretrain.serve.answers import answer_questions
 from foretrain.show import report
+from foretrain.show.follow import read_runs
+from foretrain.show.scales import finite
 from foretrain.show.trackers.opening import check_installed
 from foretrain.trainer import HybridTrainer
 
@@ -80,10 +85,10 @@ def finetune(
         config = with_templates(config, say)
         data = prepare(config, base, say)
         config, base = _within_budget(config, base, data, named, say)
-        trainer = build_trainer(config, base.model, data, bus)
-        config = trainer.config
         pinned = choose_device(config.device).type == "cuda"
         loader = Loader(data.train, config.batch_size, config.seed, config.data.prefetch, pin_memory=pinned)
+        trainer = build_trainer(with_steps(config, loader), base.model, data, bus)
+        config = trainer.config
         folder.files["config.toml"] = configuration.to_toml(config)
         folder.files["tokenizer.json"] = base.tokenizer.to_json()
         if overwrite and not resume:
@@ -100,6 +105,7 @@ def finetune(
             data_fingerprint=data.train.fingerprint,
         )
         if summary["reason"] != "interrupted":
+            summary |= _length(path, trainer, data)
             with trainer.averaged_weights():
                 _save_adapter(base, path / "adapter", config)
                 try:
@@ -241,7 +247,10 @@ def prepare(config: Config, base: Base, say: Callable[[str], None] = lambda _: N
     judging = None
     if probe:
         judging = EncodedExamples(probe, base.tokenizer, context, encoded.length, name="probe examples")
-    say(f"{encoded}; {len(held_out):,} held out" + (f"; {len(probe)} judge leaps" if probe else ""))
+    say(
+        f"{encoded}; {len(held_out):,} held out"
+        + (f"; {len(probe)} kept aside to judge predicted moves" if probe else "")
+    )
     lost = encoded.left_out + encoded.shortened
     if lost > 0.1 * len(train):
         limit = "data.max_length" if context < base.model.shape.context else "the model's context, which is the limit"
@@ -256,8 +265,18 @@ def _details(config: Config, data: Split, model: GPT2, path: Path) -> dict[str, 
         "data": f"{len(data.train):,} examples to train on, {len(data.held_out):,} held out",
         "adapter": f"rank {config.lora.rank}, {trained:,} of {everything:,} parameters ({trained / everything:.1%})",
         "batch": f"{config.batch_size} x {data.train.length} tokens, {config.max_steps:,} steps",
+        "epochs": epochs.in_words(config.max_steps, config.batch_size, len(data.train)),
         "folder": str(path),
     }
+
+
+def _length(path: Path, trainer: HybridTrainer, data: Split) -> dict[str, Any]:
+    """How often the examples were seen, and whether that was too short. A run that was resumed is one run."""
+    found: dict[str, Any] = {"epochs": round(trainer.position * trainer.config.batch_size / len(data.train), 3)}
+    log = read_runs([path])[0].evaluations
+    told = [(entry.step, loss) for entry in log if (loss := finite(entry.fields.get("loss"))) is not None]
+    falling = epochs.still_falling(told, trainer.config.max_steps)
+    return found | ({"still_falling": falling} if falling else {})
 
 
 def answer(base: Base, data: Split, config: Config) -> dict[str, Any]:
@@ -291,4 +310,6 @@ def restore_adapter(base: Base, store: Path, state: dict[str, Any], config: Conf
 
 def _save_adapter(base: Base, folder: str | Path, config: Config) -> Path:
     """With the tokenizer beside it, as other tools expect."""
-    return save_adapter(base.model, folder, str(base.folder), tokenizer_files(base.tokenizer, base.model.shape.context))
+    is_chat = isinstance(make_format(config.data.prompt, config.data.answer), ChatFormat)
+    files = tokenizer_files(base.tokenizer, base.model.shape.context, chats.JINJA if is_chat else "")
+    return save_adapter(base.model, folder, str(base.folder), files)

@@ -118,8 +118,17 @@ def test_the_exact_gain_leads(tmp_path: Path) -> None:
         text.index("finished") < text.index("The loss of 2.78e-7 at step 160 would have") < text.index("Held-out loss")
     )
     assert lead([record]).count('class="card first gain"') == 1
-    assert cards(record)["Worth of the leaps"] == "4,750 steps"
+    assert cards(record)["Worth of the leaps"] == "4,700 steps"  # no more digits than are known
+    assert '<data value="4750.0">' in lead([record])
     assert "Net time saved" not in text
+
+
+def test_leaps_that_are_not_shown_to_have_saved_steps_are_no_gain(tmp_path: Path) -> None:
+    summary = SUMMARY | {"exact": EXACT | {"trend_steps": None, "sentence": "the loss came down to 2.78e-7"}}
+    record = record_of(tmp_path / "run", some_run(), summary)
+    assert cards(record)["Loss reached"] == "2.780e-7"
+    assert 'class="card first "' in lead([record])
+    assert "The loss came down to 2.78e-7." in text_of(lead([record]))
 
 
 def test_the_audited_gain_leads_with_its_interval(tmp_path: Path) -> None:
@@ -203,7 +212,7 @@ def with_unit(folder: Path, unit: str) -> RunRecord:
 
 def test_perplexity_is_told_of_tokens_only(tmp_path: Path) -> None:
     tokens, points = (with_unit(tmp_path / unit, unit) for unit in ("tokens", "points"))
-    assert "perplexity 3.4903" in text_of(lead([tokens]))
+    assert "perplexity 3.49" in text_of(lead([tokens]))
     assert "perplexity" not in lead([points])
     assert "points per second" in text_of(lead([points]))
     assert "torch.optim.Adam" in lead([points])

@@ -127,8 +127,9 @@ def test_a_score_below_the_frame_stands_on_its_edge_and_is_said(tmp_path: Path) 
     summary = SUMMARY | {"forecast": {"10": bad, "20": SUMMARY["forecast"]["20"]}}
     (record,) = read_runs([write_run(tmp_path / "run", some_run(), summary)])
     assert list(_curve(record.summary["forecast"], "r2", "forecast", 1).points) == [(10.0, -1.0), (20.0, 0.22)]
-    assert "↓ −24.6" in horizons(record)
+    assert "below −1 on the edge" in horizons(record)
     assert "forecast: −24.57" in horizons(record)
+    assert "on the edge" not in horizons(read_runs([write_run(tmp_path / "well", some_run(), SUMMARY)])[0])
 
 
 # --- what the charts show of the loss ---------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from tests.show.runs import STARTED, SUMMARY, append, end, progress, some_run, write_run
+from tests.waiting import HANGS
 
 from foretrain.cli import main
 from foretrain.show import watch
@@ -36,13 +37,13 @@ class Serving:
 
     def stop(self) -> None:
         self.server.server.should_exit = True
-        self._thread.join(timeout=20)
+        self._thread.join(timeout=HANGS)
         assert not self._thread.is_alive()
 
     def ask(
         self, path: str = "/", method: str = "GET", cookie: str | None = None, **headers: str
     ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=HANGS)
         given = {name.replace("_", "-"): value for name, value in headers.items()}
         given["Cookie"] = self.cookie if cookie is None else cookie
         connection.request(method, path, headers=given)

@@ -79,8 +79,7 @@ class Ledger:
         gain = self.gain(full_steps)
         cost = f"it cost {gain['cost_percent']:.1f} % of the time"
         if gain["gain_percent"] is None and self.exact_moves:
-            moves = f"{self.exact_moves} move" + (" was" if self.exact_moves == 1 else "s were")
-            return f"{moves} kept for lowering the loss by which moves are judged, not audited in time; {cost}"
+            return f"{self.in_words()}, not audited in time; {cost}"
         if gain["gain_percent"] is None:
             return f"{unmeasured}; {cost}" if self.cost > 0 else unmeasured
         count = f"{gain['n']} audit" + ("" if gain["n"] == 1 else "s")
@@ -91,6 +90,11 @@ class Ledger:
         if low is not None and low > 0:
             return f"prediction saved {percent:.1f} % of the time to this loss, {interval}"
         return f"prediction is not shown to pay ({percent:.1f} %, {interval}); {cost}"
+
+    def in_words(self) -> str:
+        """Of moves that need no audit."""
+        moves = f"{self.exact_moves} move" + (" was" if self.exact_moves == 1 else "s were")
+        return f"{moves} kept for lowering the loss by which moves are judged"
 
     def state_dict(self) -> dict[str, Any]:
         names = Audit.__dataclass_fields__

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foretrain.control.obstacles import obstacles
 from foretrain.dynamics.samples import bias_corrections
 from foretrain.dynamics.secant import Secant
 from foretrain.dynamics.slope import LossSlope
@@ -22,7 +23,6 @@ EXACT = 1e-5
 """Largest relative difference of two batches' losses at the same weights that still counts as the same loss. Full
 batches differ by up to 2e-7 when shuffled; 90 % of the data already by 2e-4."""
 LEAST_PAIRS = 4
-_FEWEST_PAIRS = 5
 _ARMIJO = 1e-4
 _MOST_BACKTRACKS = 4
 _REACH = 10.0
@@ -42,10 +42,9 @@ class Chain:
         self.parameters = engine.full_step.parameters
         elements = sum(p.numel() for p in self.parameters)
         self.pairs = min(pairs, int(memory_mb * 2**20 / (8 * elements)) if elements else 0)
-        # A leap goes to where the gradient of the loss vanishes; weight decay would pull away from there.
-        decayed = any(float(group.get("weight_decay") or 0.0) for group in engine.optimizer.param_groups)
-        kept = not engine.config.engine.update_in_backward  # else no gradient is there to be looked at
-        self.possible = self.pairs >= _FEWEST_PAIRS and not engine.precision.scaled and not decayed and kept
+        self.obstacles = obstacles(engine, self.pairs, elements)
+        """What keeps leaps off, each with what to set."""
+        self.possible = not self.obstacles
         self.secant: Secant | None = None
         """Made when it is first needed: most runs are noisy and never do."""
         self.longest = longest

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from foretrain.control.findings import Ailment, HealthFinding
+from foretrain.control.findings import Ailment, HealthFinding, levers_of, levers_of_own
 from foretrain.control.health import Health, Situation
 from foretrain.control.pilot import Pilot
 from foretrain.control.vitals import Row, Vitals
+from foretrain.engine.described import is_configured
 from foretrain.engine.look import Array, Look, Measured
 from foretrain.engine.loop import Engine
 from foretrain.engine.step import StepOutput
@@ -33,7 +35,10 @@ class Checkup:
         self.pilot: Pilot | None = None
         self.interval = engine.config.health.interval
         self.look = Look(engine.model, engine.full_step.parameters)
-        self.health = Health(engine.config, self.look.layers)
+        self.levers = levers_of_own(engine.optimizer) if engine.own_optimizer else levers_of(engine.config)
+        if not is_configured(engine.model):
+            self.levers = replace(self.levers, dropout="dropout in your model")
+        self.health = Health(engine.config, self.look.layers, self.levers)
         self.on = self.interval > 0 and bool(engine.full_step.parameters)
         self.looks = 0
         self.next_look = 0

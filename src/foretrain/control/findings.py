@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from torch.optim import Optimizer
+
 from foretrain.config import Config
 
 RUN = "run"
@@ -69,11 +71,46 @@ class Effective:
     full_steps: int
 
 
+@dataclass(frozen=True, slots=True)
+class Levers:
+    """What of a run its user can set, by the names he knows it by. None: there is no such thing in this run."""
+
+    rate: str = "optimizer.learning_rate"
+    decay: str | None = "optimizer.weight_decay"
+    decay_now: float = 0.0
+    epsilon: str | None = "optimizer.epsilon"
+    epsilon_now: float = 1e-8
+    kind: str = "adamw"
+    """`optimizer.type`; empty for an optimizer of the user's own."""
+    dropout: str = "model.dropout"
+
+
+def levers_of(config: Config) -> Levers:
+    """Where model and optimizer are made from the configuration."""
+    optimizer = config.optimizer
+    return Levers(decay_now=optimizer.weight_decay, epsilon_now=optimizer.epsilon, kind=optimizer.type)
+
+
+def levers_of_own(optimizer: Optimizer) -> Levers:
+    """Where the optimizer is the user's own."""
+    group, name = optimizer.param_groups[0], type(optimizer).__name__
+    decay, epsilon = group.get("weight_decay"), group.get("eps")
+    return Levers(
+        rate=f"lr of your {name}",
+        decay=None if decay is None else f"weight_decay of your {name}",
+        decay_now=float(decay or 0.0),
+        epsilon=None if not isinstance(epsilon, float) else f"eps of your {name}",
+        epsilon_now=epsilon if isinstance(epsilon, float) else 0.0,
+        kind="",
+    )
+
+
 class Advice:
     """Makes a finding of each ailment. Factors are those of the methodology's emergency table."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, levers: Levers | None = None) -> None:
         self.config = config
+        self.levers = levers or levers_of(config)
 
     def not_finite(self, step: int, count: int, now: Effective) -> HealthFinding:
         often = count >= self.config.guard.patience
@@ -178,12 +215,12 @@ class Advice:
             "below 500",
             "warning",
             f"the average loss is no better than {best:.4g} for {steps} steps; {why}",
-            {"optimizer.learning_rate": rounded(now.rate * factor)},
+            {self.levers.rate: rounded(now.rate * factor)},
             safe=True,
         )
 
     def overfitting(self, step: int, rise: float, evaluations: int) -> HealthFinding:
-        decay = self.config.optimizer.weight_decay
+        decay, name = self.levers.decay_now, self.levers.decay
         return HealthFinding(
             Ailment.OVERFITTING,
             step,
@@ -193,8 +230,9 @@ class Advice:
             "below 1 % of it",
             "warning",
             f"the held-out loss was best {evaluations} evaluations ago and rose since, while the training loss fell: "
-            "the model learns its examples by heart; more data or model.dropout help too",
-            {"optimizer.weight_decay": rounded(decay * 10) if decay > 0 else 0.1},
+            f"the model learns its examples by heart; more data, {self.levers.dropout} or "
+            "evaluation.early_stopping_patience help too",
+            {} if name is None else {name: rounded(decay * 10) if decay > 0 else 0.1},
         )
 
     def underfitting(self, step: int, ratio: float, now: Effective) -> HealthFinding:
@@ -209,18 +247,18 @@ class Advice:
             "warning",
             "training and held-out loss are level and still fall slowly, with tiny updates: the run will end before it "
             "has learned what it could; more max_steps or a larger model help too",
-            {"optimizer.learning_rate": rounded(now.rate * factor)},
+            {self.levers.rate: rounded(now.rate * factor)},
         )
 
     def vanishing(self, step: int, layer: str, ratio: float, usual: float, others: int) -> HealthFinding:
-        kind = self.config.optimizer.type
-        if kind == "sgd":
-            change: dict[str, Any] = {"optimizer.type": "adamw", "optimizer.learning_rate": 2e-3}
-            why = "adamw gives every layer updates of its own size"
+        levers, change = self.levers, dict[str, Any]()
+        if levers.kind == "sgd" or levers.epsilon is None:
+            change = {"optimizer.type": "adamw", "optimizer.learning_rate": 2e-3} if levers.kind else {}
+            why = f"{'adamw' if levers.kind else 'torch.optim.AdamW'} gives every layer updates of its own size"
         else:  # muon's own updates have a length of their own, but a gradient this small is lost before that
-            change = {"optimizer.epsilon": self.config.optimizer.epsilon * 1e-4}
-            change |= {"optimizer.type": "adamw", "optimizer.learning_rate": 2e-3} if kind == "muon" else {}
-            why = "its gradients are below optimizer.epsilon"
+            change = {levers.epsilon: levers.epsilon_now * 1e-4}
+            change |= {"optimizer.type": "adamw", "optimizer.learning_rate": 2e-3} if levers.kind == "muon" else {}
+            why = f"its gradients are below {levers.epsilon}"
         also = f", and {others} more layers like it," if others else ""
         return HealthFinding(
             Ailment.VANISHING_LAYER,
@@ -275,9 +313,8 @@ class Advice:
             safe=True,
         )
 
-    @staticmethod
-    def _lower_rate(now: Effective, factor: float) -> dict[str, Any]:
-        return {"optimizer.learning_rate": rounded(now.rate * factor)}
+    def _lower_rate(self, now: Effective, factor: float) -> dict[str, Any]:
+        return {self.levers.rate: rounded(now.rate * factor)}
 
 
 def rounded(value: float) -> float:

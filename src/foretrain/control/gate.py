@@ -119,7 +119,7 @@ class Gate:
         if not (ask.low_noise or affordable or low > 0):
             return Answer(False, False, self.too_dear(ask.cost), rest=True, long=True)
         if not ask.trusted:
-            reason = "the predictor does not beat 'no change' and 'repeat the last displacement'"
+            reason = "forecasts do not beat 'nothing moves' and 'all moves on as before'"
             return Answer(False, False, reason, rest=True)
         if ask.decaying and not ask.chained:
             reason = "forward moves harm while the learning rate decays"
@@ -137,7 +137,8 @@ class Gate:
         """Why nothing is tried."""
         if self.count:
             return "moves did not pay in audits, and the budget for trying is used up"
-        return f"not tried: an audit costs {cost:.0f} full steps, and audit.time_budget allows {self.allowed:.0f} here"
+        steps = f"an audit costs {cost:.0f} full steps, audit.time_budget allows {self.allowed:.0f}"
+        return f"not tried: the run is too short for it to pay ({steps})"
 
     def new_cycle(self, count: int = 1) -> None:
         self.wait = max(0, self.wait - count)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from foretrain.config import Config
-from foretrain.control.findings import Advice, Ailment, Effective, HealthFinding, finding_of
+from foretrain.control.findings import Advice, Ailment, Effective, HealthFinding, Levers, finding_of
 from foretrain.control.guard import RUNAWAY_SHARE
 from foretrain.control.recovery import HARM
 from foretrain.control.vitals import Record, Row, Vitals
@@ -68,10 +68,10 @@ class Situation:
 class Health:
     """`note` every step's numbers as they arrive, `examine` at every look, `evaluated` after every evaluation."""
 
-    def __init__(self, config: Config, layers: Sequence[str]) -> None:
+    def __init__(self, config: Config, layers: Sequence[str], levers: Levers | None = None) -> None:
         self.config = config
         self.layers = list(layers)
-        self.advice = Advice(config)
+        self.advice = Advice(config, levers)
         self.record = Record(config.guard.explosion_factor, PLATEAU_GAIN)
         self.findings: list[HealthFinding] = []
         self.rate_factor = 1.0
@@ -166,10 +166,11 @@ class Health:
             self.record.start_over(situation.step)
 
     def _explodes(self, vitals: Vitals, now: Effective) -> bool:
-        """Gradients far beyond the usual, that did harm."""
+        """Gradients far beyond the usual, that did harm. While the loss goes on falling they do none: equations begin
+        with gradients like that."""
         if vitals.spikes < self.config.guard.patience:
             return False
-        unchecked = not now.clip and vitals.largest_norm > CRITICAL_NORM
+        unchecked = not now.clip and vitals.largest_norm > CRITICAL_NORM and vitals.deviation > 0
         return vitals.lost > HARM or not vitals.gained or vitals.not_finite > 0 or unchecked
 
     def _layers(self, situation: Situation, measured: Measured) -> Iterator[HealthFinding]:
@@ -244,7 +245,7 @@ class Health:
             return {}
         made: dict[str, Any] = {}
         for name, value in finding.change.items():
-            if name == "optimizer.learning_rate":
+            if name == self.advice.levers.rate:
                 factor = min(max(value / peak, LOWEST_RATE_FACTOR), HIGHEST_RATE_FACTOR)
                 if factor == self.rate_factor:
                     continue
@@ -266,7 +267,7 @@ class Health:
         before, self.rate_factor = self.rate_factor, max(self.rate_factor * factor, LOWEST_RATE_FACTOR)
         made: dict[str, Any] = {}
         if self.rate_factor < before:
-            made["optimizer.learning_rate"] = float(f"{peak * self.rate_factor:.6g}")
+            made[self.advice.levers.rate] = float(f"{peak * self.rate_factor:.6g}")
         if not 0 < clip <= 1 and not self.config.engine.update_in_backward:
             self.clip = made["optimizer.gradient_clip_norm"] = 1.0
         self.put_back = bool(made)

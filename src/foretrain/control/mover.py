@@ -14,12 +14,14 @@ from torch import Tensor
 
 from foretrain.control import leap
 from foretrain.control.audit import Audit
-from foretrain.control.chain import Chain
+from foretrain.control.chain import EXACT, Chain
+from foretrain.control.exact import Point, Took
 from foretrain.control.forks import Forks
 from foretrain.control.gate import FORWARD
 from foretrain.control.guard import Reading
 from foretrain.control.machine import Phase, View
 from foretrain.control.move import Move, pack_move, unpack_move
+from foretrain.control.obstacles import in_words, not_repeatable
 from foretrain.control.pilot import Pilot
 from foretrain.control.probes import Probes
 from foretrain.control.products import Products
@@ -28,7 +30,7 @@ from foretrain.control.safety import Safety
 from foretrain.dynamics.predictor import Array
 from foretrain.engine.host import add_each
 from foretrain.engine.loop import Engine
-from foretrain.engine.state import random_state
+from foretrain.engine.state import random_state, restore_random_state
 from foretrain.engine.step import StepOutput, map_tensors, tensors_of
 from foretrain.events import Event, Moved, Recovered
 
@@ -97,6 +99,24 @@ class Mover:
         if untold and self.pilot.may_chain and chain.ready:
             chain.compare(self._recent[-2])  # the last gradient is of the one after it
             self.pilot.ledger.cost += FORWARD
+
+    def why_no_chain(self) -> str:
+        """Where the loss is exact and no leaps will be tried: why, in words, with what to set."""
+        known = self.pilot.predictability
+        if self.probes.held_out or not known.low_noise:
+            return ""
+        if self.chain.obstacles:
+            return in_words(self.chain.obstacles) if known.same_batch or self._same_loss() else ""
+        return not_repeatable() if known.same_batch and self.chain.exact is False else ""
+
+    def _same_loss(self) -> bool:
+        """Whether the last two batches give the same loss at the same weights, as if only their order differed."""
+        if len(self._recent) < 2:
+            return False
+        random = random_state()
+        one, other = (self.engine.probe(batch) for batch in self._recent[-2:])
+        restore_random_state(random)
+        return abs(one - other) <= EXACT * abs(other)
 
     def keep_safe(self) -> None:
         """A snapshot of a healthy run now and then, for emergencies. The first is of the beginning."""
@@ -400,6 +420,8 @@ class Mover:
             worth = self._worth(move, before, move.loss) if move.plan.low_noise else float(move.credit)
         if not kept and audit is None:
             move.cost += move.steps  # these full steps are taken back
+        if kept and move.plan.low_noise:
+            self._note_exact(move, after)
         self.probes.remember(after if kept else move.anchor)
         transition = pilot.settled(self.engine.global_step, move.plan, kept, worth, move.cost, audit)
         if kept:
@@ -411,6 +433,18 @@ class Mover:
         self._tell(move, verdict, transition.reason, after, worth)
         actions = [action for action in actions if action.kind is not Kind.ROLL_BACK]
         return actions + pilot.end_cycle(self.engine.global_step, kept)
+
+    def _note_exact(self, move: Move, after: float) -> None:
+        """What a kept move did to a loss without noise, for the summary."""
+        pilot, engine = self.pilot, self.engine
+        if self.probes.held_out or not (move.chained or pilot.predictability.same_batch):
+            return
+        counted = move.moved if move.chained else move.credit
+        before = min(move.anchor, self.chain.start_loss) if move.chained else move.anchor
+        start = Point(before, engine.global_step - move.steps - counted, passes=self.safety.taken_at)
+        now = Point(after, engine.global_step, engine.clock.seconds, engine.backward_passes)
+        took = Took(move.moved if move.chained else 0, move.chained and self.chain.returned, move.moved)
+        pilot.exact.kept(start, move.loss, now, pilot.slope, took)
 
     def _keep(self, move: Move, audit: Audit | None) -> None:
         counts = self.pilot.counts

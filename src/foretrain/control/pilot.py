@@ -12,6 +12,7 @@ import numpy as np
 from foretrain.config import Config
 from foretrain.control.audit import Audit, Ledger
 from foretrain.control.correction import Correction
+from foretrain.control.exact import ExactGain
 from foretrain.control.gate import Answer, Ask, Gate, cost_of_audit, no_audit_is_affordable, steps_of_audit
 from foretrain.control.guard import Guard, Level, Reading, Verdict
 from foretrain.control.horizon import HorizonBandit, HorizonContext
@@ -101,6 +102,7 @@ class Pilot:
         self.predictability = Predictability()
         self.slope = LossSlope()
         self.ledger = Ledger()
+        self.exact = ExactGain()
         self.counts = Counts()
         self.max_steps = config.max_steps
         self.falls_once = config.schedule.type in ("wsd", "cosine")
@@ -396,6 +398,8 @@ class Pilot:
     def _sentence(self, others: float) -> str:
         if self._too_dear:
             return f"prediction was {self.gate.too_dear(self._audit_cost)}"
+        if self.exact.chains and not self.ledger.audits:  # leaps take a gradient each, so their cost says nothing
+            return f"{self.ledger.in_words()}; the time that this saved is not measured"
         return self.ledger.sentence(others, self._unmeasured)
 
     @property
@@ -403,10 +407,18 @@ class Pilot:
         """Why no audit says what prediction was worth."""
         tried, moves = self.counts.tried, self.counts.moves
         if not tried:
-            return f"prediction was never tried: {self.last_reason}"
+            return f"prediction was not tried: {self._why_not}"
         if moves["kept"] + moves["shrunk"]:
             return "no move was audited"
         return "the one move that was tried was not kept" if tried == 1 else f"none of {tried} moves tried was kept"
+
+    @property
+    def _why_not(self) -> str:
+        """Why nothing was tried so far, in plain words: of several reasons the last, which weighs most."""
+        if self.machine.phase is Phase.WARMUP:
+            return "the run was over before there was enough to forecast from"
+        reason = self.last_reason.rpartition("; ")[2].removeprefix("the gate is shut: ")
+        return "no forecast was likely enough to help" if reason.startswith("confidence ") else reason
 
     def summary(self, backward_passes: int) -> dict[str, Any]:
         """What the run's summary says of prediction."""
@@ -428,6 +440,7 @@ class Pilot:
                 "reliability": self.confidence.reliability(),
             },
             "predictability": self.predictability.summary(quality, self.held_out),
+            "exact": self.exact.summary(),
             "audit": self.ledger.gain(others) | {"sentence": self._sentence(others)},
         }
 
@@ -561,7 +574,8 @@ class Pilot:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name, part in self._parts().items():
-            part.load_state_dict(state[name])
+            if name in state or part is not self.exact:  # older checkpoints know nothing of it
+                part.load_state_dict(state[name])
         self.counts = Counts(**copy.deepcopy(state["counts"]))
         self.last_reason = str(state["last_reason"])
         horizon, audited, most = state["chosen"]
@@ -573,7 +587,7 @@ class Pilot:
 
     def _parts(self) -> dict[str, Any]:
         names = ("machine", "guard", "recovery", "gate", "bandit", "confidence", "correction", "predictability")
-        return {name: getattr(self, name) for name in (*names, "slope", "ledger", "observer")}
+        return {name: getattr(self, name) for name in (*names, "slope", "ledger", "exact", "observer")}
 
 
 def _once(actions: list[Action]) -> list[Action]:

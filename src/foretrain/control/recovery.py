@@ -85,6 +85,8 @@ class Recovery:
         self.config = guard
         self.clock = 0
         """Verdicts on full steps. Rollbacks turn `global_step` back, never this."""
+        self.rate_name = "optimizer.learning_rate"
+        """What its user calls it."""
         self.rate_factor = 1.0
         """Multiply the scheduled learning rate by this."""
         self.clip = math.inf
@@ -194,7 +196,7 @@ class Recovery:
         self.rollbacks += 1
         if self.rollbacks > self.config.max_rollbacks:
             text = f"given up: {why}, in spite of {self.config.max_rollbacks} rollbacks"
-            return [Action(Kind.ABORT, f"{text}; lower optimizer.learning_rate or look at the data")]
+            return [Action(Kind.ABORT, f"{text}; lower {self.rate_name} or look at the data")]
         self._change_rate(rate_factor)
         text = f"rolled back, with the learning rate x {rate_factor:g}: {why}"
         return [Action(Kind.ROLL_BACK, text, rate_factor=rate_factor)]
@@ -244,7 +246,7 @@ class Recovery:
         return self.clock - self.last_change < PAUSE
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in ("hybrid", "config")}
+        return {name: value for name, value in vars(self).items() if name not in ("hybrid", "config", "rate_name")}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name in self.state_dict():

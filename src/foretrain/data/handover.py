@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 from foretrain.data.tokenizers import END_OF_TEXT, BPETokenizer, CharacterTokenizer, Tokenizer
@@ -37,3 +38,12 @@ def _without_additions(tokenizer: Tokenizer) -> str:
     if isinstance(tokenizer, BPETokenizer) and tokenizer.inner.num_special_tokens_to_add(False):
         return json.dumps(json.loads(text) | {"post_processor": None}, ensure_ascii=False)
     return text
+
+
+def chat_template_of(folder: Path) -> str:
+    """As the files in `folder` say; nothing where there is none."""
+    try:
+        found = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template")
+    except (OSError, ValueError, AttributeError):
+        return ""
+    return found if isinstance(found, str) else ""

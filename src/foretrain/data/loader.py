@@ -174,6 +174,11 @@ class Loader:
     def _deterministic(self) -> bool:
         return bool(getattr(self.samples, "deterministic", False))
 
+    @property
+    def batches_per_epoch(self) -> float:
+        """Batches may reach from one epoch into the next, so it need not be whole."""
+        return len(self.samples) / self.batch_size
+
     def _order(self, indices: NDArray[np.int64], epoch: int) -> NDArray[np.int64]:
         """This epoch's order at `indices`, from a block computed ahead: one call for many small batches."""
         start, stop = int(indices[0]), int(indices[-1]) + 1

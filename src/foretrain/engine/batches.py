@@ -2,12 +2,34 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
+from foretrain.config import Config
 from foretrain.engine.state import random_state, restore_random_state
 from foretrain.errors import InputError
 from foretrain.events import Event, Notice
+
+
+def steps_in(epochs: float, loader: Iterable[Any]) -> int:
+    """Batches of so many passes over a loader."""
+    try:
+        per_epoch = getattr(loader, "batches_per_epoch", None) or len(loader)  # type: ignore[arg-type]
+    except TypeError:
+        raise InputError(
+            "epochs needs a loader that says how many batches it has, by len(loader); give max_steps instead"
+        ) from None
+    if not epochs > 0:
+        raise InputError(f"epochs = {epochs}: it must be above 0")
+    return max(1, math.ceil(epochs * per_epoch - 1e-6))
+
+
+def with_steps(config: Config, loader: Iterable[Any]) -> Config:
+    """The same configuration with `epochs` as `max_steps`."""
+    if config.epochs is None:
+        return config
+    return config.model_copy(update={"max_steps": steps_in(config.epochs, loader), "epochs": None})
 
 
 class Batches:

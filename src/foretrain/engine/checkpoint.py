@@ -193,7 +193,7 @@ def _write(folder: Path, step: int, parts: Snapshot) -> None:
         path = folder / f"{component}.safetensors"
         if not _FILE_NAME.fullmatch(path.name):
             raise ValueError(f"{component!r} cannot be the name of a part of a checkpoint; use letters and digits")
-        save_file(_separate(tensors), path)
+        save_file(separate(tensors), path)
         give_usual_mode(path)
         sync_file(path)
     write_synced(folder / _STATE, _state_text(step, parts.tree))
@@ -210,16 +210,16 @@ def _state_text(step: int, tree: Any) -> str:
     return text
 
 
-def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """On the CPU, contiguous, and no two in one storage, as safetensors requires."""
-    separate: dict[str, Tensor] = {}
+    apart: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in tensors.items():
         value = tensor.cpu().contiguous()
         pointer = value.untyped_storage().data_ptr()
-        separate[name] = value.clone() if pointer in seen else value
+        apart[name] = value.clone() if pointer in seen else value
         seen.add(pointer)
-    return separate
+    return apart
 
 
 def _digest(path: Path) -> str:

@@ -24,7 +24,7 @@ def is_configured(model: nn.Module) -> bool:
 def full_name(thing: object) -> str:
     """torch.optim.Adam, MyOptimizer."""
     kind = type(thing)
-    for package in ("torch.optim.lr_scheduler", "torch.optim"):
+    for package in ("torch.optim.lr_scheduler", "torch.optim", "torch.nn"):
         if kind.__module__.startswith(package):
             return f"{package}.{kind.__name__}"
     return kind.__name__ if kind.__module__ == "__main__" else f"{kind.__module__}.{kind.__name__}"

@@ -60,7 +60,8 @@ class Engine:
     ) -> None:
         optimizer, config = own.with_named_optimizer(optimizer, config)
         self.config = config
-        self.has_end = bool(given(config) & {"max_steps"}) or "schedule" in config.model_fields_set
+        self._max_steps_given = "max_steps" in config.model_fields_set
+        self.has_end = bool({"max_steps", "schedule"} & config.model_fields_set) and config.epochs is None
         """Somebody said how long the run is: else it goes on for as long as steps are made, and no rate decays."""
         self.device = choose_device(config.device)
         if config.engine.deterministic:
@@ -68,7 +69,7 @@ class Engine:
             torch.use_deterministic_algorithms(True)
         seed_random(config.seed)
         self.model = own.ready_to_train(model).to(self.device)
-        self._optimizer_is_configured = optimizer is None
+        self.own_optimizer = optimizer is not None
         self.optimizer = (
             optim.build(self.model, config.optimizer)
             if optimizer is None
@@ -80,7 +81,7 @@ class Engine:
         self.rate = self._rates(scheduler)
         self.clip = config.optimizer.gradient_clip_norm
         """Without what recovery makes of it."""
-        if not self._optimizer_is_configured and "optimizer.gradient_clip_norm" not in given(config):
+        if self.own_optimizer and "optimizer.gradient_clip_norm" not in given(config):
             self.clip = 0.0
         self.average = WeightAverage(self.model, config.evaluation.ema_decay) if config.evaluation.ema_decay else None
         self.full_step = FullStep(
@@ -136,7 +137,7 @@ class Engine:
                     "scheduler= and [schedule] of the Config both set the learning rate; keep one of them"
                 )
             scheduler = check_scheduler(scheduler, self.optimizer)
-        if scheduler is not None or not (asked or self._optimizer_is_configured):
+        if scheduler is not None or not (asked or not self.own_optimizer):
             return FollowedRates(self.optimizer, scheduler)
         end = self.config.max_steps if self.has_end else None
         return ScheduledRates(self.optimizer, self.config.schedule, end, self.config.max_steps)
@@ -152,7 +153,7 @@ class Engine:
 
     def end_at(self, max_steps: int) -> None:
         """From now on it is known how long the run is."""
-        self.config = self.config.model_copy(update={"max_steps": max_steps})
+        self.config = self.config.model_copy(update={"max_steps": max_steps, "epochs": None})
         self.has_end = True
         self.rate.end_at(max_steps)
 
@@ -224,7 +225,7 @@ class Engine:
         draws_again = getattr(self.model, "draws_again", False)
         possible = self.device.type == "cuda" and self.full_step.device_skip and not draws_again
         possible = possible and self.away is None  # a graph is bound to addresses: its tensors cannot leave
-        possible = possible and (self._optimizer_is_configured or optim.can_be_recorded(self.optimizer))
+        possible = possible and (not self.own_optimizer or optim.can_be_recorded(self.optimizer))
         if wanted is True and not possible:
             raise ConfigError(
                 "engine.cuda_graph = true needs a CUDA GPU, a fused optimizer (adamw, adam, sgd or muon; one of your "
@@ -406,7 +407,7 @@ class Engine:
         if self.away is not None:
             self.away.back()
         restore_model(self.model, state["model"], origin)
-        keep = self._optimizer_is_configured and isinstance(self.rate, ScheduledRates)
+        keep = not self.own_optimizer and isinstance(self.rate, ScheduledRates)
         restore_optimizer(self.optimizer, state["optimizer"], origin, keep_settings=keep)
         if (self.average is None) != (state["average"] is None):
             raise CheckpointError(f"{origin}: evaluation.ema_decay was switched on or off since; use the same setting")

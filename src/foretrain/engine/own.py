@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import os
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, get_args
@@ -197,6 +198,20 @@ def ready_to_train(model: nn.Module) -> nn.Module:
     if not any(module.training for module in model.modules()):
         model.train()
     return model
+
+
+def check_processes(config: Config) -> None:
+    """Replicas that predict would each move by itself, and go apart."""
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        world = distributed.get_world_size()
+    else:
+        world = int(os.environ.get("WORLD_SIZE") or 1)
+    if world > 1 and config.hybrid.mode != "off":
+        raise ConfigError(
+            f'prediction works in one process, and this is one of {world}: set hybrid.mode = "off", with which '
+            "DistributedDataParallel works, or start one process"
+        )
 
 
 # --- optimizers ------------------------------------------------------------------------------------------------------

@@ -16,16 +16,22 @@ from foretrain.errors import InputError, SaveError
 from foretrain.files import explain_failed_write, for_json, make_folder, open_own, remove, write_atomic
 
 _DESCRIBING = ("config.toml", "tokenizer.json", "summary.json", "report.html")
+WEIGHTS = "model.safetensors"
+"""Of a module of the user's own, at the end of its run."""
 _TRACKERS = ("trackers.json", "tensorboard", "wandb", "mlflow", "trackio")
-_LARGE = ("model", "adapter", "metrics.jsonl", "checkpoints")
+_LARGE = ("model", "adapter", WEIGHTS, "metrics.jsonl", "checkpoints")
 
 
 class RunFolder:
-    """`config.toml`, `tokenizer.json`, `metrics.jsonl`, `summary.json`, `report.html`, `checkpoints/`, `model/` or
-    `adapter/`, and what `log.trackers` names."""
+    """`config.toml`, `tokenizer.json`, `metrics.jsonl`, `summary.json`, `report.html`, `checkpoints/`, `model/`,
+    `adapter/` or `model.safetensors`, and what `log.trackers` names."""
 
-    def __init__(self, path: Path, resume: bool, overwrite: bool = False) -> None:
+    def __init__(self, path: Path, resume: bool, overwrite: bool = False, in_python: bool = False) -> None:
+        """in_python: whoever made it wrote `fit(out=...)`, not `--out ...`."""
         self.path = path
+        self.named = f"out={str(path)!r}" if in_python else f"--out {path}"
+        self.again, self.anew = ("resume=True", "overwrite=True") if in_python else ("--resume", "--overwrite")
+        """What its user writes to go on with the run, or to replace it."""
         self.resume = resume
         self.overwrite = overwrite
         self.checkpoints = path / "checkpoints"
@@ -48,16 +54,14 @@ class RunFolder:
             self._locks.append(open_own(self.path / ".lock", os.O_CREAT | os.O_RDWR, 0o600))
         except OSError as error:
             self._release()
-            raise InputError(
-                f"--out {self.path}: cannot write there ({error.strerror}); choose another folder"
-            ) from None
+            raise InputError(f"{self.named}: cannot write there ({error.strerror}); choose another folder") from None
         if not all(_take_lock(lock) for lock in self._locks):
             self._release()
-            raise InputError(f"--out {self.path}: another run is writing there; wait for it or choose another folder")
+            raise InputError(f"{self.named}: another run is writing there; wait for it or choose another folder")
         if self.holds_run() and not (self.resume or self.overwrite):
             self._release()
             raise InputError(
-                f"--out {self.path}: it already holds a run; go on with --resume, replace it with --overwrite, "
+                f"{self.named}: it already holds a run; go on with {self.again}, replace it with {self.anew}, "
                 "or choose another folder"
             )
         return self
@@ -95,7 +99,7 @@ class RunFolder:
                 remove(self.path / name)
         except OSError as error:
             raise InputError(
-                f"--out {self.path}: cannot delete the earlier run ({error.strerror}); choose another folder"
+                f"{self.named}: cannot delete the earlier run ({error.strerror}); choose another folder"
             ) from None
 
     def write(self, name: str, text: str) -> None:
@@ -106,11 +110,13 @@ class RunFolder:
         except OSError as error:
             cause, advice = explain_failed_write(error)
             raise SaveError(
-                f"{self.path / name}: cannot write it: {cause}. {advice}, then go on with --resume"
+                f"{self.path / name}: cannot write it: {cause}. {advice}, then go on with {self.again}"
             ) from None
 
     def describe(self) -> None:
-        """Write `files`. Called once it is sure that the run may use this folder."""
+        """Write `files`. Called once it is sure that the run may use this folder. Weights of the end of the run are
+        those of an earlier end, and go."""
+        remove(self.path / WEIGHTS)
         for name, text in self.files.items():
             self.write(name, text)
 

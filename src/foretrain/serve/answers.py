@@ -15,7 +15,7 @@ from foretrain.serve.sampling import Sampling
 from foretrain.serve.scoring import ClassScorer, exact_match
 
 _AT_ONCE = 32
-_BATCHES_SORTED = 8
+_BATCHES_SORTED = 2
 """Batches of classes that are sorted by length together, for little padding."""
 
 

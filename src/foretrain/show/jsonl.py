@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: every event as one line of JSON, in order, appended and flushed."""
+"""`metrics.jsonl`: every event as one line of JSON with the time of day, in order, appended and flushed."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import dataclasses
 import json
 import os
 from collections import deque
+from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,10 @@ class JsonlLog:
     emit: hears when lines begin to wait, and when they are written.
     """
 
-    def __init__(self, path: Path, emit: Listener = lambda _: None) -> None:
+    def __init__(
+        self, path: Path, emit: Listener = lambda _: None, now: Callable[[], datetime] = lambda: datetime.now(UTC)
+    ) -> None:
+        self._now = now
         self.path = path
         self._emit = emit
         self._waiting: deque[bytes] = deque(maxlen=_MOST_WAITING)
@@ -42,7 +47,8 @@ class JsonlLog:
             ) from None
 
     def __call__(self, event: Event) -> None:
-        record: dict[str, Any] = {"event": type(event).__name__}
+        time = self._now().isoformat(timespec="milliseconds")
+        record: dict[str, Any] = {"event": type(event).__name__, "time": time}
         for item in dataclasses.fields(event):
             value = getattr(event, item.name)
             if isinstance(event, RunEnded) and item.name == "summary":

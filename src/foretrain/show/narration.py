@@ -15,6 +15,7 @@ from foretrain.events import (
     Moved,
     Notice,
     PhaseChanged,
+    RateTrial,
     RateTried,
     Recovered,
     Resumed,
@@ -47,10 +48,11 @@ def line(event: Event, verbose: bool = False) -> str | None:
     match event:
         case Evaluated():
             best = " (best so far)" if event.best else ""
-            return f"step {event.step}: held-out loss {loss_text(event.loss)}{best}"
+            metrics = "".join(f", {escape(name)} {value:.4g}" for name, value in event.metrics.items())
+            return f"step {event.step}: held-out loss {loss_text(event.loss)}{best}{metrics}"
         case CheckpointSaved():
             took = f" in {event.seconds:.2f} s" if verbose else ""
-            return f"step {event.step}: saved {escape(event.path)} ({event.megabytes:.1f} MB{took})"
+            return f"step {event.step}: saved {escape(event.path)} ({event.megabytes:.1f} MB{_parts(event)}{took})"
         case CheckpointRejected():
             return f"[yellow]warning:[/] damaged checkpoint put aside as {escape(event.path)}: {escape(event.reason)}"
         case Resumed():
@@ -59,6 +61,11 @@ def line(event: Event, verbose: bool = False) -> str | None:
             return f"step {event.step}: [bold]{event.phase.upper()}[/] ({escape(event.reason)})"
         case Moved():
             return _move(event, verbose)
+        case RateTrial():
+            which = (
+                f"first, for {event.steps} steps, then others" if event.others else f"on the same {event.steps} steps"
+            )
+            return f"learning rate: trying {event.learning_rate:.2g} {which}"
         case RateTried():
             found = ", the best so far" if event.best else ""
             rate, loss = f"learning rate {event.learning_rate:.2g}", f"held-out loss {loss_text(event.loss)}"
@@ -82,6 +89,13 @@ def line(event: Event, verbose: bool = False) -> str | None:
         case HealthMeasured():
             return _look(event)
     return None
+
+
+def _parts(event: CheckpointSaved) -> str:
+    """What a checkpoint is made of, where that is mostly not the model."""
+    if event.prediction_megabytes <= event.megabytes / 2:
+        return ""
+    return f": {event.weights_megabytes:.1f} weights, {event.prediction_megabytes:.1f} for prediction"
 
 
 def _move(event: Moved, verbose: bool) -> str:

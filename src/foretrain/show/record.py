@@ -54,6 +54,11 @@ class RunRecord:
     _told_until: int = 0
     """The last step of which the log told anything."""
 
+    @property
+    def unit(self) -> str:
+        """What the run counts as it goes through the data."""
+        return str(self.started.get("unit") or self.summary.get("unit") or "tokens")
+
     def take(self, line: str | bytes) -> None:
         """One line of `metrics.jsonl`. What cannot be read is left out: a log may be written by another version."""
         try:
@@ -123,11 +128,6 @@ class RunRecord:
     def state(self) -> str:
         """ "running", or how it ended: "finished", "interrupted", "stopped early", "failed"."""
         return "running" if self.ended is None else str(self.ended.get("reason"))
-
-    @property
-    def unit(self) -> str:
-        """What is counted, in the plural: tokens, samples."""
-        return str(self.started.get("unit") or "tokens")
 
     @property
     def tried(self) -> bool:

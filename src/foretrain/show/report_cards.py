@@ -10,7 +10,6 @@ from html import escape, unescape
 from foretrain.events import in_words
 from foretrain.show.console import short
 from foretrain.show.markup import UNKNOWN
-from foretrain.show.numbers import loss_text
 from foretrain.show.record import RunRecord
 from foretrain.show.report_text import (
     clock,
@@ -51,10 +50,14 @@ def _exact(record: RunRecord) -> tuple[str, str, str, str] | None:
         return None
     text = escape(signs(f"{sentence[:1].upper()}{sentence[1:]}"))
     text = text if text.endswith(".") else f"{text}."
-    worth, loss = finite(exact.get("trend_steps")), exact.get("loss")
-    if worth is None:
-        return "Loss reached", number(loss), text, "gain"
-    return "Worth of the leaps", f'{number(exact["trend_steps"], ",.0f")} <span class="unit">steps</span>', text, "gain"
+    worth = finite(exact.get("trend_steps")) or 0
+    if worth < 1:
+        return "Loss reached", number(exact.get("loss")), text, ""
+    digit = 10 ** max(0, len(f"{worth:.0f}") - 2)  # two digits are known of it, at the most
+    figure = (
+        f'<data value="{exact["trend_steps"]}">{worth // digit * digit:,.0f}</data> <span class="unit">steps</span>'
+    )
+    return "Worth of the leaps", figure, text, "gain"
 
 
 def _audited(record: RunRecord) -> tuple[str, str, str, str] | None:
@@ -68,8 +71,9 @@ def _audited(record: RunRecord) -> tuple[str, str, str, str] | None:
         return None
     sentence = escape(signs(str(audit.get("sentence") or "")))
     told = f"{sentence[:1].upper()}{sentence[1:]}. " if sentence else ""
-    figure = number(audit["gain_percent"], "+.1f", " %")
-    return "Net time saved", figure, f'{told}<span class="small">{_interval(audit)}</span>', _stands(audit)
+    if "interval" not in sentence:
+        told += f'<span class="small">{_interval(audit)}</span>'
+    return "Net time saved", number(audit["gain_percent"], "+.1f", " %"), told, _stands(audit)
 
 
 def _interval(audit: Mapping[str, object]) -> str:
@@ -114,18 +118,23 @@ def _quality(record: RunRecord) -> list[tuple[str, str, str]]:
     cards = []
     if held_out is not None:
         notes = [f"best {number(summary['best_val_loss'])}"] if best is not None and best != held_out else []
-        notes += [f"perplexity {loss_text(math.exp(held_out))}"] if of_tokens and held_out < 20 else []
+        notes += [_perplexity(held_out)] if of_tokens and held_out < 20 else []
         given = summary.get("final_val_loss") if summary else held_out
         cards.append(("Held-out loss", number(given), ", ".join(notes)))
     training = training_loss(record)
-    alone = training is not None and held_out is None and of_tokens and training < 20
-    below = f"perplexity {loss_text(math.exp(training))}" if alone and training is not None else ""
+    alone = of_tokens and held_out is None and training is not None and training < 20
+    below = _perplexity(training) if alone and training is not None else ""
     cards.append(("Training loss", number(training), below))
     for name, words in (("accuracy", "Right answers"), ("exact_match", "Exact answers")):
         if (share := finite(summary.get(name))) is not None:
             cards.append((words, percent(share), f"of {finite(summary.get('answered')) or 0:,.0f} held-out questions"))
     cards += [(escape(f"{name[:1].upper()}{name[1:]}"), number(value), "held out") for name, value in metrics(record)]
     return cards
+
+
+def _perplexity(loss: float) -> str:
+    value = math.exp(loss)
+    return f"perplexity {value:,.0f}" if value >= 1000 else f"perplexity {value:.4g}"
 
 
 def metrics(record: RunRecord) -> list[tuple[str, float]]:

@@ -14,7 +14,7 @@ from foretrain.show.report_text import mapping, number, percent, signs, table
 from foretrain.show.scales import finite
 
 _LOWEST = -1.0
-"""R² that the chart shows; what is below stands at its lower edge, with its number."""
+"""R² that the chart shows; what is below stands on its lower edge."""
 
 
 def said_of_prediction(record: RunRecord) -> str:
@@ -47,11 +47,13 @@ def horizons(record: RunRecord) -> str:
         error = finite(q.get("loss_error"))
         rows.append([escape(horizon), *cells, number(q.get("norm_ratio"), ".2f"), percent(error)])
     curves = [_curve(forecast, "r2", "forecast", 1), _curve(forecast, "repeat_r2", "repeating the last move", 2)]
-    below = any(one.labels for one in curves)
+    scores = [finite(_known(quality).get(name)) for quality in forecast.values() for name in ("r2", "repeat_r2")]
+    below = any(score is not None and score < _LOWEST for score in scores)
+    edge = "; below −1 on the edge" if below else ""
     chart = plot(
         curves,
         Axis("steps ahead"),
-        Axis("R² (1: exact, 0: no better than standing still)", low=_LOWEST if below else None, high=1.0),
+        Axis(f"R² (1: exact, 0: no better than standing still{edge})", low=_LOWEST if below else None, high=1.0),
         label="Share of the weights' motion that was forecast, by steps ahead; the numbers are in the table",
         width=520,
         height=300,
@@ -64,13 +66,12 @@ def horizons(record: RunRecord) -> str:
 
 
 def _curve(forecast: Mapping[str, Any], name: str, label: str, look: int) -> Series:
-    """Values below the frame are drawn on its edge, and said there."""
+    """Values below the frame are drawn on its edge; the table has all."""
     steps = [_steps_ahead(horizon) for horizon in forecast]
     known = [finite(_known(quality).get(name)) for quality in forecast.values()]
     points = [(step, None if value is None else max(value, _LOWEST)) for step, value in zip(steps, known, strict=True)]
     tips = ["" if value is None else signs(f"{label}: {value:.4g}") for value in known]
-    low = ["" if value is None or value >= _LOWEST else signs(f"↓ {value:.3g}") for value in known]
-    return Series(label, points, look, tips=tips, labels=low if any(low) else ())
+    return Series(label, points, look, tips=tips)
 
 
 def _known(quality: object) -> Mapping[str, Any]:

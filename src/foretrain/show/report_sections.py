@@ -66,7 +66,7 @@ def _resources(record: RunRecord) -> str:
         "resident_peak": "process, at most",
     }
     shown = [name for name in names if any(name in row for row in used.values())]
-    head = ["phase", "steps", escape(f"{record.unit} per second"), *(names[name] for name in shown)]
+    head = ["phase", "steps", f"{escape(record.unit)} per second", *(names[name] for name in shown)]
     steps = mapping(record.summary.get("steps"))
     rows = [
         [

@@ -68,5 +68,5 @@ def training_loss(record: RunRecord) -> float | None:
 
 
 def signs(text: str) -> str:
-    """With a true minus before numbers, and no line end before a percent sign."""
-    return re.sub(r"(?<![\w.])-(?=\d)", "−", text).replace(" %", "\u00a0%")
+    """With a true minus before numbers, and no line end between a number and its unit."""
+    return re.sub(r"(?<=\d) (?=(?:s|%)(?!\w))", "\u00a0", re.sub(r"(?<![\w.])-(?=\d)", "−", text))

@@ -37,13 +37,15 @@ class Entry:
     texts: Mapping[str, str] = field(default_factory=dict)
 
 
-def entry_of(event: Event, step: int) -> Entry | None:
-    """The event as numbers and texts; None where a tracker has no use for it. step: of an event that has none."""
+def entry_of(event: Event, step: int, unit: str = "tokens") -> Entry | None:
+    """The event as numbers and texts; None where a tracker has no use for it. step: of an event that has none. unit:
+    what the run counts."""
     match event:
         case Progress():
-            return Entry(event.step, _finite(_progress(event)))
+            return Entry(event.step, _finite(_progress(event, unit)))
         case Evaluated():
-            return Entry(event.step, _finite({"held_out/loss": event.loss}))
+            metrics = {f"held_out/{name}": value for name, value in event.metrics.items()}
+            return Entry(event.step, _finite({"held_out/loss": event.loss, **metrics}))
         case Moved():
             text = f"{event.horizon} steps ahead: {event.verdict} ({event.reason})"
             return Entry(event.step, _finite({"prediction/worth_steps": event.worth_steps}), {"move": text})
@@ -62,14 +64,14 @@ def entry_of(event: Event, step: int) -> Entry | None:
     return None
 
 
-def _progress(event: Progress) -> dict[str, float | None]:
+def _progress(event: Progress, unit: str) -> dict[str, float | None]:
     return {
         "train/loss": event.loss,
         "train/smoothed_loss": event.smoothed_loss,
         "train/gradient_norm": event.gradient_norm,
         "train/learning_rate": event.learning_rate,
-        "train/tokens": event.tokens,
-        "train/tokens_per_second": event.tokens_per_second,
+        f"train/{unit}": event.tokens,
+        f"train/{unit}_per_second": event.tokens_per_second,
         "train/seconds": event.seconds,
         "train/skipped_steps": event.skipped_steps,
         "phase": PHASES.index(event.phase) if event.phase in PHASES else None,

@@ -25,6 +25,7 @@ class TrackerListener:
         self._failure: BaseException | None = None
         self._on = True
         self._step = 0
+        self._unit = "tokens"
         self._started = self._ending = False
         self._reason = "failed"
         self._thread = threading.Thread(target=self._work, name=f"tracker-{name}", daemon=True)
@@ -36,7 +37,7 @@ class TrackerListener:
             return
         self._step = getattr(event, "step", self._step)
         if isinstance(event, RunStarted):
-            self._started = True
+            self._started, self._unit = True, event.unit
             self._tasks.put(lambda: self._tracker.start(event.step))
         elif isinstance(event, RunEnded):
             self._reason = event.reason
@@ -44,7 +45,7 @@ class TrackerListener:
             self._tasks.put(lambda: self._tracker.log(told))
             if self._tracker.look:
                 self._emit(Notice(f"{self.name}: {self._tracker.look}", level="info"))
-        elif self._started and (entry := entry_of(event, self._step)) is not None:
+        elif self._started and (entry := entry_of(event, self._step, self._unit)) is not None:
             self._tasks.put(lambda: self._tracker.log(entry))
 
     def _work(self) -> None:

@@ -49,14 +49,17 @@ def _is_there(package: str) -> bool:
         return False
 
 
-def open_trackers(config: Config, folder: Path, resume: bool, emit: Listener) -> list[TrackerListener]:
-    """One listener for each name. resume: go on in the trackers' own runs, where the folder has their ids."""
+def open_trackers(
+    config: Config, folder: Path, resume: bool, emit: Listener, settings: Mapping[str, Any] | None = None
+) -> list[TrackerListener]:
+    """One listener for each name. resume: go on in the trackers' own runs, where the folder has their ids. settings:
+    what they are told of the configuration; else all of it."""
     names = config.log.trackers
     if not names:
         return []
     check_installed(names)
     kept = _read_ids(folder / IDS) if resume else {}
-    given = hyperparameters(to_mapping(config))
+    given = hyperparameters(to_mapping(config) if settings is None else settings)
     opened: dict[str, Tracker] = {}
     for name in dict.fromkeys(names):
         row = kept.get(_ROW.format(name), -1)
