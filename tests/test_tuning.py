@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -333,6 +335,33 @@ def test_adapters_by_command(tuned: Path, tmp_path: Path, capsys: pytest.Capture
             assert run("adapters", command, tuned, target) == 2
             assert str(target) in capsys.readouterr().err
         assert run("adapters", command, tuned, tmp_path / "merged", "--overwrite") == 0
+
+
+def test_a_changed_base_is_refused_by_every_command(
+    tuned: Path, base: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    huggingface.save(make_base(4), base)
+    commands = [
+        ("generate", tuned, "--prompt", "5: the sky?", "--max-tokens", 2, "--device", "cpu"),
+        ("generate", base, "--adapter", tuned, "--prompt", "5: the sky?", "--max-tokens", 2, "--device", "cpu"),
+        ("adapters", "merge", tuned, tmp_path / "merged"),
+        ("evaluate", tuned, "--data", data, "--answers", 0, "--batches", 1, "--device", "cpu"),
+    ]
+    for command in commands:
+        capsys.readouterr()
+        assert run(*command) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1
+        assert "the adapter was trained on other weights" in error
+        assert run(*command, "--any-base") == 0
+
+
+def test_a_prompt_that_is_not_utf8(
+    tuned: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"K\xf6ln"), encoding="utf-8", errors="strict"))
+    assert run("generate", tuned, "--device", "cpu") == 2
+    assert "error: standard input: not utf-8 (invalid start byte at byte 1)" in capsys.readouterr().err
 
 
 # --- chats, and other tools ------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from foretrain.cli_options import Model, Tokenizer, Vocabulary
+from foretrain.cli_options import AnyBase, Model, Tokenizer, Vocabulary
 from foretrain.terminal import Json, put, put_json, say
 
 _QUIET_SECONDS = 10.0
@@ -28,6 +28,7 @@ def evaluate(
         Path | None,
         Parameter(help="Adapter folder (PEFT's format). Unset: the run's own, if it is a fine-tuning run."),
     ] = None,
+    any_base: AnyBase = False,
     prompt: Annotated[
         str | None,
         Parameter(help="Template of a record's prompt, such as `Question: {question}`. Unset: as the run had it."),
@@ -63,6 +64,7 @@ def evaluate(
         model,
         data,
         adapter=adapter,
+        any_base=any_base,
         prompt=None if prompt is None else line_breaks(prompt),
         answer=None if answer is None else line_breaks(answer),
         final_answer=final_answer,

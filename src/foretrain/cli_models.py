@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
-from foretrain.cli_options import Model, Overwrite, Tokenizer, Vocabulary
+from foretrain.cli_options import AnyBase, Model, Overwrite, Tokenizer, Vocabulary
 from foretrain.errors import ForetrainError, InputError
 from foretrain.outlet import is_lost
 from foretrain.terminal import (
@@ -32,7 +32,6 @@ from foretrain.terminal import (
 
 if TYPE_CHECKING:
     from foretrain.base import Base
-    from foretrain.models.adapter_files import Adapter
     from foretrain.serve.sampling import Sampling
 
 adapters_app = App(name="adapters", help="What fine-tuning made: list, merge and export adapters.")
@@ -136,6 +135,7 @@ def generate(
         Parameter(help="Adapter folder (PEFT's format). Unset: the run's own, if it is a fine-tuning run."),
     ] = None,
     no_adapter: Annotated[bool, flag("Ask the base model, without the run's adapter.", "--no-adapter")] = False,
+    any_base: AnyBase = False,
     max_tokens: Annotated[int, Parameter(help="New tokens at the most.")] = 100,
     temperature: Annotated[float, Parameter(help="0: always the most likely token.")] = 1.0,
     top_k: Annotated[int, Parameter(help="Only the k most likely tokens. 0: all.")] = 0,
@@ -167,7 +167,7 @@ def generate(
         raise InputError("--stream and --json contradict each other; keep one of them")
     sampling = Sampling(max_tokens, temperature, top_k, top_p, repetition_penalty, seed, stop_strings=tuple(stop or ()))
     base = open_newest(model, tokenizer, vocabulary, say)
-    prompts = prompt or [sys.stdin.read()]
+    prompts = prompt or [_standard_input()]
     if base.format is not None and not raw:
         prompts = [base.format.ask(text, _fields(field or [])) for text in prompts]
     elif field:
@@ -175,7 +175,21 @@ def generate(
         raise InputError(f"--field: {why}; give the whole text with --prompt")
     base.model.to(choose_device(device))
     chosen = None if no_adapter else _adapter_folder(adapter) if adapter is not None else base.adapter
-    _write(base, prompts, sampling, chosen, stream, json_)
+    if chosen is not None:
+        from foretrain.models.adapter_files import load_adapter
+
+        load_adapter(base.model, chosen, any_base)
+    _write(base, prompts, sampling, stream, json_)
+
+
+def _standard_input() -> str:
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"standard input: not {error.encoding} ({error.reason} at byte {error.start:,}); convert it, or name the "
+            "text with --prompt"
+        ) from None
 
 
 def _fields(assignments: list[str]) -> dict[str, str]:
@@ -186,14 +200,9 @@ def _fields(assignments: list[str]) -> dict[str, str]:
     return {name: value for name, _, value in pairs}
 
 
-def _write(
-    base: Base, prompts: list[str], sampling: Sampling, adapter: Path | Adapter | None, stream: bool, as_json: bool
-) -> None:
-    from foretrain.models.adapter_files import load_adapter
+def _write(base: Base, prompts: list[str], sampling: Sampling, stream: bool, as_json: bool) -> None:
     from foretrain.serve.generate import TextGenerator
 
-    if adapter is not None:
-        load_adapter(base.model, adapter)
     generator = TextGenerator(base.model, base.tokenizer)
     if stream:
         for text in prompts:
@@ -278,6 +287,7 @@ def merge(
     /,
     *,
     base: Annotated[str, Parameter(help="The model it belongs to. Unset: as the adapter says.")] = "",
+    any_base: AnyBase = False,
     overwrite: Overwrite = False,
     json_: Json = False,
 ) -> None:
@@ -300,7 +310,7 @@ def merge(
     if opened.adapter is not None:
         raise InputError(f"{source}: a fine-tuning run; name the model that was fine-tuned")
     check_target(folder, overwrite)
-    load_adapter(opened.model, read)
+    load_adapter(opened.model, read, any_base)
     lora.merge(opened.model)
     lora.detach(opened.model, keep_merged=True)
     write_model(opened.model, folder, "merge it again", opened.tokenizer, chat_template_of(path))

@@ -19,3 +19,4 @@ Model = Annotated[
 Overwrite = Annotated[bool, flag("Replace files of the same names in FOLDER.")]
 Tokenizer = Annotated[str, Parameter(help="Path of a tokenizer.json. Unset: the one beside the weights.")]
 Vocabulary = Annotated[str, Parameter(help="Folder with GPT-2's vocabulary files, for weights without a tokenizer.")]
+AnyBase = Annotated[bool, flag("Use the adapter on other weights than those it was trained on, too.", "--any-base")]

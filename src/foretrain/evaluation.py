@@ -60,6 +60,7 @@ def evaluate(
     data: str | Path | list[str],
     *,
     adapter: str | Path | None = None,
+    any_base: bool = False,
     prompt: str | Sequence[str] | None = None,
     answer: str | None = None,
     final_answer: str | None = None,
@@ -77,6 +78,7 @@ def evaluate(
     data: what `foretrain train` or `finetune` read. JSONL records are examples if the run was fine-tuned, if `prompt`
     and `answer` say how to read them, or if their fields are known; else they are text. batches: at most so many,
     spread evenly. answers: so many examples are asked; None: all. final_answer, batch_size: None: as the run had them.
+    any_base: with an adapter that was trained on other weights, too.
     """
     for name, value in (("batch_size", batch_size), ("batches", batches)):
         if value is not None and value < 1:
@@ -85,7 +87,7 @@ def evaluate(
     base = open_newest(path, tokenizer, vocabulary, say)
     chosen = Path(adapter) if adapter is not None else base.adapter
     if chosen is not None:
-        load_adapter(base.model, chosen)
+        load_adapter(base.model, chosen, any_base)
     config = _settings(path)
     place = choose_device(device)
     base.model.to(place)
