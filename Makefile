@@ -5,6 +5,11 @@ BIN := .venv/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet install --constraint constraints.txt
 SPEC := pyproject.toml constraints.txt
 
+# Beside other programs, threads that spin for long while they wait stall a run; the command line sets the same.
+ifeq ($(OMP_WAIT_POLICY)$(GOMP_SPINCOUNT)$(KMP_BLOCKTIME),)
+export GOMP_SPINCOUNT := 2000
+endif
+
 .PHONY: help setup demo test lint bench docs clean
 help: ## say what each target does
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10

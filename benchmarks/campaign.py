@@ -118,6 +118,8 @@ def classify(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 class Pictures:
     """All images in memory."""
 
+    deterministic = True
+
     def __init__(self, images: Tensor, labels: Tensor) -> None:
         self.images, self.labels = images, labels
 

@@ -83,7 +83,7 @@ def chaos_options(modes: Sequence[str], jobs: int) -> list[str]:
     """Options of `ckpt-chaos run`. A checkpoint counts as complete by the names of its files alone, because the time
     in its state differs in length from run to run; the rename makes this the stricter rule."""
     return [
-        *("--modes", ",".join(modes), "--jobs", str(jobs), "--max-points", "100000", "--timeout", "120"),
+        *("--modes", ",".join(modes), "--jobs", str(jobs), "--max-points", "100000", "--timeout", "1800"),
         *("--checkpoint-glob", "{out}/checkpoints/step-*", "--ckpt-ignore-size"),
         *("--step-regex", r"resumed from step (\d+)", "--result-file", "{out}/model/model.safetensors"),
         *("--fail-on", FAIL_ON),

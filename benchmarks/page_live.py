@@ -107,6 +107,8 @@ def check_live(browser: Browser, folder: Path, check: Callable[[Path], None], pi
             assert browser.ask("location.search") == "", "the token stays in the address"
             browser.until("document.documentElement.dataset.updates > 2", 60)
             first = browser.ask(_STEP)
+            browser.until("document.querySelector('progress').value > 0", 60)
+            browser.until("document.querySelector('.going').textContent.includes(' left')", 60)
             browser.until(f"{_STEP} > {first}", 60)
             assert browser.ask("document.getElementById('status').textContent") == "Live"
             assert (errors := browser.errors()) == [], errors
@@ -127,7 +129,7 @@ def check_live(browser: Browser, folder: Path, check: Callable[[Path], None], pi
             browser.until(f"{_STEP} > {stopped}", 120)
             check_refusals(told["port"])
             assert trainer.wait() == 0
-            browser.until("document.querySelector('.badge').textContent === 'finished'", 30)
+            browser.until("document.querySelector('.state').textContent.startsWith('finished')", 30)
             check(run)
             check_same_when_new(browser)
             if picture:
@@ -181,7 +183,7 @@ def check_scale(browser: Browser, folder: Path, steps: int, check: Callable[[Pat
             assert trainer.returncode == 0
             trained = time.monotonic() - began
             busy = _cpu_seconds(server.pid)
-            browser.until("document.querySelector('.badge').textContent === 'finished'", 60)
+            browser.until("document.querySelector('.state').textContent.startsWith('finished')", 60)
             check(run)
             heap = browser.heap_megabytes()
             resident = _resident_megabytes(server.pid)

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from foretrain.config import Config, settings
-from foretrain.names import BARE_ALIASES, KEY_ALIASES, PRESETS, RESERVED, SECTION_ALIASES
+from foretrain.names import BARE_ALIASES, KEY_ALIASES, PRESETS, RESERVED, SECTION_ALIASES, WITHOUT_SIZE
 
 PAGE = Path(__file__).parent / "configuration.md"
 
@@ -25,7 +25,9 @@ foretrain train my.toml --set max_steps=5000 --set optimizer.learning_rate=3e-4
 ```
 
 `--set key=value` changes one setting and can be repeated; words need no quotes. The file overrides the preset,
-and `--set` overrides the file. An unknown key is an error that names the nearest known one.
+and `--set` overrides the file. An unknown key is an error that names the nearest known one, also for names that other
+tools use (`block_size`, `warmup_ratio`, `max_grad_norm`). Keys are written with their section: `warmup_steps` alone
+could be the learning rate's or prediction's, and is refused with both names.
 """
 
 
@@ -48,6 +50,8 @@ def page() -> str:
         "## Presets",
         "",
         '`preset = "NAME"` sets these values before the file is read. `measured` is the default: the defaults above.',
+        f"{', '.join(f'`{name}`' for name in PRESETS if name in WITHOUT_SIZE)} carry the numbers of the original",
+        "methodology: phases and rates, no model size (that is `model.type`).",
         "",
     ]
     keys = list(dict.fromkeys(key for values in PRESETS.values() for key in values))
@@ -67,7 +71,9 @@ def page() -> str:
     lines += [
         f"| `{name}` | {', '.join(f'`{target}`' for target in targets)} |" for name, targets in KEY_ALIASES.items()
     ]
-    lines += [f"| `{name}` | `{target}` |" for name, target in BARE_ALIASES.items() if name != target]
+    twice = "warmup_steps"  # also `schedule.warmup_steps`
+    lines += [f"| `{name}` | `{target}` |" for name, target in BARE_ALIASES.items() if name not in (target, twice)]
+    lines += [f"| `{twice}` beside `full_steps` at the top of a file | `{BARE_ALIASES[twice]}` |"]
     lines += [
         "",
         "Type names may be written in capitals (`AdamW`, `WarmupStableDecay`). These load with a notice that they",

@@ -26,9 +26,7 @@ def make_base(seed: int) -> GPT2:
 
 
 def write_base(folder: Path) -> Path:
-    huggingface.save(make_base(3), folder)
-    (folder / "tokenizer.json").write_text(ByteTokenizer().to_json(), encoding="utf-8")
-    return folder
+    return huggingface.save(make_base(3), folder, ByteTokenizer())
 
 
 def write_colors(path: Path) -> Path:

@@ -176,22 +176,6 @@ def test_a_cache_that_cannot_be_written(refuse_training: Refuse) -> None:
     assert "set data.cache" in line
 
 
-def test_a_damaged_token_cache(refuse_training: Refuse, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from foretrain.config import load
-    from foretrain.data import tokens
-
-    tokens.prepare(load(None, [*TINY, "data.path=text.txt", "data.cache=cache"]).config.data)
-    (made,) = (folder / "cache").iterdir()
-    whole = {path: path.read_bytes() for path in made.iterdir()}
-    for path, content in whole.items():
-        for damaged in (b"", content[: len(content) // 2]):
-            path.write_bytes(damaged)
-            line = refuse_training()
-            assert "the token cache is damaged; delete the folder" in line
-            assert str(made.name) in line
-        path.write_bytes(content)
-
-
 # --- vocabulary ------------------------------------------------------------------------------------------------------
 
 

@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 
 from foretrain.config import Config, load
+from foretrain.data import tokenizers
+from foretrain.data.tokenizers import ByteTokenizer
 from foretrain.doctor import Finding
 
 Command = Callable[..., int]
@@ -103,7 +105,8 @@ def test_init_writes_a_file_that_checks_and_loads(
     config = load(file).config
     assert (config.preset, config.optimizer.learning_rate, config.max_steps) == ("small", 1e-4, 7)
     assert command("config", "check", file) == 0
-    assert capsys.readouterr().out == f"{file}: ok\n"
+    note = "note: preset = 'small' sets phases and rates, no model size: that is model.type"
+    assert capsys.readouterr().out == f"{note}\n{file}: ok\n"
 
 
 def test_init_never_overwrites(command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -222,13 +225,15 @@ def test_a_run_leaves_its_files(
 
     config = load(out / "config.toml").config
     assert (config.max_steps, config.model.vocab_size, config.data.path) == (6, 257, str(text_file))
-    assert json.loads((out / "tokenizer.json").read_text(encoding="utf-8")) == {"foretrain": "byte"}
+    assert type(tokenizers.load(out / "tokenizer.json")) is ByteTokenizer
     events = [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [event["event"] for event in (events[0], events[-1])] == ["RunStarted", "RunEnded"]
     assert [event["step"] for event in events if event["event"] == "Progress"] == [1, 2, 3, 4, 5, 6]
     steps = sorted(path.name for path in (out / "checkpoints").iterdir())
     assert steps[-1] == "step-00000006"
-    assert {path.name for path in (out / "model").iterdir()} == {"config.json", "model.safetensors"}
+    settings = {"config.json", "generation_config.json", "model.safetensors"}
+    tokenizer = {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"}
+    assert {path.name for path in (out / "model").iterdir()} == settings | tokenizer
 
 
 def test_numbers_that_json_does_not_have_are_null_on_the_screen_too(

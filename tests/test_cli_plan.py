@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -13,10 +14,14 @@ from tests.finetuning import write_base
 
 Command = Callable[..., int]
 SMALL = ["--set", "model.type=gpt2-small", "--set", "data.tokenizer=gpt2", "--device", "cuda"]
+LONG = [*SMALL, "--set", "max_steps=10000"]
+"""Moves will be tried."""
+LEAP = [*LONG, "--set", "hybrid.mode=leap"]
+"""And prediction stays on."""
 
 
 def test_the_table_names_every_component_and_phase(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command("plan", *SMALL) == 0
+    assert command("plan", *LONG) == 0
     shown = capsys.readouterr().out
     for word in ("weights", "gradients", "optimizer state", "activations", "basis", "snapshot", "PREDICT", "CORRECT"):
         assert word in shown
@@ -27,7 +32,7 @@ def test_the_table_names_every_component_and_phase(command: Command, capsys: pyt
 def test_a_budget_gives_settings_their_reasons_and_lines_for_the_file(
     command: Command, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    assert command("plan", *SMALL, "--budget", "3GB") == 0
+    assert command("plan", *LEAP, "--budget", "3GB") == 0
     shown = capsys.readouterr().out
     assert "to fit into 3.00 GB" in shown
     assert "in main memory" in shown
@@ -35,15 +40,16 @@ def test_a_budget_gives_settings_their_reasons_and_lines_for_the_file(
     assert tomllib.loads(lines)
     file = tmp_path / "planned.toml"
     file.write_text(lines, encoding="utf-8")
-    assert command("plan", file, *SMALL, "--budget", "3GB") == 0
+    assert command("plan", file, *LEAP, "--budget", "3GB") == 0
     assert "it fits into 3.00 GB as it is" in capsys.readouterr().out
 
 
 def test_main_memory_that_would_be_locked_is_said(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command("plan", *SMALL) == 0
+    assert command("plan", *LONG) == 0
     assert "main memory" not in capsys.readouterr().out
-    assert command("plan", *SMALL, "--set", "memory.basis=pinned") == 0
-    assert " GB of main memory, locked" in capsys.readouterr().out
+    assert command("plan", *LONG, "--set", "memory.basis=pinned") == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert re.fullmatch(r"main memory: \d\.\d\d GB, locked, beside what the process itself takes", last)
 
 
 def test_a_file_without_a_preset_can_be_planned_as_fine_tuning(
@@ -60,14 +66,14 @@ def test_a_file_without_a_preset_can_be_planned_as_fine_tuning(
 
 
 def test_json_says_the_same(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command("plan", *SMALL, "--json") == 0
+    assert command("plan", *LEAP, "--json") == 0
     plain = json.loads(capsys.readouterr().out)
     assert plain["fits"] is None
-    assert command("plan", *SMALL, "--budget", "3GB", "--json") == 0
+    assert command("plan", *LEAP, "--budget", "3GB", "--json") == 0
     made = json.loads(capsys.readouterr().out)
     assert set(made) == {
         "fits", "budget_bytes", "settings", "levers", "relative_step_time", "estimate", "estimate_before",
-            "planned", "without_prediction",
+            "planned", "without_prediction", "with_prediction",
     }  # fmt: skip
     assert made["fits"] is True
     assert made["budget_bytes"] == 3 * 10**9
@@ -156,21 +162,77 @@ def test_another_device_is_refused(command: Command, capsys: pytest.CaptureFixtu
 
 def test_what_was_planned_is_said(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
     assert command("plan", *SMALL, "--set", "batch_size=8") == 0
-    first = capsys.readouterr().out.splitlines()[0]
-    assert first.startswith("gpt2-small, 124,")
-    assert first.endswith(" parameters, vocabulary of 50,257; batches of 8 x 1024 tokens; cuda, bf16")
+    device, what = capsys.readouterr().out.splitlines()[:2]
+    assert device == "planned for a CUDA GPU, bf16"
+    assert what.startswith("gpt2-small, 124,")
+    assert what.endswith(" parameters, vocabulary of 50,257; batches of 8 x 1024 tokens; cuda, bf16")
+
+
+def test_a_budget_on_a_machine_without_a_gpu_means_a_gpu(
+    command: Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("foretrain.engine.precision.choose_device", lambda name: torch.device("cpu"))
+    model = ["--set", "model.type=gpt2-small", "--set", "data.tokenizer=gpt2"]
+
+    def first(*arguments: str) -> str:
+        assert command("plan", *model, *arguments) == 0
+        return capsys.readouterr().out.splitlines()[0]
+
+    meant = "planned for a CUDA GPU, bf16: there is none here, but a budget means one; for the CPU: --device cpu"
+    assert first("--budget", "30GB") == first("--set", "memory.budget=30GB") == meant
+    assert first() == "planned for this machine's CPU, fp32; for a GPU: --device cuda"
+    assert first("--budget", "30GB", "--device", "cpu") == "planned for a CPU, fp32"
+    assert first("--budget", "30GB", "--set", "device=cpu").startswith("planned for this machine's CPU, fp32")
+    assert command("plan", *model, "--budget", "500MB") == 2
+    assert meant in capsys.readouterr().err
+
+
+def test_prediction_that_does_not_pay_is_proposed_off_first(
+    command: Command, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert command("plan", *LONG, "--budget", "3GB") == 0
+    shown = capsys.readouterr().out
+    file = tmp_path / "planned.toml"
+    file.write_text(shown[shown.index("accumulation_steps =") :], encoding="utf-8")  # the alternative is in comments
+    assert tomllib.loads(file.read_text(encoding="utf-8"))["hybrid"] == {"mode": "off"}
+    assert command("plan", file, *LONG, "--budget", "3GB") == 0
+    assert "it fits into 3.00 GB as it is" in capsys.readouterr().out
+    other = shown[shown.index("# with prediction instead: ") :]
+    assert "# main memory: " in other
+    assert '# basis = "pinned"' in other
+    assert command("plan", *LONG, "--budget", "3GB", "--json") == 0
+    made = json.loads(capsys.readouterr().out)
+    assert made["settings"]["hybrid.mode"] == "off"
+    assert made["with_prediction"]["relative_step_time"] > made["relative_step_time"]
+    assert command("plan", *SMALL, "--budget", "3GB") == 0
+    assert "no audit is affordable in so few steps" in capsys.readouterr().out
 
 
 def test_what_the_plain_loop_would_need_instead_is_said(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command("plan", *SMALL, "--budget", "3GB") == 0
+    assert command("plan", *LEAP, "--budget", "3GB") == 0
     said = capsys.readouterr().err
     assert said.startswith('note: without prediction (hybrid.mode = "off"): that fits at about 1')
-    assert command("plan", *SMALL, "--budget", "3GB", "--set", "hybrid.mode=off") == 0
-    assert command("plan", *SMALL, "--budget", "40GB") == 0
+    assert command("plan", *LONG, "--budget", "3GB", "--set", "hybrid.mode=off") == 0
+    assert command("plan", *LEAP, "--budget", "40GB") == 0
     assert capsys.readouterr().err == ""
     named = ["accumulation_steps=1", "memory.basis=device", "memory.snapshots=device", "optimizer.state_type=fp32"]
     settings = [part for name in named for part in ("--set", name)]
-    assert command("plan", *SMALL, *settings, "--budget", "6GB") == 2
+    assert command("plan", *LEAP, *settings, "--budget", "6GB") == 2
     said = capsys.readouterr().err
     assert "; take a smaller model, context or batch, or leave settings that are named to the plan (" in said
-    assert "memory.snapshots and 1 more), or train without prediction" in said
+    assert "memory.basis and 2 more), or train without prediction" in said
+
+
+def test_a_named_size_without_data_has_gpt2_s_vocabulary(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
+    def vocabulary(*settings: str) -> tuple[int, str]:
+        named = [part for setting in settings for part in ("--set", setting)]
+        assert command("plan", *named, "--device", "cuda", "--json") == 0
+        said = capsys.readouterr()
+        return json.loads(said.out)["planned"]["vocabulary"], said.err
+
+    note = "note: the vocabulary is taken to be GPT-2's 50,257, as no data is named; with data.tokenizer = 'byte'"
+    size, said = vocabulary("model.type=gpt2-xl")
+    assert (size, said.startswith(note)) == (50257, True)
+    assert vocabulary("model.type=gpt2-xl", "data.tokenizer=byte") == (257, "")
+    assert vocabulary("model.type=gpt2-xl", "data.path=book.txt") == (257, "")
+    assert vocabulary("model.type=gpt2-tiny") == vocabulary() == (257, "")

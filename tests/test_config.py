@@ -11,7 +11,7 @@ import pytest
 from foretrain import config as configuration
 from foretrain.config import KNOWN, Config, from_mapping, load, settings, to_mapping, to_toml
 from foretrain.errors import ConfigError
-from foretrain.names import BARE_ALIASES, KEY_ALIASES, PRESETS, RESERVED
+from foretrain.names import BARE_ALIASES, KEY_ALIASES, NICKNAMES, PRESETS, RESERVED
 
 
 def value(config: Config, name: str) -> Any:
@@ -493,20 +493,13 @@ def test_a_preset_gives_its_values(name: str) -> None:
     assert {key for key in PRESETS[name] if key.startswith("hybrid.")} == set(expected)
 
 
-RSSM = {"medium": (256, 32, 32, 3), "large": (512, 64, 32, 5), "generalist": (256, 32, 32, 3)}
-
-
 @pytest.mark.parametrize("name", sorted(HYBRID_VALUES))
-def test_a_preset_gives_its_predictor(name: str) -> None:
-    predictor = load(None, [f"preset={name}"]).config.predictor
-    assert predictor.type == ("rssm" if name in RSSM else "linear")
-    sizes = (
-        predictor.deterministic_dim,
-        predictor.stochastic_dim,
-        predictor.num_categoricals,
-        predictor.ensemble_size,
-    )
-    assert sizes == RSSM.get(name, (256, 32, 32, 3))
+def test_no_preset_chooses_a_predictor_that_does_not_pay_or_a_model_size(name: str) -> None:
+    loaded = load(None, [f"preset={name}"])
+    assert loaded.config.predictor == Config().predictor
+    assert loaded.config.model == Config().model
+    said = (f"preset = {name!r} sets phases and rates, no model size: that is model.type",)
+    assert loaded.notices == (said if name in RATES else ())
 
 
 def test_the_file_overrides_its_preset_and_the_command_line_overrides_the_file(tmp_path: Path) -> None:
@@ -691,6 +684,55 @@ def test_who_said_a_wrong_value_is_named(tmp_path: Path) -> None:
 def test_common_names_are_understood_well_enough_to_say_the_right_one(name: str) -> None:
     with pytest.raises(ConfigError, match=r"did you mean optimizer\.learning_rate\?"):
         load(None, [f"{name}=3"])
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("optimizer.lr", "optimizer.learning_rate"),
+        ("predictor.lr", "predictor.learning_rate"),
+        ("model.size", "model.type"),
+        ("model.preset", "model.type"),
+        ("data.block_size", "model.context"),
+        ("block_size", "model.context"),
+        ("n_layer", "model.layers"),
+        ("model.n_embd", "model.width"),
+        ("training.num_train_epochs", "epochs"),
+        ("per_device_train_batch_size", "batch_size"),
+        ("gradient_accumulation_steps", "accumulation_steps"),
+        ("warmup_ratio", "schedule.warmup_steps"),
+        ("bf16", "precision.type"),
+        ("max_grad_norm", "optimizer.gradient_clip_norm"),
+        ("eval_interval", "evaluation.interval"),
+    ],
+)
+def test_names_of_other_tools_lead_to_ours(name: str, meant: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(None, [f"{name}=3"])
+    assert str(caught.value) == f"--set: unknown key {name}; did you mean {meant}?"
+
+
+def test_every_name_of_other_tools_means_a_setting_and_is_none() -> None:
+    assert set(NICKNAMES.values()) <= KNOWN
+    assert not set(NICKNAMES) & (KNOWN | set(RESERVED) | set(KEY_ALIASES) | set(BARE_ALIASES))
+
+
+BOTH = (
+    "hybrid.warmup_steps (full steps before anything is predicted) or schedule.warmup_steps (steps of linear warm-up); "
+    "write the full name"
+)
+
+
+@pytest.mark.parametrize("name", ["warmup_steps", "optimizer.warmup_steps"])
+def test_a_short_key_with_two_meanings_is_refused_with_both(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(None, [f"{name}=10", "full_steps=20"])
+    assert str(caught.value) == f"--set: {name} can mean {BOTH}"
+    for text in (f"{name} = 10", f"{name} = 10\n[hybrid]\nfull_steps = 20", f"full_steps = 20\noptimizer.{name} = 10"):
+        with pytest.raises(ConfigError, match=r"file\.toml: .*warmup_steps can mean hybrid\.warmup_steps .* or sched"):
+            load_text(tmp_path, text)
+    with pytest.raises(ConfigError, match="can mean"):
+        configuration.changed(Config(), {name: 10})
 
 
 def test_a_key_without_its_section_is_found() -> None:

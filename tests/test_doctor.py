@@ -50,7 +50,17 @@ def findings() -> dict[str, doctor.Finding]:
 
 def test_a_machine_without_gpu(no_driver: Path) -> None:
     found = findings()
-    assert set(found) == {"foretrain", "device", "precision", "compile", "memory", "threads", "disk"}
+    assert set(found) == {
+        "foretrain",
+        "device",
+        "precision",
+        "bf16",
+        "compile",
+        "memory",
+        "threads",
+        "load",
+        "disk",
+    }
     assert found["device"].level == "ok"
     assert "no GPU found" in found["device"].text
     assert found["precision"].text.startswith("fp32")
@@ -90,6 +100,7 @@ def test_the_command_exits_with_1_and_prints_it(tmp_path: Path) -> None:
         **os.environ,
         "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
         "CUDA_VISIBLE_DEVICES": "",  # a machine with a GPU must not see it either
+        "ONEDNN_MAX_CPU_ISA": "AVX2",  # as a CPU without bf16 instructions
     }
     command = [sys.executable, "-m", "foretrain.cli", "doctor"]
     answer = subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -100,6 +111,8 @@ def test_the_command_exits_with_1_and_prints_it(tmp_path: Path) -> None:
     assert answer.returncode == 1
     levels = {finding["name"]: finding["level"] for finding in json.loads(answer.stdout)}
     assert levels["device"] == "problem"
+    (products,) = [finding for finding in json.loads(answer.stdout) if finding["name"] == "bf16"]
+    assert "Muon computes in fp32" in products["text"]
 
 
 def test_a_folder_that_cannot_be_written_is_a_problem(no_driver: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,6 +138,34 @@ def test_idle_cores_are_a_note(threads: int, level: str, no_driver: Path, monkey
     monkeypatch.setattr(doctor.os, "cpu_count", lambda: 16)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     assert findings()["threads"].level == level
+
+
+@pytest.mark.parametrize(
+    ("in_hardware", "words"), [(True, "in hardware; Muon computes in bf16"), (False, "emulate them slowly; Muon")]
+)
+def test_what_the_cpu_can_do_with_bf16(
+    in_hardware: bool, words: str, no_driver: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "cpu_has_bf16_products", lambda: in_hardware)
+    assert words in findings()["bf16"].text
+
+
+@pytest.mark.parametrize(("load", "level"), [(0.3, "ok"), (2.9, "ok"), (3.1, "note"), (40.0, "note")])
+def test_a_busy_machine_is_a_note(load: float, level: str, no_driver: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)))
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
+    found = findings()["load"]
+    assert found.level == level
+    assert found.text.startswith(f"{load:.1f} programs wanted a core in the last minute, on 4 cores")
+    assert ("a run is slower here" in found.text) == (level == "note")
+
+
+def test_a_system_that_tells_no_load_is_no_problem(no_driver: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_load() -> None:
+        raise OSError
+
+    monkeypatch.setattr(os, "getloadavg", no_load)
+    assert "load" not in findings()
 
 
 @pytest.mark.parametrize(("threads", "words"), [(1, "torch uses 1 thread"), (2, "torch uses 2 threads")])

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from foretrain import (
     Bus,
@@ -27,7 +27,7 @@ from foretrain import (
     supervised,
 )
 from foretrain.config import from_mapping
-from foretrain.engine import checkpoint
+from foretrain.engine import checkpoint, precision
 from foretrain.engine.runfolder import RunFolder
 from foretrain.events import (
     CheckpointSaved,
@@ -260,9 +260,22 @@ def test_a_generator_that_ends_too_early_is_an_error(make_trainer: Make) -> None
     assert events[-1].reason == "failed"
 
 
+class Noisy(Dataset):
+    """The same samples with noise from a global generator, as augmentation draws it."""
+
+    def __len__(self) -> int:
+        return len(data())
+
+    def __getitem__(self, index: int) -> Any:
+        inputs, *rest = data()[index]
+        return inputs + torch.randn_like(inputs), *rest
+
+
 LOADERS: dict[str, Callable[[], Any]] = {
     "list": batches,
     "own loader": lambda: Loader(MappedSamples(data()), 4, seed=3, prefetch=2),
+    "own loader of samples that draw": lambda: Loader(MappedSamples(Noisy()), 4, seed=3),
+    "own loader with workers": lambda: Loader(MappedSamples(Noisy()), 4, seed=3, workers=1),
     "DataLoader in order": lambda: DataLoader(data(), batch_size=4),
     "DataLoader with a generator": lambda: DataLoader(
         data(), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(5)
@@ -356,9 +369,12 @@ def test_changed_settings_are_named_and_in_force(make_trainer: Make, tmp_path: P
     }
     trainer, events = make_trainer(changes)
     trainer.fit(batches(), out=tmp_path / "run", resume=True, progress=False)
-    said = [event.message for event in of(events, Notice)]
-    assert any("optimizer.weight_decay was 0.1 when this checkpoint was saved and is 0.7 now" in text for text in said)
-    assert sum("when this checkpoint was saved" in text for text in said) == 4
+    (said,) = [event for event in of(events, Notice) if "checkpoint was saved" in event.message]
+    assert said.level == "info"  # it is what was asked for
+    assert said.message == (
+        "changed since this checkpoint was saved: max_steps 2 -> 4, optimizer.beta1 0.9 -> 0.5, "
+        "optimizer.learning_rate 0.02 -> 0.005, optimizer.weight_decay 0.1 -> 0.7"
+    )
     groups = trainer.optimizer.param_groups
     assert [group["weight_decay"] for group in groups] == [0.7, 0.0]
     assert groups[0]["betas"] == (0.5, 0.95)
@@ -366,11 +382,58 @@ def test_changed_settings_are_named_and_in_force(make_trainer: Make, tmp_path: P
     assert [group["lr"] for group in groups] == pytest.approx([0.005, 0.005])
 
 
+def test_an_unset_learning_rate_is_named_by_what_it_was(make_trainer: Make, tmp_path: Path) -> None:
+    unset = {"max_steps": 2, "optimizer.type": "muon", "optimizer.learning_rate": None}
+    make_trainer(unset)[0].fit(batches(), out=tmp_path / "run", progress=False)
+    trainer, events = make_trainer(unset | {"optimizer.learning_rate": 0.003})
+    trainer.fit(batches(), out=tmp_path / "run", resume=True, progress=False)
+    said = [event.message for event in of(events, Notice)]
+    assert "changed since this checkpoint was saved: optimizer.learning_rate 0.006 -> 0.003" in said
+
+
+@pytest.mark.parametrize("settings", [{"hybrid.mode": "off", "health.interval": 0}, {}])
+def test_every_summary_has_the_same_keys(make_trainer: Make, settings: dict[str, Any]) -> None:
+    summary = make_trainer({"max_steps": 2, **settings})[0].fit(batches(), progress=False)
+    for name in ("audit", "exact", "moves", "forecast", "confidence", "predictability", "rollbacks", "health"):
+        assert name in summary
+    assert (summary["audit"] is None) is ("hybrid.mode" in settings)
+    assert (summary["health"] is None) is ("health.interval" in settings)
+    other = {"hybrid.mode": "leap"} if settings else {"hybrid.mode": "off"}
+    assert make_trainer({"max_steps": 2, **other})[0].fit(batches(), progress=False).keys() == summary.keys()
+
+
+def test_a_checkpoint_says_what_it_is_made_of(make_trainer: Make, tmp_path: Path) -> None:
+    trainer, events = make_trainer({"max_steps": 2, "hybrid.mode": "leap"})
+    trainer.fit(batches(), out=tmp_path / "run", progress=False)
+    saved = of(events, CheckpointSaved)[-1]
+    size = (Path(saved.path) / "model.safetensors").stat().st_size / 2**20
+    assert saved.weights_megabytes == pytest.approx(size, abs=0.006)
+    assert saved.megabytes >= saved.weights_megabytes + saved.prediction_megabytes - 0.02
+
+
 def test_an_unchanged_resume_says_nothing_of_settings(make_trainer: Make, tmp_path: Path) -> None:
     make_trainer({"max_steps": 2})[0].fit(batches(), out=tmp_path / "run", progress=False)
     trainer, events = make_trainer({"max_steps": 2})
     trainer.fit(batches(), out=tmp_path / "run", resume=True, progress=False)
     assert of(events, Notice) == []
+
+
+@pytest.mark.parametrize(("kind", "told"), [("muon", True), ("adamw", False)])
+def test_a_run_of_muon_that_goes_on_on_another_cpu_says_that_its_number_format_changed(
+    kind: str, told: bool, make_trainer: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"max_steps": 2, "optimizer.type": kind}
+    monkeypatch.setattr(precision, "cpu_has_bf16_products", lambda: True)
+    make_trainer(settings)[0].fit(batches(), out=tmp_path / "run", progress=False)
+    monkeypatch.setattr(precision, "cpu_has_bf16_products", lambda: False)
+    trainer, events = make_trainer(settings)
+    trainer.fit(batches(), out=tmp_path / "run", resume=True, progress=False)
+    said = [event.message for event in of(events, Notice)]
+    expected = (
+        "Muon computed in bf16 when this checkpoint was saved and computes in fp32 now (this CPU has no bf16 "
+        "instructions): results may differ in the last bits"
+    )
+    assert said == ([expected] if told else [])
 
 
 def test_the_log_of_a_resumed_run_stays_valid(make_trainer: Make, tmp_path: Path) -> None:

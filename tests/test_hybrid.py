@@ -14,8 +14,11 @@ from torch import Tensor, nn
 
 from foretrain import HybridTrainer
 from foretrain.config import from_mapping
+from foretrain.control import pilot
 from foretrain.control.machine import Phase
 from foretrain.dynamics.predictor import Followed, Forecast, Predictor, Situation
+from foretrain.dynamics.trajectory import Trajectory
+from foretrain.engine.state import Snapshot, put_together, snapshot, take_apart
 from foretrain.events import Recovered
 
 from .worlds import (
@@ -495,6 +498,95 @@ def test_steps_of_a_rest_are_plain_steps() -> None:
     other = plain(Net(), Regression(), range(run.position), {**IDLE, "max_steps": 1500})
     assert same_weights(run.trainer.model, other.model)
     assert run.trainer.global_step == sum(run.trainer.summary()["steps"].values()) == run.position
+
+
+def directions(trainer: HybridTrainer) -> int:
+    """Bytes of them in a checkpoint."""
+    tensors = take_apart(trainer.state_dict()).tensors.items()
+    return sum(t.numel() * t.element_size() for name, t in tensors if "observer.trajectory" in name)
+
+
+def test_directions_are_given_back_for_as_long_as_nothing_will_be_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pilot, "_LONGEST_REST", 12)
+    run = world(Net(), Regression(), {**IDLE, "max_steps": 400}, "repeat")
+    trainer, trajectory = run.trainer, run.trainer.observer.trajectory
+    assert trajectory.bytes > 0 < directions(trainer)
+    run.run(lambda: trainer.pilot.rest_steps > 0)
+    assert trajectory.bytes == directions(trainer) == 0
+    assert trainer.mover.safety.taken is not None  # for emergencies
+    run.run(lambda: trainer.pilot.rest_steps == 0)
+    assert trajectory.bytes > 0 < directions(trainer)
+    assert not trajectory.basis.any()
+    run.run(lambda: trajectory.windows == 1)
+    assert trajectory.basis.any()
+    run.run()
+    other = plain(Net(), Regression(), range(run.position), {**IDLE, "max_steps": 400})
+    assert same_weights(trainer.model, other.model)
+
+
+def test_a_large_model_keeps_no_directions_only_to_say_how_predictable_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pilot, "NEED_A_REASON", 0)
+    monkeypatch.setattr(pilot, "_LONGEST_REST", 12)
+    run = world(Net(), Regression(), {**IDLE, "max_steps": 300})
+    made: list[int] = []
+    run.run(lambda: made.append(run.trainer.observer.trajectory.bytes) or run.trainer.global_step == 300)
+    summary = run.trainer.summary()
+    assert max(made) == 0
+    assert summary["predictability"]["verdict"].startswith("too few forecasts (0)")
+    assert "not tried" in summary["audit"]["sentence"]
+    assert summary["predictability"]["gradient_snr"] is not None
+    assert same_weights(run.trainer.model, plain(Net(), Regression(), range(300), {**IDLE, "max_steps": 300}).model)
+    tried = world(Net(), Regression(), {**AUDITED, "max_steps": 300})
+    assert tried.trainer.observer.trajectory.bytes > 0
+
+
+def test_a_large_model_makes_room_for_directions_once_moves_can_be_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pilot, "NEED_A_REASON", 0)
+    run = world(Bowl(), still, {**BOWL, **IDLE, "max_steps": 200})
+    assert run.trainer.observer.trajectory.bytes == 0
+    run.run()
+    assert run.trainer.observer.trajectory.bytes > 0
+    assert any(move.verdict == "kept" for move in run.moves)
+
+
+def test_where_there_is_no_memory_for_directions_the_run_goes_on_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(trajectory: Trajectory) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 40.00 GiB.")
+
+    monkeypatch.setattr(pilot, "NEED_A_REASON", 0)
+    run = world(Bowl(), still, {**BOWL, **IDLE, "max_steps": 120})
+    monkeypatch.setattr(Trajectory, "hold", full)
+    run.run()
+    assert run.trainer.observer.trajectory.bytes == 0
+    assert run.moves == []
+    assert "there is no memory for directions" in run.trainer.pilot.last_reason
+    assert run.trainer.pilot.rest_steps > 0
+
+
+@pytest.mark.parametrize("reason", [0, 10**9])
+def test_a_run_without_directions_is_resumed_exactly(reason: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From windows that are watched with and without them, rests, and after waking."""
+    monkeypatch.setattr(pilot, "NEED_A_REASON", reason)
+    monkeypatch.setattr(pilot, "_LONGEST_REST", 4)
+    settings = {**IDLE, "max_steps": 110, "predictor.beta": 0.5, "evaluation.ema_decay": 0.9}
+    whole, kept = world(Net(), Regression(), settings), set()
+    again = world(Net(), Regression(), settings)
+    for step in range(110):
+        whole.step()
+        again.step()
+        if step % 3:
+            continue
+        kept.add(whole.trainer.observer.trajectory.held)
+        state = snapshot(again.trainer.state_dict())
+        assert differences(without_clock(state), without_clock(snapshot(whole.trainer.state_dict()))) == []
+        again = World(world(Net(), Regression(), settings).trainer, Regression(), [], again.position)
+        again.trainer.load_state_dict(put_together(state))
+    assert kept == ({False} if reason == 0 else {True, False})
+
+
+def without_clock(state: Snapshot) -> Snapshot:
+    state.tree["progress"]["seconds"] = 0.0
+    return state
 
 
 def test_nan_during_a_rest_is_noticed() -> None:

@@ -104,6 +104,10 @@ CALLS: dict[Path_, tuple[list[str], Callable[[Any], object]]] = {
         ["base", "--prompt", "sky", "--prompt", "ä", "--max-tokens", "2", "--device", "cpu"],
         lambda found: [row["prompt"] for row in found] == ["sky", "ä"],
     ),
+    ("evaluate",): (
+        ["tuned", "--data", "colors.jsonl", "--answers", "3", "--device", "cpu"],
+        lambda found: found["answered"] == 3 and found["examples"] == 240,
+    ),
     ("adapters", "list"): (
         [
             ".",

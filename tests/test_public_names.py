@@ -37,6 +37,7 @@ PUBLIC = {
     "StreamToken",
     "TextGenerator",
     "TokenWindows",
+    "evaluate",
     "finetune",
     "load",
     "load_weights",

@@ -79,6 +79,11 @@ def test_the_model_is_exported_at_averaged_weights(make_config: Make, text_file:
     assert torch.equal(load_file(tmp_path / "again" / "model.safetensors")["transformer.ln_f.weight"], average)
 
 
+def test_the_report_links_to_the_model(make_config: Make, text_file: Path, tmp_path: Path) -> None:
+    run.train(make_config({"data.path": str(text_file)}), tmp_path / "run", progress=False)
+    assert 'href="model/"' in (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+
+
 def test_what_is_no_gpt2_is_trained_but_not_exported(make_config: Make, text_file: Path, tmp_path: Path) -> None:
     config = make_config({"data.path": str(text_file), "model.normalization": "rmsnorm", "model.bias": False})
     summary = run.train(config, tmp_path / "run", progress=False)
@@ -91,8 +96,13 @@ def test_what_is_no_gpt2_is_trained_but_not_exported(make_config: Make, text_fil
 def test_token_files_need_no_tokenizer(make_config: Make, tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.arange(500) % 40)
     config = make_config({"data.path": str(tmp_path / "a.npy"), "model.vocab_size": 40})
-    assert run.train(config, tmp_path / "run", progress=False)["global_step"] == 6
+    said: list[str] = []
+    assert run.train(config, tmp_path / "run", progress=False, say=said.append)["global_step"] == 6
     assert not (tmp_path / "run" / "tokenizer.json").exists()
+    run.export_checkpoint(tmp_path / "run", tmp_path / "exported", said.append)
+    for folder, words in zip((tmp_path / "run" / "model", tmp_path / "exported"), said, strict=True):
+        assert not list(folder.glob("tokenizer*"))
+        assert words.startswith(f"{folder} has no tokenizer: the data came as tokens")
 
 
 def test_training_starts_from_given_weights(make_config: Make, text_file: Path, tmp_path: Path) -> None:

@@ -297,12 +297,11 @@ def test_a_payload_in_a_file_of_the_run_is_not_even_read(
 def test_a_payload_in_the_token_cache(wrapping: str, hostile: dict[str, bytes], finished: Path, call: Call) -> None:
     for name in ("meta.json", "tokenizer.json"):
         (path,) = Path("cache").glob(f"*/{name}")
-        whole = path.read_bytes()
         path.write_bytes(hostile[wrapping])
-        code, printed = call("train", "--out", "run", "--resume", "--quiet")
-        assert (code, printed.count("\n")) == (2, 1)
+        code, printed = call("train", "--out", "run", "--resume")
+        assert code == 0
         assert "the token cache is damaged" in printed
-        path.write_bytes(whole)
+        assert path.read_bytes() != hostile[wrapping]
 
 
 def test_a_checkpoint_cannot_set_other_attributes_of_the_trainer(finished: Path) -> None:

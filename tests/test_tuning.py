@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
+import shutil
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
-from tests.finetuning import config_for, make_base, write_base, write_colors
+import transformers
+from tests.finetuning import COLORS, config_for, make_base, write_base, write_colors
 
 from foretrain import config as configuration
 from foretrain.base import open_base
@@ -22,7 +28,8 @@ from foretrain.events import Event, Notice, Progress
 from foretrain.models import huggingface
 from foretrain.models.adapter_files import load_adapter, read_adapter
 from foretrain.run import read_checkpoint
-from foretrain.tuning import _fitting, _spread, export_adapter, finetune, prepare, with_templates
+from foretrain.serve.answers import fitting, spread
+from foretrain.tuning import export_adapter, finetune, prepare, with_templates
 
 
 @pytest.fixture
@@ -154,9 +161,9 @@ def test_answers_are_asked_from_all_over_the_held_out_examples(base: Path, tmp_p
     path.write_text("\n".join(map(json.dumps, records)), encoding="utf-8")
     opened = open_base(base)
     questions = prepare(config_for(base, path), opened).questions
-    assert len({question.answer for question in _spread(questions, 8)}) == 4
+    assert len({question.answer for question in spread(questions, 8)}) == 4
     long = [Example("x" * 100, " y"), Example("x", " y")]
-    assert _fitting(opened, long) == long[1:]
+    assert fitting(opened.model, opened.tokenizer, long) == long[1:]
 
 
 # --- what can go wrong -----------------------------------------------------------------------------------------------
@@ -328,3 +335,108 @@ def test_adapters_by_command(tuned: Path, tmp_path: Path, capsys: pytest.Capture
             assert run("adapters", command, tuned, target) == 2
             assert str(target) in capsys.readouterr().err
         assert run("adapters", command, tuned, tmp_path / "merged", "--overwrite") == 0
+
+
+def test_a_changed_base_is_refused_by_every_command(
+    tuned: Path, base: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    huggingface.save(make_base(4), base)
+    commands = [
+        ("generate", tuned, "--prompt", "5: the sky?", "--max-tokens", 2, "--device", "cpu"),
+        ("generate", base, "--adapter", tuned, "--prompt", "5: the sky?", "--max-tokens", 2, "--device", "cpu"),
+        ("adapters", "merge", tuned, tmp_path / "merged"),
+        ("evaluate", tuned, "--data", data, "--answers", 0, "--batches", 1, "--device", "cpu"),
+    ]
+    for command in commands:
+        capsys.readouterr()
+        assert run(*command) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1
+        assert "the adapter was trained on other weights" in error
+        assert run(*command, "--any-base") == 0
+
+
+def test_a_prompt_that_is_not_utf8(
+    tuned: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"K\xf6ln"), encoding="utf-8", errors="strict"))
+    assert run("generate", tuned, "--device", "cpu") == 2
+    assert "error: standard input: not utf-8 (invalid start byte at byte 1)" in capsys.readouterr().err
+
+
+# --- chats, and other tools ------------------------------------------------------------------------------------------
+
+
+def test_a_chat_model_is_asked_in_chats_here_and_by_other_tools(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The merged model and the bare adapter in a real pipeline: the same text, token for token."""
+    data = tmp_path / "chats.jsonl"
+    records = [
+        [{"role": "user", "content": f"{number}: {thing}?"}, {"role": "assistant", "content": color}]
+        for number in range(60)
+        for thing, color in COLORS.items()
+    ]
+    data.write_text("".join(json.dumps({"messages": record}) + "\n" for record in records), encoding="utf-8")
+    finetune(config_for(base, data, max_steps=60), tmp_path / "run", progress=False)
+    assert run("adapters", "merge", tmp_path / "run", tmp_path / "merged") == 0
+    capsys.readouterr()
+    question = "5: sky?"
+    assert run("generate", tmp_path / "run", "--prompt", question, "--temperature", 0, "--device", "cpu", "--json") == 0
+    said = json.loads(capsys.readouterr().out)[0]
+    assert said["prompt"] == f"User: {question}\nAssistant:"
+    for folder in (tmp_path / "merged", tmp_path / "run" / "adapter"):
+        writer = transformers.pipeline("text-generation", model=str(folder), tokenizer=str(folder))
+        answer = writer([{"role": "user", "content": question}], do_sample=False)[0]["generated_text"][-1]
+        assert answer == {"role": "assistant", "content": said["text"]}
+        tokens = writer(said["prompt"], do_sample=False, return_tensors=True)[0]["generated_token_ids"]
+        assert tokens[-len(said["tokens"]) :] == said["tokens"]
+
+
+def test_peft_has_the_same_logits(tuned: Path) -> None:
+    opened = open_base(tuned)
+    assert opened.adapter is not None
+    load_adapter(opened.model, opened.adapter)
+    theirs = peft.AutoPeftModelForCausalLM.from_pretrained(tuned / "adapter").eval()
+    tokens = torch.tensor([opened.tokenizer.encode("5: the sky?\nLabel:")])
+    names = transformers.AutoTokenizer.from_pretrained(tuned / "adapter")
+    assert names("5: the sky?\nLabel:")["input_ids"] == tokens[0].tolist()
+    with torch.no_grad():
+        assert torch.allclose(opened.model.eval()(tokens), theirs(tokens).logits, rtol=0, atol=1e-4)
+
+
+# --- names of the Hugging Face Hub ------------------------------------------------------------------------------------
+
+
+def in_cache(base: Path, name: str, revision: str = "abc") -> Path:
+    """The base as `huggingface_hub` keeps a downloaded model."""
+    cached = Path(os.environ["HF_HOME"]) / "hub" / f"models--{name.replace('/', '--')}"
+    (cached / "refs").mkdir(parents=True, exist_ok=True)
+    (cached / "refs" / "main").write_text("abc")
+    return shutil.copytree(base, cached / "snapshots" / revision)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "openai-community/gpt2"])
+def test_a_model_in_the_hubs_cache_is_found_by_its_name(base: Path, data: Path, tmp_path: Path, name: str) -> None:
+    in_cache(base, "openai-community/gpt2")
+    newer = in_cache(base, "openai-community/gpt2", "zzz")
+    (newer / "config.json").unlink()
+    finetune(config_for(Path(name), data, max_steps=2), tmp_path / "run", progress=False)
+    opened = open_base(tmp_path / "run")
+    assert opened.folder.name == "abc"
+    assert opened.folder.is_absolute()
+
+
+def test_a_name_that_is_not_there_says_how_to_get_it(
+    base: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (in_cache(base, "gpt2") / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    assert run("finetune", "--base", "gpt2", "--data", data, "--out", tmp_path / "run") == 2
+    printed = capsys.readouterr().err
+    assert "nothing is downloaded here" in printed
+    assert "AutoModelForCausalLM.from_pretrained('gpt2').save_pretrained('FOLDER')" in printed
+    assert not (tmp_path / "run").exists()
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    assert run("finetune", "--base", "runs/nothing", "--data", data) == 2
+    assert "runs/nothing: there is no such folder; name a run folder" in capsys.readouterr().err

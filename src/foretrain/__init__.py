@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from foretrain.engine.own import supervised
     from foretrain.engine.weights import load_weights
     from foretrain.errors import CheckpointError, ConfigError, DataError, DivergenceError, ForetrainError, InputError
+    from foretrain.evaluation import evaluate
     from foretrain.events import Bus
     from foretrain.models.gpt2 import GPT2, GPT2Shape
     from foretrain.models.lora import LoraSettings
@@ -56,6 +57,7 @@ _HOMES = {
     "StreamToken": "serve.streaming",
     "TextGenerator": "serve.generate",
     "TokenWindows": "data.loader",
+    "evaluate": "evaluation",
     "finetune": "tuning",
     "load": "config",
     "load_weights": "engine.weights",
@@ -91,6 +93,7 @@ __all__ = [
     "StreamToken",
     "TextGenerator",
     "TokenWindows",
+    "evaluate",
     "finetune",
     "load",
     "load_weights",

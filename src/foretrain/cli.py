@@ -12,9 +12,12 @@ from cyclopts import App, CoercionError, CycloptsError, MissingArgumentError, Pa
 from cyclopts.argument import Argument
 
 from foretrain.cli_bench import bench_app
-from foretrain.cli_models import Overwrite, adapters_app, finetune, generate
+from foretrain.cli_evaluate import evaluate
+from foretrain.cli_models import adapters_app, finetune, generate
+from foretrain.cli_options import Overwrite
 from foretrain.cli_plan import plan
 from foretrain.cli_report import report, watch
+from foretrain.environment import wait_shortly
 from foretrain.errors import ConfigError, ForetrainError, InputError, OutOfMemory, is_out_of_memory
 from foretrain.outlet import outlets
 from foretrain.terminal import (
@@ -40,7 +43,8 @@ app = App(
     name="foretrain",
     help="Hybrid predictive training for PyTorch: learns how the weights move, moves them ahead where that is shown to "
     "pay, and says honestly what it was worth. Stop and resume at any moment, bit for bit.\n\n"
-    "Start with `foretrain train`: with no file it trains a small GPT on Python's own source code.",
+    "Start with `foretrain train`: with no file it trains a small GPT on Python's own source code. What words such as "
+    "move, leap and audit mean: docs/glossary.md.",
     version=lambda: metadata.version("foretrain"),
     version_flags=["--version"],
     help_format="markdown",
@@ -51,6 +55,7 @@ app.command(config_app)
 app.command(bench_app)
 app.command(finetune)
 app.command(generate)
+app.command(evaluate)
 app.command(adapters_app)
 app.command(plan)
 app.command(report)
@@ -125,11 +130,14 @@ def export(
     overwrite: Overwrite = False,
     json_: Json = False,
 ) -> None:
-    """Write a checkpoint as a Hugging Face GPT-2 folder (config.json, model.safetensors)."""
+    """Write a checkpoint as a Hugging Face GPT-2 folder: weights, settings and tokenizer.
+
+    `AutoModelForCausalLM`, `AutoTokenizer` and `pipeline("text-generation")` of transformers load it.
+    """
     from foretrain.run import export_checkpoint
 
     check_target(folder, overwrite)
-    put_written(export_checkpoint(source, folder), json_)
+    put_written(export_checkpoint(source, folder, say), json_)
 
 
 @app.command
@@ -240,14 +248,23 @@ def init(
     file: Path,
     /,
     *,
-    preset: Annotated[str, Parameter(help="Preset to start from.")] = "measured",
+    preset: Annotated[
+        str,
+        Parameter(
+            help="Preset to start from. `small`, `medium`, `large`, `specialist` and `generalist` set phases and "
+            "rates, no model size."
+        ),
+    ] = "measured",
     set_: Settings = None,
     json_: Json = False,
 ) -> None:
     """Write a configuration file with every setting, its default and its meaning."""
     from foretrain.config import load, to_toml
 
-    text = to_toml(load(None, [f"preset={preset}", *(set_ or ())]).config)
+    loaded = load(None, [f"preset={preset}", *(set_ or ())])
+    text = to_toml(loaded.config)
+    for notice in loaded.notices:
+        say(f"note: {notice}")
     try:
         with file.open("x", encoding="utf-8") as target:
             target.write(text)
@@ -296,6 +313,7 @@ def main(arguments: list[str] | None = None) -> Any:
     """Entry point. Errors of ours are one line and an exit code, never a traceback: 2 for what was handed in, 3 for a
     lack of memory, 1 for any other run that failed. With `--json` they are a document as well. A reader of the output
     that goes away, as `head` does, ends nothing."""
+    wait_shortly()
     given = sys.argv[1:] if arguments is None else arguments
     with outlets(), Document.wanted(given) as document:
         code = _carry_out(given, document)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
+from foretrain.cli_options import AnyBase, Model, Overwrite, Tokenizer, Vocabulary
 from foretrain.errors import ForetrainError, InputError
 from foretrain.outlet import is_lost
 from foretrain.terminal import (
@@ -34,10 +36,6 @@ if TYPE_CHECKING:
 
 adapters_app = App(name="adapters", help="What fine-tuning made: list, merge and export adapters.")
 
-Overwrite = Annotated[bool, flag("Replace files of the same names in FOLDER.")]
-Tokenizer = Annotated[str, Parameter(help="Path of a tokenizer.json. Unset: the one beside the weights.")]
-Vocabulary = Annotated[str, Parameter(help="Folder with GPT-2's vocabulary files, for weights without a tokenizer.")]
-
 
 def finetune(
     config: Annotated[
@@ -51,7 +49,10 @@ def finetune(
     *,
     base: Annotated[
         str,
-        Parameter(help="What to fine-tune: a run folder, or a GPT-2 in Hugging Face's format. Sets `model.weights`."),
+        Parameter(
+            help="What to fine-tune: a run folder, a GPT-2 in Hugging Face's format, or the name of one in Hugging "
+            "Face's cache, such as `gpt2`. Sets `model.weights`."
+        ),
     ] = "",
     data: Annotated[str, Parameter(help="JSONL file of examples. Sets `data.path`.")] = "",
     set_: Settings = None,
@@ -65,8 +66,8 @@ def finetune(
     """Fine-tune a model with an adapter (LoRA) on your examples.
 
     `foretrain finetune --base runs/mine --data examples.jsonl --out runs/tuned` trains an adapter: records with
-    prompt/completion, instruction/output, question/answer or text/label are understood; for others set `data.prompt`
-    and `data.answer`. Only the answers are learned.
+    prompt/completion, instruction/output, question/answer, text/label or messages (chats) are understood; for others
+    set `data.prompt` and `data.answer`. Only the answers are learned.
 
     `foretrain generate runs/tuned --prompt "..."` asks the result. `runs/tuned/adapter` is in PEFT's format.
 
@@ -97,20 +98,27 @@ def finetune(
     check(loaded.config)
     folder = out or default_folder(loaded.config)
     summary = run(loaded.config, folder, resume=resume, overwrite=overwrite, progress=level, table=False, say=tell)
-    end_run(summary, folder, level, json_, lambda: _result_lines(summary))
+    end_run(summary, folder, level, json_, lambda: _result_lines(summary, folder))
 
 
-def _result_lines(summary: dict[str, Any]) -> list[str]:
+def _result_lines(summary: dict[str, Any], folder: Path) -> list[str]:
+    lines = []
     if "accuracy" in summary:
         where = f"{summary['answered']} held-out examples of {summary['classes']} classes"
-        return [f"accuracy {summary['accuracy']:.1%} on {where}"]
+        lines.append(f"accuracy {summary['accuracy']:.1%} on {where}")
     if "exact_match" in summary:
-        return [f"exact match {summary['exact_match']:.1%} on {summary['answered']} held-out examples"]
-    return []
+        lines.append(f"exact match {summary['exact_match']:.1%} on {summary['answered']} held-out examples")
+    if falling := summary.get("still_falling"):
+        lines.append(
+            f"the held-out loss was still falling ({falling['from']:.4g} -> {falling['to']:.4g} in the last "
+            f"{falling['steps']:,} steps; {summary['epochs']:.2g} epochs): train longer with `foretrain finetune --out "
+            f"{shlex.quote(str(folder))} --resume --set max_steps={falling['max_steps']}`"
+        )
+    return lines
 
 
 def generate(
-    model: Annotated[Path, Parameter(help="Run folder of `train` or `finetune`, or a GPT-2 in Hugging Face's format.")],
+    model: Model,
     /,
     *,
     prompt: Annotated[
@@ -127,6 +135,7 @@ def generate(
         Parameter(help="Adapter folder (PEFT's format). Unset: the run's own, if it is a fine-tuning run."),
     ] = None,
     no_adapter: Annotated[bool, flag("Ask the base model, without the run's adapter.", "--no-adapter")] = False,
+    any_base: AnyBase = False,
     max_tokens: Annotated[int, Parameter(help="New tokens at the most.")] = 100,
     temperature: Annotated[float, Parameter(help="0: always the most likely token.")] = 1.0,
     top_k: Annotated[int, Parameter(help="Only the k most likely tokens. 0: all.")] = 0,
@@ -148,8 +157,8 @@ def generate(
     trained to be asked; `--raw` continues the text as it is. `--adapter OTHER` takes another adapter, `--no-adapter`
     none.
     """
-    from foretrain.base import open_base
     from foretrain.engine.precision import choose_device
+    from foretrain.newest import open_newest
     from foretrain.serve.sampling import Sampling
 
     if adapter is not None and no_adapter:
@@ -157,8 +166,8 @@ def generate(
     if stream and json_:
         raise InputError("--stream and --json contradict each other; keep one of them")
     sampling = Sampling(max_tokens, temperature, top_k, top_p, repetition_penalty, seed, stop_strings=tuple(stop or ()))
-    base = open_base(model, tokenizer, vocabulary)
-    prompts = prompt or [sys.stdin.read()]
+    base = open_newest(model, tokenizer, vocabulary, say)
+    prompts = prompt or [_standard_input()]
     if base.format is not None and not raw:
         prompts = [base.format.ask(text, _fields(field or [])) for text in prompts]
     elif field:
@@ -166,7 +175,21 @@ def generate(
         raise InputError(f"--field: {why}; give the whole text with --prompt")
     base.model.to(choose_device(device))
     chosen = None if no_adapter else _adapter_folder(adapter) if adapter is not None else base.adapter
-    _write(base, prompts, sampling, chosen, stream, json_)
+    if chosen is not None:
+        from foretrain.models.adapter_files import load_adapter
+
+        load_adapter(base.model, chosen, any_base)
+    _write(base, prompts, sampling, stream, json_)
+
+
+def _standard_input() -> str:
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"standard input: not {error.encoding} ({error.reason} at byte {error.start:,}); convert it, or name the "
+            "text with --prompt"
+        ) from None
 
 
 def _fields(assignments: list[str]) -> dict[str, str]:
@@ -177,14 +200,9 @@ def _fields(assignments: list[str]) -> dict[str, str]:
     return {name: value for name, _, value in pairs}
 
 
-def _write(
-    base: Base, prompts: list[str], sampling: Sampling, adapter: Path | None, stream: bool, as_json: bool
-) -> None:
-    from foretrain.models.adapter_files import load_adapter
+def _write(base: Base, prompts: list[str], sampling: Sampling, stream: bool, as_json: bool) -> None:
     from foretrain.serve.generate import TextGenerator
 
-    if adapter is not None:
-        load_adapter(base.model, adapter)
     generator = TextGenerator(base.model, base.tokenizer)
     if stream:
         for text in prompts:
@@ -269,11 +287,13 @@ def merge(
     /,
     *,
     base: Annotated[str, Parameter(help="The model it belongs to. Unset: as the adapter says.")] = "",
+    any_base: AnyBase = False,
     overwrite: Overwrite = False,
     json_: Json = False,
 ) -> None:
     """Add an adapter to its model and write the result as a Hugging Face GPT-2 folder."""
     from foretrain.base import open_base
+    from foretrain.data.handover import chat_template_of
     from foretrain.models import lora
     from foretrain.models.adapter_files import load_adapter, read_adapter
     from foretrain.run import write_model
@@ -290,11 +310,10 @@ def merge(
     if opened.adapter is not None:
         raise InputError(f"{source}: a fine-tuning run; name the model that was fine-tuned")
     check_target(folder, overwrite)
-    load_adapter(opened.model, read)
+    load_adapter(opened.model, read, any_base)
     lora.merge(opened.model)
     lora.detach(opened.model, keep_merged=True)
-    write_model(opened.model, folder, "merge it again")
-    (folder / "tokenizer.json").write_text(opened.tokenizer.to_json(), encoding="utf-8")
+    write_model(opened.model, folder, "merge it again", opened.tokenizer, chat_template_of(path))
     put_written(folder, json_)
 
 

@@ -29,7 +29,7 @@ def report(
     """
     from foretrain.show.follow import read_runs
     from foretrain.show.report import NAME, write_report
-    from foretrain.show.report_text import sentence
+    from foretrain.show.report_lead import headline
 
     if not runs:
         raise InputError("name the folder of a run, such as runs/mine")
@@ -41,7 +41,7 @@ def report(
     size = write_report(runs, target)
     if json_:
         told = [
-            {"name": record.name, "state": record.state, "sentence": sentence(record)} for record in read_runs(runs)
+            {"name": record.name, "state": record.state, "sentence": headline(record)} for record in read_runs(runs)
         ]
         put_json({"page": str(target), "bytes": size, "runs": told})
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,16 @@ from pydantic import BaseModel, ValidationError
 
 from foretrain import schema
 from foretrain.errors import ConfigError
-from foretrain.names import BARE_ALIASES, KEY_ALIASES, NICKNAMES, PRESETS, RESERVED, SECTION_ALIASES, VALUE_ALIASES
+from foretrain.names import (
+    BARE_ALIASES,
+    KEY_ALIASES,
+    NICKNAMES,
+    PRESETS,
+    RESERVED,
+    SECTION_ALIASES,
+    VALUE_ALIASES,
+    WITHOUT_SIZE,
+)
 from foretrain.schema import (
     AuditConfig,
     CheckpointConfig,
@@ -91,6 +101,8 @@ def load(path: str | Path | None = None, overrides: Sequence[str] = (), preset: 
         said |= dict.fromkeys(_canonical(name, "--set"), f"--set {text}")
     values |= _resolve(entries, "--set", notices)
     values.setdefault("preset", preset)
+    if str(values["preset"]) in WITHOUT_SIZE:
+        notices.append(f"preset = {values['preset']!r} sets phases and rates, no model size: that is model.type")
     origin = " with ".join([str(path)] * (path is not None) + ["--set"] * bool(said))
     return Loaded(_build(values, origin or "the defaults", said), tuple(notices))
 
@@ -204,8 +216,9 @@ def parse_override(text: str) -> tuple[str, Any]:
 def _resolve(entries: Mapping[str, Any], source: str, notices: list[str]) -> dict[str, Any]:
     """Turn every accepted name into its canonical one."""
     resolved: dict[str, tuple[str, Any]] = {}
+    beside = frozenset(entries) if source != "--set" else frozenset()
     for name, value in entries.items():
-        for canonical in _canonical(name, source):
+        for canonical in _canonical(name, source, beside):
             if canonical in RESERVED:
                 notices.append(f"{name} has no effect: {RESERVED[canonical]}")
                 continue
@@ -219,7 +232,8 @@ def _resolve(entries: Mapping[str, Any], source: str, notices: list[str]) -> dic
     return {canonical: value for canonical, (_, value) in resolved.items()}
 
 
-def _canonical(name: str, source: str) -> tuple[str, ...]:
+def _canonical(name: str, source: str, beside: frozenset[str] = frozenset()) -> tuple[str, ...]:
+    """beside: all keys of the file that this one stands in."""
     section, _, key = name.rpartition(".")
     section = SECTION_ALIASES.get(section, section)
     spelled = f"{section}.{key}" if section else key
@@ -228,17 +242,39 @@ def _canonical(name: str, source: str) -> tuple[str, ...]:
     if spelled in KEY_ALIASES:
         return KEY_ALIASES[spelled]
     if key in BARE_ALIASES:
+        if len(_same_key(key)) > 1 and not (spelled == key and _in_company(BARE_ALIASES[key], beside)):
+            raise ConfigError(f"{source}: {name} can mean {_both(_same_key(key))}; write the full name")
         return (BARE_ALIASES[key],)
-    near = _nearest(spelled, key)
+    near = _nearest(spelled, section, key)
     hint = f"; did you mean {near}?" if near else "; `foretrain config show` lists every key"
     raise ConfigError(f"{source}: unknown key {name}{hint}")
 
 
-def _nearest(spelled: str, key: str) -> str | None:
-    """What was probably meant: the same name in another section, a common short form, or the nearest spelling."""
+def _same_key(key: str) -> list[str]:
+    return [name for name in sorted(KNOWN) if name.rpartition(".")[2] == key]
+
+
+def _in_company(meant: str, beside: frozenset[str]) -> bool:
+    """Whether other bare keys of its section stand beside it, which mean nothing else: so the methodology prints it."""
+    company = {key for key in beside & set(BARE_ALIASES) if _section_of(BARE_ALIASES[key]) == _section_of(meant)}
+    return any(len(_same_key(key)) == 1 for key in company)
+
+
+def _both(names: Sequence[str]) -> str:
+    """With the first words on each."""
+    meanings = {setting.name: setting.meaning for setting in settings()}
+    first = {name: re.split(r"[.;:]", meanings[name])[0] for name in names}
+    return " or ".join(f"{name} ({text[0].lower()}{text[1:]})" for name, text in first.items())
+
+
+def _nearest(spelled: str, section: str, key: str) -> str | None:
+    """What was probably meant: what other tools call so, the same name in another section, or the nearest spelling."""
     if spelled in NICKNAMES:
         return NICKNAMES[spelled]
-    same = [name for name in sorted(KNOWN) if name.rpartition(".")[2] == key]
+    if key in NICKNAMES:
+        there = f"{section}.{NICKNAMES[key].rpartition('.')[2]}"
+        return there if there in KNOWN else NICKNAMES[key]
+    same = _same_key(key)
     if same and spelled == key:
         return " or ".join(same) if len(same) <= _FEW else difflib.get_close_matches(spelled, same, n=1, cutoff=0)[0]
     known = [*KNOWN, *RESERVED, *KEY_ALIASES, *BARE_ALIASES]
@@ -262,7 +298,7 @@ def _spelling(canonical: str, value: Any) -> Any:
 def _build(values: Mapping[str, Any], origin: str, said: Mapping[str, str] = MappingProxyType({})) -> Config:
     """said: how the command line gave a setting, by canonical name."""
     preset = values.get("preset", "measured")
-    merged = {name: value for name, value in PRESETS.get(preset, {}).items() if name in KNOWN} | dict(values)
+    merged = {name: value for name, value in PRESETS.get(str(preset), {}).items() if name in KNOWN} | dict(values)
     if "epochs" in values and "max_steps" not in values:
         merged.pop("max_steps", None)
     nested: dict[str, Any] = {}
@@ -307,7 +343,8 @@ def _explain_in_python(error: ValidationError, section: type[BaseModel]) -> str:
         return f"{origin}: {name} = {first['input']!r}: settings are wanted, such as {name}={{{key!r}: ...}}"
     if first["type"] != "extra_forbidden":
         return _say(problems, origin, {})
-    near = _nearest(name, name.rpartition(".")[2])
+    section_name, _, key = name.rpartition(".")
+    near = _nearest(name, section_name, key)
     hint = f"; did you mean {_in_python(near, first['input'])}?" if near else "; `foretrain config show` lists all"
     return f"{origin}: unknown setting {name}{hint}"
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from foretrain import environment
-from foretrain.engine.precision import choose_device, choose_precision
+from foretrain.engine.precision import choose_device, choose_precision, cpu_has_bf16_products
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,11 @@ def examine(folder: str | Path = ".") -> list[Finding]:
         ),
         _device(device),
         Finding("precision", f"{choose_precision('auto', device)} (precision.type = 'auto')"),
+        _products(device),
         _compile(device),
         _memory(device),
         _threads(torch.get_num_threads()),
+        _load(),
         _disk(Path(folder)),
     ]
     return [finding for finding in findings if finding is not None]
@@ -77,6 +79,19 @@ def installed_gpu() -> str:
     return answer.stdout.strip().splitlines()[0] if answer.returncode == 0 and answer.stdout.strip() else ""
 
 
+def _products(device: Any) -> Finding | None:
+    """What the CPU makes of bf16, which matters where a run uses the CPU."""
+    if device.type != "cpu":
+        return None
+    if cpu_has_bf16_products():
+        return Finding("bf16", "this CPU multiplies bf16 matrices in hardware; Muon computes in bf16")
+    return Finding(
+        "bf16",
+        "this CPU has no instructions for bf16 matrix products and would emulate them slowly; Muon computes in fp32, "
+        "and precision.type = 'bf16' is slower than 'fp32' here",
+    )
+
+
 def _compile(device: Any) -> Finding:
     if device.type != "cuda":
         return Finding("compile", "off on this device (engine.compile = 'auto' compiles on a CUDA GPU)")
@@ -107,6 +122,31 @@ def _threads(threads: int) -> Finding:
     if threads < cores // 2:
         return Finding("threads", f"torch uses {threads} of {cores} cores; unset OMP_NUM_THREADS to use all", "note")
     return Finding("threads", f"torch uses {threads} thread{'' if threads == 1 else 's'}")
+
+
+def _load() -> Finding | None:
+    """Whether other programs want the cores that a run would use. Nothing is said where the system does not tell."""
+    try:
+        load = os.getloadavg()[0]
+    except (AttributeError, OSError):
+        return None
+    cores = usable_cores()
+    text = f"{load:.1f} programs wanted a core in the last minute, on {cores} core{'' if cores == 1 else 's'}"
+    if load < max(1.0, 0.75 * cores):
+        return Finding("load", text)
+    return Finding(
+        "load",
+        f"{text}: other programs run beside, so a run is slower here, and measured times and speeds mean little",
+        "note",
+    )
+
+
+def usable_cores() -> int:
+    """Cores that this process may use: fewer than the machine has where somebody set a limit."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # not on Linux
+        return os.cpu_count() or 1
 
 
 def _disk(folder: Path) -> Finding:

@@ -6,9 +6,25 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+SPIN_COUNT = 2000
+"""How often a thread of OpenMP looks for work before it sleeps. Its own default, 300,000, is milliseconds: beside other
+programs threads then burn the cores that the others need to finish. None at all costs the time of a wake-up in every
+operation. Measured by benchmarks/busy_machine.py."""
+
+
+def wait_shortly() -> None:
+    """Let the threads of OpenMP sleep soon when they wait, unless the user chose how they wait.
+
+    It is read while torch is loaded, so it has an effect only before that.
+    """
+    chosen = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+    if "torch" not in sys.modules and not any(name in os.environ for name in chosen):
+        os.environ["GOMP_SPINCOUNT"] = str(SPIN_COUNT)
 
 
 def version(package: str) -> str | None:

@@ -86,6 +86,20 @@ class Moved(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class RateTrial(Event):
+    """A learning rate that is `auto`: one rate is at work. The first is that of the run itself; of others the step
+    stands still."""
+
+    step: int
+    learning_rate: float
+    done: int
+    steps: int
+    """Of the first steps of the run, how many are done and how many there are."""
+    others: int = 0
+    """Steps of other rates that must follow at the least."""
+
+
+@dataclass(frozen=True, slots=True)
 class RateTried(Event):
     """A learning rate that is `auto`: how one rate ended the first steps of the run."""
 
@@ -127,6 +141,10 @@ class CheckpointSaved(Event):
     path: str
     megabytes: float
     seconds: float
+    weights_megabytes: float = 0.0
+    """Of them; the others are the optimizer's state and what follows."""
+    prediction_megabytes: float = 0.0
+    """What prediction needs to go on: directions, and the snapshot that a move can be taken back to."""
 
 
 @dataclass(frozen=True, slots=True)

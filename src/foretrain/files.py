@@ -7,6 +7,7 @@ import errno
 import math
 import os
 import shutil
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -30,9 +31,18 @@ def sync_file(path: Path) -> None:
         os.close(descriptor)
 
 
+def open_own(path: Path, flags: int, mode: int = 0o666) -> int:
+    """Open a file of this name itself: a link that bears it is refused, never written through."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+
+
 def write_synced(path: Path, text: str) -> None:
-    """Write a text file that is on the disk when this returns."""
-    with path.open("w", encoding="utf-8") as file:
+    """Write a text file that is on the disk when this returns. It is made anew, whatever bore its name before.
+
+    What UTF-8 cannot hold, halves of surrogate pairs that come from names and JSON, is written as an escape."""
+    path.unlink(missing_ok=True)
+    descriptor = open_own(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
@@ -57,6 +67,16 @@ def make_folder(path: Path) -> None:
         make_folder(path.parent)
         path.mkdir(exist_ok=True)
         sync_file(path.parent)
+
+
+def give_usual_mode(path: Path) -> None:
+    """Let the umask decide who may read a file; some libraries make theirs for the owner alone."""
+    usual = path.with_name(f".tmp-mode-{path.name}")
+    usual.unlink(missing_ok=True)
+    os.close(open_own(usual, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+    mode = usual.lstat().st_mode
+    usual.unlink()
+    path.chmod(stat.S_IMODE(mode))
 
 
 def remove(path: Path) -> None:

@@ -12,9 +12,11 @@ import torch
 from safetensors import SafetensorError
 
 from foretrain import config as configuration
+from foretrain.base import tokenizer_beside
 from foretrain.config import Config
 from foretrain.data import tokens
 from foretrain.data.loader import Loader, TokenWindows, held_out_batches
+from foretrain.data.tokenizers import Tokenizer
 from foretrain.data.tokens import Corpus
 from foretrain.engine import checkpoint
 from foretrain.engine.batches import with_steps
@@ -33,6 +35,11 @@ from foretrain.show import report
 from foretrain.show.trackers.opening import check_installed
 from foretrain.trainer import HybridTrainer
 
+_NO_TOKENIZER = (
+    "the data came as tokens; to write text with it name the one they were made with (`foretrain generate ... "
+    "--tokenizer FILE`, or data.tokenizer when you train)"
+)
+
 
 def vocabulary_size(config: Config, corpus: Corpus) -> int:
     """The model's vocabulary: as configured, or as large as the tokenizer's; it must hold every token of the data."""
@@ -44,7 +51,7 @@ def vocabulary_size(config: Config, corpus: Corpus) -> int:
             f"model.vocab_size = {size} is smaller than the tokenizer's vocabulary of {corpus.vocab_size}; "
             "raise or remove it"
         )
-    if corpus.tokenizer is None:
+    if not corpus.checked:
         parts = [part for part in (corpus.train, corpus.held_out) if len(part)]
         if (largest := max(int(part.max()) for part in parts)) >= size:
             raise DataError(
@@ -162,7 +169,12 @@ def train(
             data_fingerprint=corpus.fingerprint,
         )
         if summary["reason"] != "interrupted":
-            export(trainer, path / "model")
+            export(trainer, path / "model", corpus.tokenizer)
+            if corpus.tokenizer is None:
+                say(f"{path / 'model'} has no tokenizer: {_NO_TOKENIZER}")
+            if config.log.report:
+                with contextlib.suppress(InputError):  # of a page that cannot be written the bus has told
+                    report.write_report([path], path / report.NAME)  # once more: it links to the model now
     return summary
 
 
@@ -174,20 +186,22 @@ def _details(config: Config, corpus: Corpus, model: GPT2, path: Path) -> dict[st
     }
 
 
-def export(trainer: HybridTrainer, folder: Path) -> None:
+def export(trainer: HybridTrainer, folder: Path, tokenizer: Tokenizer | None = None) -> None:
     """The finished model in Hugging Face's format, at averaged weights if there is an average."""
     model = trainer.model
-    if isinstance(model, GPT2) and model.shape.bias and model.shape.normalization == "layernorm":
+    if isinstance(model, GPT2) and huggingface.is_exportable(model):
         with trainer.averaged_weights():
-            write_model(model, folder, "go on with --resume")
+            write_model(model, folder, "go on with --resume", tokenizer)
 
 
-def write_model(model: GPT2, folder: Path, next_step: str) -> None:
+def write_model(
+    model: GPT2, folder: Path, next_step: str, tokenizer: Tokenizer | None = None, chat_template: str = ""
+) -> None:
     """Each file appears by a rename, whole or not at all."""
     temporary = folder.with_name(f".tmp-{folder.name}")
     try:
         remove(temporary)
-        huggingface.save(model, temporary)
+        huggingface.save(model, temporary, tokenizer, chat_template)
         make_folder(folder)
         for path in sorted(temporary.iterdir()):
             sync_file(path)
@@ -203,29 +217,48 @@ def write_model(model: GPT2, folder: Path, next_step: str) -> None:
         ) from error
 
 
-def export_checkpoint(source: str | Path, folder: str | Path) -> Path:
+def export_checkpoint(source: str | Path, folder: str | Path, say: Callable[[str], None] = lambda _: None) -> Path:
     """Export the newest checkpoint of a run folder, or one checkpoint folder, in Hugging Face's format."""
     store, state, config = read_checkpoint(source)
     if state.get("frozen"):
         raise InputError(f"{source}: a fine-tuning run; `foretrain adapters export {source} FOLDER` writes its adapter")
-    model = gpt2.build(config.model, config.seed)
-    trainer = HybridTrainer(model, config=config.model_copy(update={"device": "cpu"}))
-    trainer.load_state_dict(state, str(store))
-    target = Path(folder)
-    with trainer.averaged_weights():
-        write_model(model, target, "export it again")
+    target, tokenizer = Path(folder), tokenizer_beside(run_of(store))
+    write_model(model_of(store, state, config), target, "export it again", tokenizer)
+    if tokenizer is None:
+        say(f"{target} has no tokenizer: {_NO_TOKENIZER}")
     return target
+
+
+def model_of(store: Path, state: dict[str, Any], config: Config) -> GPT2:
+    """The model of a checkpoint, at averaged weights if there is an average."""
+    model = gpt2.build(config.model, config.seed)
+    trainer = HybridTrainer(model, config=configuration.changed(config, {"device": "cpu", "hybrid.mode": "off"}))
+    trainer.load_weights(state, str(store))
+    if trainer.average is not None:
+        with trainer.averaged_weights():
+            averaged = {name: value.clone() for name, value in model.state_dict().items()}
+        model.load_state_dict(averaged)
+    return model
 
 
 def read_checkpoint(source: str | Path) -> tuple[Path, dict[str, Any], Config]:
     """The newest checkpoint of a run folder, or one checkpoint folder: where it is, its state, its configuration."""
     source = Path(source)
-    store = source if (source / "manifest.json").is_file() else _newest(source)
+    store = source if is_checkpoint(source) else _newest(source)
     state = checkpoint.read(store)
     meta = state.get("meta")
     if not isinstance(meta, dict) or not isinstance(meta.get("config"), dict):
         raise CheckpointError(f"{store}: no run of `fit` has saved it; name a run folder or one of its checkpoints")
     return store, state, configuration.from_mapping(meta["config"], str(store))
+
+
+def is_checkpoint(folder: Path) -> bool:
+    return (folder / "manifest.json").is_file()
+
+
+def run_of(store: Path) -> Path:
+    """The run folder of a checkpoint."""
+    return store.resolve().parent.parent
 
 
 def _newest(run: Path) -> Path:

@@ -112,7 +112,7 @@ class DataConfig(Section):
     """Read only this many documents, or examples."""
     prompt: str | list[str] = ""
     """`foretrain finetune`: what the model is given, with {field} for fields of the record. Of several, the first whose
-    fields are all filled. Empty: by the names of well-known fields (prompt, instruction, question, text)."""
+    fields are all filled. Empty: by the names of well-known fields (prompt, instruction, question, text, messages)."""
     answer: str = ""
     """`foretrain finetune`: what it is to say, in the same way. Empty: completion, output, answer or label."""
     max_length: Count | None = None
@@ -270,7 +270,8 @@ class MemoryConfig(Section):
 
     budget: Amount = ""
     """`foretrain train` and `finetune`: device memory that the run may take: `14GB`, `6GiB`, `800MB`. Settings that are
-    left unset are chosen so that it suffices, as `foretrain plan` shows them, and the allocator gets no more. Empty: no
+    left unset are chosen so that it suffices, as `foretrain plan` shows them, and the allocator gets no more. With
+    `foretrain train`, prediction is the first to go where memory is short, unless `hybrid.mode` is set. Empty: no
     limit."""
     snapshots: Literal["device", "pinned"] = "device"
     """Where the snapshots are that a move is taken back to: `pinned` host memory, filled beside the probes, costs a
@@ -319,10 +320,14 @@ class CheckpointConfig(Section):
     """Steps between checkpoints. Unset: five per run. 0: only at the end and on Ctrl-C or SIGTERM."""
     keep: Annotated[int, Field(ge=2)] = 2
     """Newest checkpoints that stay on disk; at least 2, so that a damaged one can be replaced by the one before."""
+    keep_best: bool = True
+    """Keep the weights of the lowest held-out loss too, as `best-step-...`: without the state of the optimizer, and
+    only where there is held-out data."""
     directions: bool = True
     """Save the directions that moves are made of: up to 22 bytes per trained weight for large models, 40 for small
     ones. `false`: checkpoints are smaller and quicker by that, but a resumed run first has to watch some windows anew,
-    and so is not the same bit for bit. In the middle of a move they are saved in any case."""
+    and so is not the same bit for bit. In the middle of a move they are saved in any case. Where nothing will be tried
+    there are none, and the resumed run is exact."""
 
 
 class HybridConfig(Section):
@@ -419,7 +424,9 @@ class AuditConfig(Section):
     """Trying a move against not making it, from one snapshot."""
 
     time_budget: Annotated[float, Field(ge=0, le=1)] = 0.005
-    """Share of the run that audits and unproven moves may cost. 0: nothing is tried where noise is high."""
+    """Share of the run that audits and unproven moves may cost. 0: nothing is tried where noise is high. Where it is
+    too little for one audit, directions are kept for the first tenth of the run only, and by models above 32M trained
+    parameters not at all."""
     steps: Annotated[int, Field(ge=2)] = 20
     """Full steps after which the two forks of an audit are compared."""
 
@@ -494,7 +501,8 @@ class Config(Section):
         "aggressive",
         "finetune",
     ] = "measured"
-    """A set of values to start from; everything else in the file overrides it."""
+    """A set of values to start from; everything else in the file overrides it. `small`, `medium`, `large`, `specialist`
+    and `generalist` set phases and rates, no model size: that is `model.type`."""
     max_steps: Count = 800
     """Length of the run in optimizer steps."""
     epochs: Positive | None = None

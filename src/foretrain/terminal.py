@@ -176,11 +176,13 @@ def end_run(
     files = written(folder)
     interrupted = summary["reason"] == "interrupted"
     if level != "quiet" and not interrupted:
-        from foretrain.show.console import summary_table
+        from foretrain.show.console import closing_lines, summary_table
         from foretrain.show.screen import screen
 
         put(f"run {summary['reason']}")
-        screen(wide=False).print(summary_table(summary))
+        screen(wide=False).print(summary_table(summary, level == "verbose"))
+        for line in closing_lines(summary):
+            say(line)
     if json_:
         put_json({**summary, "files": files})
     elif level == "quiet":

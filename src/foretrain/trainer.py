@@ -49,7 +49,7 @@ from foretrain.engine.step import StepOutput
 from foretrain.engine.weights import write_weights
 from foretrain.errors import ConfigError, DivergenceError, InputError
 from foretrain.events import Bus, Listener, Notice, PhaseChanged, Recovered
-from foretrain.fit import Run, tell_interruption, warning_of_failure
+from foretrain.fit import Run, check_load_best, tell_interruption, warning_of_failure
 from foretrain.schema import Level
 from foretrain.show.console import Console
 from foretrain.show.jsonl import JsonlLog
@@ -58,6 +58,13 @@ from foretrain.show.trackers.listener import close_all
 from foretrain.show.trackers.opening import open_trackers
 
 _SAY_EVERY = 100
+_OBSTACLES = "obstacles"
+_NOT_IN_EVERY_RUN = (
+    *("moves", "predicted_steps", "corrections", "recoveries", "rollbacks", "forecast", "confidence", "predictability"),
+    *("exact", "audit", "learning_rate", "predictor", "basis_mb", "health", "memory", "peak_memory_mb"),
+    *("out_of_memory", "signal"),
+)
+"""Keys of the summary that are None where there is nothing to say, so that every summary has the same keys."""
 _LOOK_EVERY = 10
 """Steps after which the losses of unwatched steps are looked at."""
 _LOOK_AHEAD_ENDS = 2 / 3
@@ -138,6 +145,8 @@ class HybridTrainer(Engine):
         self._past_the_end = False
         self.stopping = False
         """Somebody called `stop`."""
+        self._went_back = False
+        """This step trained on the batch that a refused move began with."""
         self.pilot: Pilot | None = None
         self.rescue = Rescue(self, self)
         self.checkup = Checkup(self, self.bus.emit)
@@ -151,7 +160,7 @@ class HybridTrainer(Engine):
         names = [name for name, p in self.model.named_parameters() if p.requires_grad]
         kind = HostedTrajectory if config.memory.basis == "pinned" else Trajectory
         dtype = basis_type(config.hybrid.basis_type, sum(p.numel() for p in parameters))
-        trajectory = kind(parameters, names, window=config.hybrid.window_steps, dtype=dtype)
+        trajectory = kind(parameters, names, window=config.hybrid.window_steps, dtype=dtype, hold=False)
         predictor = predictor or registry.build(config.predictor, config.seed)
         self.observer = Observer(trajectory, predictor, parameters, self.optimizer)
         if self.full_step.in_backward is not None:
@@ -163,6 +172,7 @@ class HybridTrainer(Engine):
         self.mover.probes.held_out = [self.to_device(batch) for batch in probe]
         if self.mover.probes.held_out:
             self.pilot.judge_on_held_out()
+        self.pilot.hold_directions()
         self.race = RateRace(self.mover, config)
         self.checkup.pilot = self.pilot
 
@@ -217,12 +227,13 @@ class HybridTrainer(Engine):
                 result = self._predict(batch)
             case Phase.CORRECT:
                 result = self._correct(batch)
-        if self.position >= position:  # else a rollback went back in the data
+        if self.position >= position and not self._went_back:  # else a rollback went back in the data
             self.position += 1
+        self._went_back = False
         self.rate.advance(self.global_step)
         if self.pilot is not None and self.has_end and self.global_step == self.config.max_steps:
             self.mover.finish(batch)
-        if self.checkup.due and not self.judging and self.checkup.judge():
+        if self.checkup.due and (self.chaining or not self.judging) and self.checkup.judge():
             self._follow_recovery(self.pilot)
         return result
 
@@ -234,6 +245,11 @@ class HybridTrainer(Engine):
     def judging(self) -> bool:
         """A move was made and is not judged yet."""
         return self.pilot is not None and self.mover.move is not None
+
+    @property
+    def chaining(self) -> bool:
+        """A chain of leaps is being made: it can be long, and its weights are as good as any."""
+        return self.judging and self.mover.open_move.chained and self.phase is Phase.PREDICT
 
     def _train(self, batch: Any) -> StepResult:
         """WARMUP and FULL: full steps, watched. Only the end of a window can lead to another phase."""
@@ -307,24 +323,36 @@ class HybridTrainer(Engine):
             self._tell_phase()
         if self.look_ahead is not None and not move.refused:
             self.look_ahead.restart()
-        if loss is None:  # refused: the batch it began with is still there to learn from
-            self._follow_recovery(self.mover.pilot)
-            result = self._train(move.batch)
-            self.position += self.position < position
-            return result
+        if loss is None:
+            return self._train_instead(move, position)
         output = StepOutput(torch.tensor(loss), torch.tensor(torch.nan), torch.zeros(()))
         return self._result(Phase.PREDICT, output, move.predicted_loss, move.confidence)
 
     def _chain(self, batch: Any, move: Move) -> StepResult:
         """PREDICT where the loss is exact: leaps to where the gradient should vanish, each judged by its own loss."""
+        leaps = move.moved
+        self.checkup.begin()
         output = self.mover.leap_on(batch)
+        if output is not None and move.moved > leaps:
+            self.checkup.end(output)
+        else:
+            self.checkup.taken_back(self.mover.undone_leaps)
         if self.phase is not Phase.PREDICT:
             self._tell_phase()
         if self.look_ahead is not None and not move.refused:
             self.look_ahead.restart()
         if output is not None:
             return self._result(Phase.PREDICT, output, move.predicted_loss, move.confidence)
-        return self._train(move.batch) if move.refused else self._correct(batch)
+        return self._train(batch) if move.refused else self._correct(batch)
+
+    def _train_instead(self, move: Move, position: int) -> StepResult:
+        """A move was refused: the batch it began with is still there to learn from. position: that of this step."""
+        self._follow_recovery(self.mover.pilot)
+        result = self._train(move.batch)
+        if self.position < position:
+            self.position += 1
+            self._went_back = True
+        return result
 
     def _correct(self, batch: Any) -> StepResult:
         """CORRECT: the residual correction, then full steps that validate the move; then it is kept or taken back."""
@@ -379,6 +407,7 @@ class HybridTrainer(Engine):
         )
         record = self.observer.close(moment)
         actions = pilot.watch(record, self.mover.same_batch(), fp16=self.precision.scaled)
+        pilot.exact.watched(record, self.clock.seconds, self.backward_passes)
         for action in actions:
             self._carry_out(action)
         self._follow_recovery(pilot)
@@ -386,12 +415,27 @@ class HybridTrainer(Engine):
             return
         self.mover.keep_safe()
         before = self.phase
+        if before is Phase.WARMUP:
+            self.mover.compare_batches()
         left = self.planned_steps - self.global_step
         pilot.plan_for(self.planned_steps)
         chain = self.mover.chain
         pilot.decide(self.global_step, left, self.rate.trend(self.global_step), chain.ready, chain.exact)
+        if not self.observer.trajectory.held:
+            self.mover.safety.forget_other()
         if self.phase is not before:
             self._tell_phase()
+        self._tell_obstacles()
+
+    def _tell_obstacles(self) -> None:
+        """Once: that leaps could be tried here, and which setting keeps them off. Batches are compared once only."""
+        if _OBSTACLES in self._said or not self.mover.pilot.predictability.low_noise:
+            return
+        text = self.mover.why_no_chain()
+        if text or (self.mover.chain.obstacles and not self.mover.probes.held_out):
+            self._said[_OBSTACLES] = self.global_step
+        if text:
+            self.bus.emit(Notice(text, level="info"))
 
     def _tell_phase(self) -> None:
         if self.pilot is not None:
@@ -420,6 +464,11 @@ class HybridTrainer(Engine):
         self.meter.skipped_in_a_row = 0
         if self.pilot is not None and self.pilot.recovery.rollbacks > self.config.guard.max_rollbacks:
             self.pilot.recovery.rollbacks = 0
+
+    def judge_by(self, held_out: list[Any]) -> None:
+        """Held-out batches: where the loss is exact, a move must not raise their loss."""
+        if self.pilot is not None:
+            self.mover.unseen.batches, self.pilot.unseen = held_out, bool(held_out)
 
     def evaluated(self, held_out: float) -> None:
         """A held-out loss is known: it shows over- and underfitting, and some schedulers follow it."""
@@ -501,6 +550,7 @@ class HybridTrainer(Engine):
         out: str | Path | RunFolder | None = None,
         resume: bool = False,
         overwrite: bool = False,
+        load_best: bool = False,
         progress: bool | Level = True,
         table: bool = True,
         unit: str | None = None,
@@ -515,6 +565,7 @@ class HybridTrainer(Engine):
         read again from its start up to the saved position. epochs: passes over it, instead of `max_steps`. metrics:
         functions of (model, batch) or (output, target) by name, measured with the held-out loss. callbacks: called with
         every event. out: the run folder; without one nothing is written. overwrite: replace a run that is there.
+        load_best: the model ends with the weights of the lowest held-out loss, not with the last ones.
         progress: how much is shown; True: as `log.console` says, False: nothing. table: it ends with the results. unit:
         what the rows of a batch are called. on_interrupt: after Ctrl-C the run is saved, and KeyboardInterrupt raised
         (SystemExit after other signals); "return": the summary comes back with the reason "interrupted".
@@ -522,6 +573,8 @@ class HybridTrainer(Engine):
         if on_interrupt not in ("raise", "return"):
             raise InputError(f"on_interrupt = {on_interrupt!r}: it is 'raise' or 'return'")
         check_metrics(metrics or {})
+        if load_best:
+            check_load_best(self.config, out, held_out)
         self.unit = unit or self.unit
         self.stopping = False
         self._set_length(loader, epochs)
@@ -538,7 +591,7 @@ class HybridTrainer(Engine):
             for callback in callbacks:
                 stack.callback(self.bus.subscribe(warning_of_failure(callback)))
             stop = stack.enter_context(StopRequest())
-            run = Run(self, folder, held, stop, data_fingerprint, metrics)
+            run = Run(self, folder, held, stop, data_fingerprint, metrics, load_best)
             summary = run.train(loader, resume, title, details or {})
             if folder is not None and folder is not out and summary["reason"] != "interrupted":
                 with self.averaged_weights():
@@ -558,7 +611,7 @@ class HybridTrainer(Engine):
             stack.callback(console.close)
         if folder is None:
             return
-        log = JsonlLog(folder.metrics)
+        log = JsonlLog(folder.metrics, self.bus.emit)
         stack.callback(self.bus.subscribe(log))
         stack.callback(log.close)
         if self.config.log.report:
@@ -614,10 +667,12 @@ class HybridTrainer(Engine):
             return {}
         moves, observer = self.pilot.counts.moves, self.observer
         gain = self.pilot.ledger.gain(self.backward_passes)
+        watched = observer.windows > 0 and not (self.pilot.rest_steps or self.judging)  # else they are of long ago
+        chained = self.judging and self.mover.open_move.chained  # nothing was forecast for it
         return {
-            "predicted_loss": None if self.pilot.rest_steps else observer.predicted_loss,
-            "smoothed_loss": None if self.pilot.rest_steps else observer.smoothed_loss,
-            "confidence": round(self.pilot.current_confidence, 4),
+            "predicted_loss": observer.predicted_loss if watched else None,
+            "smoothed_loss": observer.smoothed_loss if watched else None,
+            "confidence": None if chained else round(self.pilot.current_confidence, 4),
             "kept": moves["kept"] + moves["shrunk"],
             "refused": moves["refused"] + moves["rolled_back"],
             "gain_percent": gain["gain_percent"],
@@ -631,6 +686,7 @@ class HybridTrainer(Engine):
             "final_train_loss": self.last_train_loss,
             "best_val_loss": self.best_val_loss,
             "metrics": dict(self.last_metrics),
+            "best_step": self.best_step,
             "global_step": self.global_step,
             "steps": {"warmup": 0, "full": self.global_step, "predict": 0, "correct": 0},
             "backward_passes": self.backward_passes,
@@ -646,6 +702,7 @@ class HybridTrainer(Engine):
             "config": self.settings(),
             "environment": environment.describe(str(self.device)),
         }
+        summary |= dict.fromkeys(_NOT_IN_EVERY_RUN)
         if self.pilot is not None:
             summary |= self.pilot.summary(self.backward_passes)
             if self.race.tried:

@@ -8,14 +8,15 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from foretrain import config as configuration
-from foretrain.base import Base, open_base
+from foretrain import epochs
+from foretrain.base import Base, find_folder, open_base
 from foretrain.config import Config
-from foretrain.data import examples
+from foretrain.data import chats, examples
 from foretrain.data.examples import EncodedExamples, Example
+from foretrain.data.handover import tokenizer_files
 from foretrain.data.loader import Loader
+from foretrain.data.templates import ChatFormat, make_format
 from foretrain.engine.batches import with_steps
 from foretrain.engine.precision import choose_device
 from foretrain.engine.runfolder import RunFolder
@@ -29,15 +30,14 @@ from foretrain.planning.budget import within_budget
 from foretrain.planning.estimate import target_of
 from foretrain.run import check_steps, read_checkpoint
 from foretrain.schema import Level
-from foretrain.serve.generate import TextGenerator
-from foretrain.serve.sampling import Sampling
-from foretrain.serve.scoring import ClassScorer, exact_match
+from foretrain.serve.answers import answer_questions
 from foretrain.show import report
+from foretrain.show.follow import read_runs
+from foretrain.show.scales import finite
 from foretrain.show.trackers.opening import check_installed
 from foretrain.trainer import HybridTrainer
 
 _PROBE_SEED = 2
-_ANSWERS_AT_ONCE = 32
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def finetune(
     check(config)
     check_installed(config.log.trackers)
     named = configuration.given(config)
-    config = configuration.changed(config, {"model.weights": str(Path(config.model.weights).expanduser().resolve())})
+    config = configuration.changed(config, {"model.weights": str(find_folder(config.model.weights).resolve())})
     path = Path(out) if out is not None else default_folder(config)
     if Path(config.model.weights).is_relative_to(path.resolve()):
         raise InputError(f"--out {path}: it holds the model that is to be fine-tuned; choose another folder")
@@ -105,8 +105,9 @@ def finetune(
             data_fingerprint=data.train.fingerprint,
         )
         if summary["reason"] != "interrupted":
+            summary |= _length(path, trainer, data)
             with trainer.averaged_weights():
-                save_adapter(base.model, path / "adapter", str(base.folder))
+                _save_adapter(base, path / "adapter", config)
                 try:
                     answered = answer(base, data, config)
                     summary |= answered
@@ -205,14 +206,14 @@ def with_templates(config: Config, say: Callable[[str], None] = lambda _: None) 
     """What is guessed from the data is written down: the model must be asked as it was trained."""
     data = config.data
     given = [data.prompt] if isinstance(data.prompt, str) else data.prompt
-    prompts = [_line_breaks(text) for text in given if text]
-    found = examples.find_format(data.path, prompts or None, _line_breaks(data.answer) or None)
+    prompts = [line_breaks(text) for text in given if text]
+    found = examples.find_format(data.path, prompts or None, line_breaks(data.answer) or None)
     say(f"{data.path} is read as {found}")
     prompts = [prompt.text for prompt in found.prompts]
     return configuration.changed(config, {"data.prompt": prompts, "data.answer": found.answer.text})
 
 
-def _line_breaks(template: str) -> str:
+def line_breaks(template: str) -> str:
     """A shell hands a backslash and an n on as they are; a line break is what is meant."""
     return template.replace("\\n", "\n")
 
@@ -246,7 +247,10 @@ def prepare(config: Config, base: Base, say: Callable[[str], None] = lambda _: N
     judging = None
     if probe:
         judging = EncodedExamples(probe, base.tokenizer, context, encoded.length, name="probe examples")
-    say(f"{encoded}; {len(held_out):,} held out" + (f"; {len(probe)} judge leaps" if probe else ""))
+    say(
+        f"{encoded}; {len(held_out):,} held out"
+        + (f"; {len(probe)} kept aside to judge predicted moves" if probe else "")
+    )
     lost = encoded.left_out + encoded.shortened
     if lost > 0.1 * len(train):
         limit = "data.max_length" if context < base.model.shape.context else "the model's context, which is the limit"
@@ -261,53 +265,27 @@ def _details(config: Config, data: Split, model: GPT2, path: Path) -> dict[str, 
         "data": f"{len(data.train):,} examples to train on, {len(data.held_out):,} held out",
         "adapter": f"rank {config.lora.rank}, {trained:,} of {everything:,} parameters ({trained / everything:.1%})",
         "batch": f"{config.batch_size} x {data.train.length} tokens, {config.max_steps:,} steps",
+        "epochs": epochs.in_words(config.max_steps, config.batch_size, len(data.train)),
         "folder": str(path),
     }
 
 
+def _length(path: Path, trainer: HybridTrainer, data: Split) -> dict[str, Any]:
+    """How often the examples were seen, and whether that was too short. A run that was resumed is one run."""
+    found: dict[str, Any] = {"epochs": round(trainer.position * trainer.config.batch_size / len(data.train), 3)}
+    log = read_runs([path])[0].evaluations
+    told = [(entry.step, loss) for entry in log if (loss := finite(entry.fields.get("loss"))) is not None]
+    falling = epochs.still_falling(told, trainer.config.max_steps)
+    return found | ({"still_falling": falling} if falling else {})
+
+
 def answer(base: Base, data: Split, config: Config) -> dict[str, Any]:
     """How many held-out questions are answered right."""
-    model = base.model
-    asked = _spread(_fitting(base, data.questions), config.evaluation.answers)
-    if not asked:
-        return {}
-    device = next(model.parameters()).device
-    if data.classes and not config.evaluation.final_answer:
-        scorer = ClassScorer(data.classes, base.tokenizer, model.shape.context)
-        training = model.training
-        model.eval()
-        with torch.no_grad():
-            accuracy = scorer.accuracy(model, asked, _ANSWERS_AT_ONCE, device)
-        model.train(training)
-        return {"answered": len(asked), "classes": len(data.classes), "accuracy": round(accuracy, 4)}
-    said = _say_answers(base, asked, data.held_out.length)
-    right = exact_match(said, [example.answer for example in asked], config.evaluation.final_answer or None)
-    return {"answered": len(asked), "exact_match": round(right, 4)}
-
-
-def _fitting(base: Base, questions: list[Example]) -> list[Example]:
-    """Those that fit the context with their whole prompt and answer."""
-    prompts = examples.encode_prompts([question.prompt for question in questions], base.tokenizer)
-    answers = base.tokenizer.encode_batch([question.answer for question in questions])
-    lengths = [len(prompt) + len(answer) + 1 for prompt, answer in zip(prompts, answers, strict=True)]
-    context = base.model.shape.context
-    return [question for question, length in zip(questions, lengths, strict=True) if length <= context]
-
-
-def _spread(questions: list[Example], count: int) -> list[Example]:
-    """As many, evenly over all of them: files may be sorted by answer."""
-    count = min(count, len(questions))
-    return [questions[index * len(questions) // count] for index in range(count)]
-
-
-def _say_answers(base: Base, asked: list[Example], length: int) -> list[str]:
-    generator = TextGenerator(base.model, base.tokenizer)
-    sampling = Sampling(max_tokens=length, temperature=0.0)
-    said: list[str] = []
-    for first in range(0, len(asked), _ANSWERS_AT_ONCE):
-        prompts = [example.prompt for example in asked[first : first + _ANSWERS_AT_ONCE]]
-        said += [completion.text for completion in generator.generate(prompts, sampling)]
-    return said
+    mark = config.evaluation.final_answer
+    names = () if mark else data.classes
+    return answer_questions(
+        base.model, base.tokenizer, data.questions, names, data.held_out.length, config.evaluation.answers, mark
+    )
 
 
 def export_adapter(source: str | Path, folder: str | Path) -> Path:
@@ -316,9 +294,22 @@ def export_adapter(source: str | Path, folder: str | Path) -> Path:
     if not config.model.weights:
         raise CheckpointError(f"{store}: no fine-tuning run has saved it; `foretrain export` writes whole models")
     base = base_of(config)
+    trainer = restore_adapter(base, store, state, config)
+    with trainer.averaged_weights():
+        return _save_adapter(base, folder, config)
+
+
+def restore_adapter(base: Base, store: Path, state: dict[str, Any], config: Config) -> HybridTrainer:
+    """Attaches the adapter of a checkpoint to its base."""
     lora.attach(base.model, settings_of(config), config.seed)
     alone = {"device": "cpu", "hybrid.mode": "off", "optimizer.learning_rate": config.optimizer.peak_rate}
     trainer = HybridTrainer(base.model, config=configuration.changed(config, alone))
     trainer.load_state_dict(state, str(store))
-    with trainer.averaged_weights():
-        return save_adapter(base.model, folder, str(base.folder))
+    return trainer
+
+
+def _save_adapter(base: Base, folder: str | Path, config: Config) -> Path:
+    """With the tokenizer beside it, as other tools expect."""
+    is_chat = isinstance(make_format(config.data.prompt, config.data.answer), ChatFormat)
+    files = tokenizer_files(base.tokenizer, base.model.shape.context, chats.JINJA if is_chat else "")
+    return save_adapter(base.model, folder, str(base.folder), files)

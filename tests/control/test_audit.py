@@ -69,12 +69,13 @@ def test_moves_without_an_audit_count_what_the_audits_found_on_average(moves: di
     assert harmful["gain_percent"] == pytest.approx(-100 * 60 / 900, abs=0.01)
 
 
-def test_the_interval_is_students() -> None:
-    gains = [8.0, 12.0, 10.0, 14.0]
-    half = 3.18 * np.std(gains, ddof=1) / 2 * 4
-    found = ledger(*gains).gain(1000.0)
-    for name, total in (("gain_percent", 44.0), ("low", 44.0 - half), ("high", 44.0 + half)):
-        assert found[name] == pytest.approx(100 * total / (1000 + total), abs=0.01)
+@pytest.mark.parametrize(("count", "student"), [(4, 3.182), (16, 2.131), (17, 2.120), (40, 2.023)])
+def test_the_interval_is_students_however_many_audits_there_are(count: int, student: float) -> None:
+    gains = [8.0, 12.0, 10.0, 14.0] * (count // 4) + [11.0] * (count % 4)
+    half = student * np.std(gains, ddof=1) * count**0.5
+    found, total = ledger(*gains).gain(1000.0), sum(gains)
+    for name, gain in (("gain_percent", total), ("low", total - half), ("high", total + half)):
+        assert found[name] == pytest.approx(100 * gain / (1000 + gain), abs=0.01)
 
 
 def test_one_measurement_has_no_interval() -> None:

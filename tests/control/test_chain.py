@@ -283,11 +283,25 @@ def test_all_backward_passes_are_counted() -> None:
 # --- an exact loss needs no caution ----------------------------------------------------------------------------------
 
 
-def test_leaps_need_no_warm_up() -> None:
+@pytest.mark.parametrize("data", [same, drawn(1.0)], ids=["same batch", "shuffled"])
+def test_leaps_need_no_warm_up(data: Callable[[int], Any]) -> None:
     """Every leap is judged by the loss it leads to, so nothing has to be known before."""
-    run = run_of(Net(), hybrid__warmup_steps=150)
+    run = run_of(Net(), data, hybrid__warmup_steps=150)
     run.run(lambda: run.trainer.phase is Phase.PREDICT)
-    assert run.trainer.global_step <= 20
+    assert run.trainer.global_step <= 30
+
+
+@pytest.mark.parametrize("model", [Net(), Random()], ids=["exact", "random numbers in the loss"])
+def test_comparing_batches_changes_nothing(model: nn.Module) -> None:
+    """Neither the weights nor what the generators give next."""
+    run = run_of(model)
+    trainer, chain = run.trainer, run.trainer.mover.chain
+    run.run(lambda: chain.ready)
+    before, random = [p.detach().clone() for p in trainer.model.parameters()], torch.get_rng_state()
+    chain.compare(drawn(1.0)(0))
+    assert chain.exact is not isinstance(model, Random)
+    assert all(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
+    assert torch.equal(torch.get_rng_state(), random)
 
 
 @pytest.mark.parametrize("data", [drawn(0.9), DATA], ids=["90 % of the rows", "minibatches"])
@@ -321,7 +335,7 @@ def test_the_optimizers_own_steps_cannot_spoil_what_leaps_have_gained(rate: floa
     ends: list[float] = []
     end = run.trainer.mover.chain.end
     run.trainer.mover.chain.end = (  # type: ignore[method-assign]
-        lambda slope, refused: ends.append(run.trainer.mover.chain.loss) or end(slope, refused)
+        lambda slope, **how: ends.append(run.trainer.mover.chain.loss) or end(slope, **how)
     )
     run.run()
     assert ends
@@ -403,6 +417,26 @@ def test_between_leaps_the_weights_are_where_the_loss_was_measured() -> None:
         output = chain.leap(same(0))
         assert output is not None
         assert trainer.probe(same(0)) == pytest.approx(float(output.loss), rel=1e-6)
+
+
+def test_nothing_is_told_of_before_a_chain_as_if_it_were_now() -> None:
+    """Means and forecasts are of full steps: inside a chain and right after it there are none."""
+    run = ready()
+    assert run.trainer.prediction_progress()["smoothed_loss"] > 0
+    run.step()
+    told: list[dict[str, Any]] = []
+    run.run(lambda: told.append(run.trainer.prediction_progress()) or bool(run.moves))
+    run.step()
+    told.append(run.trainer.prediction_progress())
+    assert len(told) > 5
+    for progress in told:
+        assert progress["smoothed_loss"] is None
+        assert progress["predicted_loss"] is None
+    assert [progress["confidence"] for progress in told[1:-2]] == [None] * (len(told) - 3)
+    run.run(lambda: run.trainer.observer.windows == 1)
+    after = run.trainer.prediction_progress()
+    assert after["smoothed_loss"] < 2 * run.trainer.mover.chain.loss  # not the mean of before
+    assert after["predicted_loss"] is None  # nothing was said of this window
 
 
 # --- where it is impossible ------------------------------------------------------------------------------------------

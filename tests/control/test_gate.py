@@ -57,7 +57,7 @@ def test_an_audit_must_fit_into_what_is_left_of_the_budget() -> None:
 @pytest.mark.parametrize("low_noise", [False, True])
 @pytest.mark.parametrize(
     ("change", "word"),
-    [({"horizon": 0}, "nearly over"), ({"steps_left": 20}, "nearly over"), ({"trusted": False}, "does not beat")],
+    [({"horizon": 0}, "nearly over"), ({"steps_left": 20}, "nearly over"), ({"trusted": False}, "do not beat")],
 )
 def test_some_things_shut_every_gate(change: dict[str, object], word: str, low_noise: bool) -> None:
     answer = proven().ask(replace(NOISY, low_noise=low_noise, **change))

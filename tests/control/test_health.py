@@ -209,6 +209,23 @@ def test_gradients_usual_in_ruin_are_no_advice_to_clip() -> None:
     assert [finding.ailment for finding in found] == [Ailment.DIVERGENCE]
 
 
+def test_large_gradients_of_a_loss_that_falls_all_the_while_are_no_explosion() -> None:
+    """Equations begin with losses of hundreds, and nothing is clipped where the optimizer is the user's own."""
+
+    def look(losses: np.ndarray) -> list[Ailment]:
+        health = Health(from_mapping({}), [])
+        for step in (100, 200):
+            health.note([(loss, 5e3 if place % 20 == 0 else 1e2, 0.0) for place, loss in enumerate(losses[:100])])
+            losses = losses[100:]
+            health.record.close()
+            _, found = health.examine(Situation(step, Effective(3e-3, 0.0, 10)))
+        return [finding.ailment for finding in found]
+
+    falling = np.geomspace(400.0, 0.01, 200)
+    assert look(falling) == []
+    assert Ailment.EXPLOSION in look(np.concatenate([falling[:100], np.full(100, 300.0)]))
+
+
 def test_a_lucky_first_batch_is_no_measure_of_ruin() -> None:
     """Squared errors of single examples: the first can be next to nothing."""
     for seed in range(20):

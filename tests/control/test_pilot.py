@@ -267,10 +267,18 @@ def test_who_searches(search: Any, noise: float, searches: bool) -> None:
 
 def test_where_nothing_was_measured_the_sentence_says_why() -> None:
     flight = Flight()
-    assert flight.pilot.summary(1)["audit"]["sentence"] == "prediction was never tried: the run has just begun"
+    early = "prediction was not tried: the run was over before there was enough to forecast from"
+    assert flight.pilot.summary(1)["audit"]["sentence"] == early
     while not flight.full():
         pass
-    assert "never tried: 5 of 40 warm-up steps are done" in flight.pilot.summary(5)["audit"]["sentence"]
+    assert flight.pilot.summary(5)["audit"]["sentence"] == early
+    flight.pilot.machine.phase = Phase.FULL
+    for reason, words in {
+        "3 of 6 full steps are done; confidence 0.13 is below 0.50": "no forecast was likely enough to help",
+        "3 of 6 full steps are done; the gate is shut: the run is nearly over": "the run is nearly over",
+    }.items():
+        flight.pilot.last_reason = reason
+        assert flight.pilot.summary(5)["audit"]["sentence"] == f"prediction was not tried: {words}"
     flight.pilot.counts.moves["refused"] = 2
     assert "none of 2 moves tried was kept" in flight.pilot.summary(5)["audit"]["sentence"]
 

@@ -13,7 +13,7 @@ from foretrain import HybridTrainer
 from foretrain.config import changed, from_mapping
 from foretrain.control.race import FACTOR, MOST, with_short_warmup
 from foretrain.engine import offload
-from foretrain.events import Event, RateTried
+from foretrain.events import Event, RateTrial, RateTried
 from foretrain.schema import FIRST_RATE
 
 GENERATOR = torch.Generator().manual_seed(3)
@@ -68,6 +68,11 @@ def test_the_rate_that_ends_lowest_goes_on(scale: float, best: int) -> None:
     assert trainer.summary()["learning_rate"]["chosen"] == pytest.approx(FIRST_RATE * FACTOR**best)
     told = [event for event in tried if isinstance(event, RateTried)]
     assert [event.loss for event in told] == list(race.tried.values())
+    trials = [event for event in tried if isinstance(event, RateTrial)]
+    assert (trials[0].learning_rate, trials[0].step, trials[0].others) == (FIRST_RATE, 0, 20)
+    assert trials[0].others <= race.spent
+    assert list(dict.fromkeys(event.learning_rate for event in trials)) == [event.learning_rate for event in told]
+    assert [event.done for event in trials[1:10]] == list(range(1, 10))
     # from there on it is the run that has this rate from the start, bit for bit
     rate = FIRST_RATE * FACTOR**best
     plain = make(scale, **{"optimizer.learning_rate": rate, "hybrid.mode": "off"})

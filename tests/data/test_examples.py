@@ -229,8 +229,8 @@ def test_an_answer_is_empty_also_inside_other_words(tmp_path: Path) -> None:
 
 
 def test_unknown_fields_ask_for_templates(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", {"messages": []})
-    with pytest.raises(DataError, match=r"a\.jsonl:1: no known set of fields \(found: messages; .*give templates"):
+    path = write(tmp_path / "a.jsonl", {"dialogue": []})
+    with pytest.raises(DataError, match=r"a\.jsonl:1: no known set of fields \(found: dialogue; .*give templates"):
         read_examples(path)
 
 
@@ -384,7 +384,8 @@ def test_the_front_of_a_prompt_is_cut_and_a_long_answer_is_left_out() -> None:
     assert bytes(tokens[1].tolist()) == b"paaaaaaa"
     assert (len(encoded), encoded.shortened, encoded.left_out) == (2, 1, 1)
     assert str(encoded) == (
-        "2 examples of up to 8 tokens (100% used), 12 to learn from, 1 with a shortened prompt, 1 left out as too long"
+        "2 examples in rows of 8 tokens (100% text, the rest is padding), with 12 tokens of answers to learn, "
+        "1 with a shortened prompt, 1 left out as too long"
     )
 
 

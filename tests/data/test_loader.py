@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections import namedtuple
+from contextlib import closing
 from itertools import islice
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, TensorDataset
+from torch import Tensor
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from foretrain.data import loader as loading
 from foretrain.data.loader import IGNORED, Loader, MappedSamples, TokenWindows, held_out_batches
@@ -216,6 +219,112 @@ def test_a_batch_that_cannot_be_joined_is_an_error_that_says_so() -> None:
 def test_an_empty_data_set_is_an_error() -> None:
     with pytest.raises(DataError, match="empty"):
         MappedSamples([])
+
+
+# --- data sets that draw random numbers ----------------------------------------------------------------------------
+
+
+class Augmented(Dataset):
+    """Each sample: its number, and a number from each of the generators that data sets draw from."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor([index, torch.rand(()), np.random.rand(), random.random()], dtype=torch.float64)  # noqa: NPY002, S311
+
+
+def drawing(rows: list[Tensor]) -> Tensor:
+    """A collate function that draws too."""
+    return torch.stack(rows) * (1 + torch.rand(()))
+
+
+class DrawingSamples:
+    """Samples of the user's own, without MappedSamples."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def fetch(self, indices: np.ndarray, epoch: int) -> Tensor:
+        return torch.from_numpy(indices) + torch.rand(len(indices))
+
+
+DRAWING = {
+    "samples": lambda: MappedSamples(Augmented()),
+    "collate": lambda: MappedSamples(Augmented(), collate=drawing),
+    "collate of values": lambda: MappedSamples(torch.arange(10.0).unbind(), collate=drawing),
+    "own samples": DrawingSamples,
+}
+
+
+@pytest.mark.parametrize("options", [{"prefetch": 4}, {"prefetch": 0}, {"prefetch": 4, "workers": 2}])
+@pytest.mark.parametrize("name", DRAWING)
+def test_what_samples_draw_follows_from_seed_epoch_and_index(name: str, options: dict[str, int]) -> None:
+    expected = [Loader(DRAWING[name](), 4, seed=3).batch(number) for number in range(12)]
+    loader = Loader(DRAWING[name](), 4, seed=3, **options)
+    for position in (0, 5):
+        loader.seek(position)
+        with closing(iter(loader)) as batches:
+            for number in range(position, position + 6):
+                torch.rand(3)  # as dropout does
+                assert torch.equal(next(batches), expected[number])
+
+
+@pytest.mark.parametrize("options", [{"prefetch": 4}, {"prefetch": 4, "workers": 1}])
+def test_samples_leave_the_generators_of_the_model_alone(options: dict[str, int]) -> None:
+    def draw() -> list[float]:
+        return [float(torch.rand(())), float(np.random.rand()), random.random()]  # noqa: NPY002, S311
+
+    def start() -> None:
+        torch.manual_seed(1)
+        np.random.seed(1)  # noqa: NPY002
+        random.seed(1)
+
+    start()
+    expected = [draw() for _ in range(8)]
+    start()
+    with closing(iter(Loader(MappedSamples(Augmented()), 4, seed=3, **options))) as batches:
+        got = [(next(batches), draw())[1] for _ in range(8)]
+    assert got == expected
+
+
+def test_what_is_drawn_differs_by_sample_epoch_seed_and_generator() -> None:
+    def drawn(seed: int, batch_size: int) -> Tensor:
+        rows = torch.cat(list(islice(Loader(MappedSamples(Augmented()), batch_size, seed), 20 // batch_size)))
+        first = rows[:10][rows[:10, 0].argsort()]
+        return torch.cat([first, rows[10:][rows[10:, 0].argsort()]])[:, 1:]
+
+    rows = drawn(3, 5)
+    everything = torch.cat([rows, drawn(4, 5)]).flatten()
+    assert len(everything.unique()) == len(everything) == 120
+    assert torch.equal(rows, drawn(3, 2))  # whatever the batches are
+
+
+def test_an_error_of_a_sample_leaves_the_generators_alone() -> None:
+    before = torch.get_rng_state()
+    with pytest.raises(OSError, match="cannot be read"):
+        Loader(MappedSamples(Broken()), 4, seed=1).batch(0)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    ("samples", "ahead"),
+    [
+        (lambda: MappedSamples(TensorDataset(torch.arange(10))), True),
+        (lambda: MappedSamples(Subset(TensorDataset(torch.arange(10)), range(5))), True),
+        (lambda: MappedSamples(ConcatDataset([Augmented(), Augmented()])), False),
+        (lambda: MappedSamples([torch.ones(1)] * 10, collate=torch.stack), False),
+        (lambda: MappedSamples([torch.ones(1)] * 10, collate=torch.stack, deterministic=True), True),
+        (lambda: MappedSamples(Augmented()), False),
+        (DrawingSamples, False),
+        (windows, True),
+    ],
+)
+def test_only_what_draws_nothing_is_fetched_by_a_thread(samples: Any, ahead: bool) -> None:
+    before = loader_threads()
+    with closing(iter(Loader(samples(), 2, seed=1))) as batches:
+        next(batches)
+        assert loader_threads() == before + ahead
 
 
 # --- held-out batches ----------------------------------------------------------------------------------------------

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from foretrain.data import tokenizers
 from foretrain.data.tokenizers import END_OF_TEXT, BPETokenizer, ByteTokenizer, CharacterTokenizer, Tokenizer
@@ -74,6 +76,20 @@ def test_batches_and_single_texts_are_encoded_alike(tokenizer: Tokenizer) -> Non
     together = tokenizer.encode_batch(TEXTS)
     for text, tokens in zip(TEXTS, together, strict=True):
         assert list(tokenizer.encode_batch([text])[0]) == list(tokens)
+
+
+def test_one_text_is_encoded_for_an_embedding(tokenizer: Tokenizer) -> None:
+    tokens = torch.tensor(tokenizer.encode(TEXTS[2]))
+    assert tokens.dtype == torch.int64
+    assert tokens.tolist() == tokenizer.encode_batch(TEXTS)[2].tolist()
+    assert torch.nn.Embedding(tokenizer.vocab_size, 2)(tokens).shape == (len(tokens), 2)
+
+
+@pytest.mark.parametrize("written", ['{"foretrain": "byte"}', '{"foretrain": "char", "characters": "abc"}'])
+def test_files_in_the_first_form_are_still_read(written: str, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(written)
+    tokenizer = tokenizers.load(tmp_path / "tokenizer.json")
+    assert tokenizer.encode("ab") == ([97, 98] if "byte" in written else [0, 1])
 
 
 # --- bytes and characters ------------------------------------------------------------------------------------------
@@ -156,6 +172,13 @@ def test_broken_vocabulary_files_are_named(damage: str, tmp_path: Path, make_tex
         tokenizers.gpt2(folder)
 
 
+def test_half_a_surrogate_pair_is_encoded_as_a_question_mark(make_text: Callable[..., str]) -> None:
+    trained = tokenizers.train_bpe(iter([make_text(300)]), 280)
+    for tokenizer in (ByteTokenizer(), CharacterTokenizer("a\ud800?"), trained):
+        assert tokenizer.decode(tokenizer.encode_batch(["a\ud800"])[0]) == "a?"
+        json.loads(tokenizer.to_json().encode("utf-8"))
+
+
 # --- files ---------------------------------------------------------------------------------------------------------
 
 
@@ -188,3 +211,97 @@ def test_any_library_tokenizer_with_an_end_of_text_loads(tmp_path: Path, make_te
     loaded = tokenizers.load(tmp_path / "tokenizer.json")
     assert isinstance(loaded, BPETokenizer)
     assert loaded.decode(loaded.encode_batch(["the cat"])[0]) == "the cat"
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"truncation": {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}},
+        {"truncation": {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 9}},
+        {
+            "padding": {
+                "strategy": {"Fixed": 50},
+                "direction": "Right",
+                "pad_to_multiple_of": None,
+                "pad_id": 0,
+                "pad_type_id": 0,
+                "pad_token": END_OF_TEXT,
+            }
+        },
+        {"dropout": 0.5},
+        {"dropout": 7},
+    ],
+)
+def test_a_file_neither_cuts_nor_pads_nor_varies_the_text(
+    extra: dict[str, Any], tmp_path: Path, make_text: Callable[..., str]
+) -> None:
+    trained = tokenizers.train_bpe(iter([make_text(300)]), 280)
+    content = json.loads(trained.to_json())
+    if "dropout" in extra:
+        content["model"] |= extra
+    else:
+        content |= extra
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(content), encoding="utf-8")
+    loaded = tokenizers.load(path)
+    for _ in range(3):
+        assert [list(one) for one in loaded.encode_batch(TEXTS)] == [list(one) for one in trained.encode_batch(TEXTS)]
+    assert json.loads(loaded.to_json()) == json.loads(trained.to_json())
+
+
+def library_file(model: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    end = {"id": 0, "content": END_OF_TEXT, "single_word": False, "lstrip": False, "rstrip": False}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [end | {"normalized": False, "special": True}],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Whitespace"},
+        "post_processor": None,
+        "decoder": None,
+        "model": model,
+    } | changes
+
+
+WORDS = {"type": "WordLevel", "vocab": {END_OF_TEXT: 0, "the": 1}, "unk_token": END_OF_TEXT}
+UNUSABLE = {
+    "words without unknown": library_file(WORDS | {"unk_token": "[UNK]"}),
+    "pieces without unknown": library_file(
+        {
+            "type": "WordPiece",
+            "vocab": {END_OF_TEXT: 0, "the": 1},
+            "unk_token": "[UNK]",
+            "continuing_subword_prefix": "##",
+            "max_input_chars_per_word": 100,
+        }
+    ),
+    "unigram without unknown": library_file(
+        {"type": "Unigram", "vocab": [[END_OF_TEXT, 0.0], ["the", -1.0]], "unk_id": None, "byte_fallback": False}
+    ),
+    "a panic": library_file(WORDS, normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"}),
+    "an endless vocabulary": library_file(WORDS | {"vocab": {END_OF_TEXT: 0, "the": 4_000_000_000}}),
+}
+
+
+@pytest.mark.parametrize("name", UNUSABLE)
+def test_what_the_library_refuses_is_one_line(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(UNUSABLE[name]), encoding="utf-8")
+    with pytest.raises(DataError) as caught:
+        tokenizers.load(path).encode_batch(["the dog"])
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert capfd.readouterr().err == ""
+
+
+def test_a_vocabulary_with_gaps_is_as_large_as_its_largest_number(tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(library_file(WORDS | {"vocab": {END_OF_TEXT: 0, "the": 90}})), encoding="utf-8")
+    loaded = tokenizers.load(path)
+    assert loaded.encode_batch(["the"])[0].tolist() == [90]
+    assert loaded.vocab_size == 91
+
+
+def test_characters_that_know_none() -> None:
+    assert CharacterTokenizer("").encode_batch(["ab", ""])[0].tolist() == [0, 0]

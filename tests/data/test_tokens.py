@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
+import tempfile
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +16,7 @@ import pytest
 
 from foretrain import run
 from foretrain.config import DataConfig
-from foretrain.data import documents, tokens
+from foretrain.data import cache, documents, tokens
 from foretrain.data.tokenizers import ByteTokenizer, train_bpe
 from foretrain.data.tokens import Corpus, prepare
 from foretrain.errors import ConfigError, DataError
@@ -277,13 +281,172 @@ def test_changed_vocabulary_files_are_noticed(text_file: Path, tmp_path: Path, m
     assert sizes == [270, 285]
 
 
-def test_a_damaged_cache_is_named_and_not_used(text_file: Path, tmp_path: Path) -> None:
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-2])
+
+
+def zero(path: Path) -> None:
+    size = path.stat().st_size
+    path.write_bytes(path.read_bytes()[: size // 2] + bytes(size - size // 2))
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def nest(path: Path) -> None:
+    path.write_text("[" * 100_000)
+
+
+@pytest.mark.parametrize("damage", [cut, zero, flip, nest, Path.unlink])
+@pytest.mark.parametrize("name", ["train.bin", "held_out.bin", "tokenizer.json", "meta.json"])
+def test_a_damaged_cache_is_made_anew(
+    name: str, damage: Callable[[Path], Any], text_file: Path, tmp_path: Path, tokenised: list[int]
+) -> None:
+    data = config(text_file, tokenizer="char", cache=str(tmp_path / "cache"))
+    first = prepare(data)
+    fingerprint, train = first.fingerprint, np.array(first.train)
+    (folder,) = (tmp_path / "cache").iterdir()
+    damage(folder / name)
+    said: list[str] = []
+    second = prepare(data, said.append)
+    assert len(tokenised) == 2
+    (line,) = said
+    assert line.startswith(f"{folder}: the token cache is damaged (")
+    assert name in line
+    assert line.endswith("tokenising tiny.txt again")
+    assert second.fingerprint == fingerprint
+    assert np.array_equal(second.train, train)
+    assert list((tmp_path / "cache").iterdir()) == [folder]
+    prepare(data)
+    assert len(tokenised) == 2
+
+
+def test_a_token_that_the_tokenizer_does_not_have_is_damage(
+    text_file: Path, tmp_path: Path, tokenised: list[int]
+) -> None:
+    """Even where every checksum is right."""
     data = config(text_file, cache=str(tmp_path / "cache"))
     prepare(data)
-    (file,) = (tmp_path / "cache").glob("*/train.bin")
-    file.write_bytes(file.read_bytes()[:-2])
-    with pytest.raises(DataError, match=r"train\.bin: the token cache is damaged; delete the folder"):
+    (folder,) = (tmp_path / "cache").iterdir()
+    meta = json.loads((folder / "meta.json").read_text())
+    meta.pop("crc32")
+    (folder / "meta.json").write_text(cache._sealed(meta | {"vocab_size": 100}))
+    said: list[str] = []
+    prepare(data, said.append)
+    assert "but there are 100" in said[0]
+    assert len(tokenised) == 2
+
+
+def test_a_cache_whose_text_is_gone_is_an_error(text_file: Path, tmp_path: Path) -> None:
+    data = config(text_file, cache=str(tmp_path / "cache"))
+    prepare(data)
+    (folder,) = (tmp_path / "cache").iterdir()
+    cut(folder / "train.bin")
+    text_file.unlink()
+    with pytest.raises(DataError, match=r"tiny\.txt does not exist"):
         prepare(data)
+
+
+def test_the_tokens_are_on_the_disk_before_they_get_their_name(
+    text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In an order that a power cut cannot turn round: files, their folder, the name, the folder above."""
+    log: list[str] = []
+    sync, rename = os.fsync, Path.rename
+
+    def synced(descriptor: int) -> None:
+        log.append(Path(f"/proc/self/fd/{descriptor}").readlink().name)
+        sync(descriptor)
+
+    def renamed(path: Path, target: Path) -> Path:
+        log.append("renamed")
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "rename", renamed)
+    prepare(config(text_file, cache=str(tmp_path / "cache")))
+    before, after = log[: log.index("renamed")], log[log.index("renamed") + 1 :]
+    assert {"train.bin", "held_out.bin", "tokenizer.json", "meta.json"} <= set(before)
+    assert before[-1] == "new"
+    assert after == ["cache"]
+
+
+def test_a_file_of_the_same_size_and_time_is_told_apart_by_what_it_holds(text_file: Path) -> None:
+    first = prepare(config(text_file))
+    status = text_file.stat()
+    text_file.write_text(text_file.read_text().replace("cat", "cow"))
+    os.utime(text_file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert text_file.stat().st_size == status.st_size
+    assert prepare(config(text_file)).fingerprint != first.fingerprint
+
+
+def test_large_files_are_told_apart_by_their_times(
+    text_file: Path, monkeypatch: pytest.MonkeyPatch, tokenised: list[int]
+) -> None:
+    monkeypatch.setattr(documents, "_HASHED", 10)
+    prepare(config(text_file))
+    prepare(config(text_file))
+    assert len(tokenised) == 1
+    status = text_file.stat()
+    text_file.write_text(text_file.read_text().replace("cat", "cow"))
+    os.utime(text_file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    prepare(config(text_file))
+    assert len(tokenised) == 2
+
+
+@pytest.fixture
+def no_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The user's cache folder cannot be made; the system's temporary folder is here."""
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path / f"foretrain-tokens-{os.getuid()}"
+
+
+def test_in_the_systems_temporary_folder_the_cache_is_ours_alone(text_file: Path, no_home: Path) -> None:
+    prepare(config(text_file))
+    assert len(list(no_home.glob("*/train.bin"))) == 1
+    assert stat.S_IMODE(no_home.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("kind", ["open to others", "a link", "a file", "somebody else's"])
+def test_what_others_may_have_planted_there_is_not_used(
+    kind: str, text_file: Path, tmp_path: Path, no_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kind == "a file":
+        no_home.write_text("")
+    elif kind == "a link":
+        (tmp_path / "theirs").mkdir(mode=0o700)
+        no_home.symlink_to(tmp_path / "theirs")
+    else:
+        no_home.mkdir(mode=0o700)
+        if kind == "open to others":
+            no_home.chmod(0o770)
+        else:
+            user = os.getuid()
+            monkeypatch.setattr(os, "getuid", lambda: user + 1)
+            no_home = no_home.rename(no_home.with_name(f"foretrain-tokens-{user + 1}"))
+    with pytest.raises(DataError, match=r"set data\.cache"):
+        prepare(config(text_file))
+    assert not list(tmp_path.glob("**/train.bin"))
+
+
+def test_memory_does_not_grow_with_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is held of a text of a million characters, in all steps together, is far less than the text."""
+    monkeypatch.setattr(documents, "_PIECE", 2**14)
+    monkeypatch.setattr(tokens, "_BATCH_CHARACTERS", 2**14)
+    monkeypatch.setattr(cache, "_BLOCK", 2**14)
+    path = tmp_path / "a.txt"
+    path.write_text("the cat sat on the mat, and so on\n" * 60_000)
+    for kind in ("byte", "char"):
+        tracemalloc.start()
+        prepare(config(path, tokenizer=kind))
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < 1_500_000 < path.stat().st_size
 
 
 def test_a_failed_tokenisation_leaves_nothing_behind(
@@ -398,6 +561,16 @@ def test_the_vocabulary_must_hold_the_tokenizers(make_config: Callable[..., Any]
         run.vocabulary_size(make_config({"model.vocab_size": 256}), corpus)
     assert run.vocabulary_size(make_config(), corpus) == 257
     assert run.vocabulary_size(make_config({"model.vocab_size": 300}), corpus) == 300
+
+
+def test_token_files_are_checked_against_a_tokenizer_too(
+    make_config: Callable[..., Any], tmp_path: Path, make_text: Callable[..., str]
+) -> None:
+    (tmp_path / "tokenizer.json").write_text(train_bpe(iter([make_text(300)]), 280).to_json(), encoding="utf-8")
+    np.save(tmp_path / "a.npy", np.arange(281))
+    corpus = prepare(config(tmp_path / "a.npy", tokenizer=str(tmp_path / "tokenizer.json")))
+    with pytest.raises(DataError, match="holds token 280"):
+        run.vocabulary_size(make_config(), corpus)
 
 
 def test_gpt2_token_files_have_gpt2s_vocabulary(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from foretrain.dynamics.samples import Sample, bias_corrections
+from foretrain.dynamics.samples import Sample, Statistics, bias_corrections
 from foretrain.engine.narrow import NarrowAdamW
 
 
@@ -37,13 +37,13 @@ def test_statistics_without_any_moment_are_those_of_the_gradient() -> None:
     weights = parameters(50, 20)
     sample = Sample(weights, torch.optim.SGD(weights))
     gradient = sample.gradient()
-    mean, deviation, cosine, moment, moment_std, square = sample.statistics().tolist()
-    assert mean == pytest.approx(float(gradient.mean()))
-    assert deviation == pytest.approx(float(gradient.std(unbiased=False)))
-    assert cosine == pytest.approx(1.0)
-    assert moment == pytest.approx(float(gradient.abs().mean()))
-    assert moment_std == pytest.approx(deviation)
-    assert square == pytest.approx(float(gradient.square().mean().sqrt()))
+    found = Statistics(*sample.statistics().tolist())
+    assert found.gradient_mean == pytest.approx(float(gradient.mean()))
+    assert found.gradient_std == pytest.approx(float(gradient.std(unbiased=False)))
+    assert found.gradient_cosine == pytest.approx(1.0)
+    assert found.moment_mean == pytest.approx(float(gradient.abs().mean()))
+    assert found.moment_std == pytest.approx(found.gradient_std)
+    assert found.second_moment_mean == pytest.approx(float(gradient.square().mean().sqrt()))
 
 
 def test_moments_of_adam_and_of_momentum() -> None:

@@ -216,3 +216,30 @@ def test_many_parameters_share_groups_and_memory_is_what_it_says() -> None:
     assert trajectory.bytes == 4 * size * (2 * R + 2) + 4 * size * 2
     narrow = Trajectory(parameters, window=2, dtype=torch.bfloat16)
     assert narrow.bytes == 2 * size * (2 * R + 2) + 4 * size * 2
+
+
+def test_memory_that_was_given_back_is_taken_again_with_nothing_in_it() -> None:
+    parameters = [torch.randn(300), torch.randn(7)]
+    trajectory = Trajectory(parameters, window=2)
+    size = trajectory.bytes
+    for _ in range(2):
+        trajectory.before_step()
+        torch._foreach_add_(parameters, 1.0)
+        trajectory.after_step()
+    trajectory.close()
+    trajectory.release()
+    assert (trajectory.bytes, trajectory.held, trajectory.windows) == (0, False, 0)
+    trajectory.restart()  # as after a rollback
+    trajectory.before_step()
+    assert [trajectory.after_step() for _ in range(2)] == [False, True]
+    assert [numbers.tolist() for numbers in trajectory.skip([torch.ones(2), torch.zeros(1)])] == [[1.0, 1.0], [0.0]]
+    trajectory.after_step()
+    other = Trajectory(parameters, window=2)
+    other.load_state_dict(trajectory.state_dict())
+    assert (other.bytes, other.steps) == (0, 1)
+    trajectory.hold()
+    assert (trajectory.bytes, trajectory.held, trajectory.steps) == (size, True, 0)
+    assert not trajectory.basis.any()
+    assert torch.equal(trajectory._previous_views[0], parameters[0])
+    other.load_state_dict(trajectory.state_dict())
+    assert other.bytes == size

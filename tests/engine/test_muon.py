@@ -9,7 +9,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from foretrain.engine.muon import Muon, orthogonalize
+from foretrain.engine import precision
+from foretrain.engine.muon import Muon, iteration_type, orthogonalize
+
+
+@pytest.fixture(autouse=True, params=["bf16", "fp32"])
+def number_format(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """As on a CPU with bf16 instructions, and as on one without."""
+    monkeypatch.setattr(precision, "cpu_has_bf16_products", lambda: request.param == "bf16")
+    return str(request.param)
+
 
 SHAPES = [(16, 16), (8, 24), (24, 8), (1, 12), (12, 1), (32, 96)]
 
@@ -41,12 +50,16 @@ def pair(shapes: list[tuple[int, int]], **settings: Any) -> tuple[list[nn.Parame
 # the CPUs this was written on. The momentum is averaged in another order of operations and so differs in its last fp32
 # bit, which can move an input of the bf16 iteration by one bf16 step: entries of about one, steps of about 1/128.
 STEP_TOLERANCE = 2e-2
+# Torch's is always in bf16, so ours in fp32 differs by the rounding of all five iterations.
+TOLERANCE = {"bf16": STEP_TOLERANCE, "fp32": 3 * STEP_TOLERANCE}
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("scale", ["original", "match_rms_adamw"])
-def test_muon_equals_torchs_step_by_step(shape: tuple[int, int], nesterov: bool, scale: str) -> None:
+def test_muon_equals_torchs_step_by_step(
+    shape: tuple[int, int], nesterov: bool, scale: str, number_format: str
+) -> None:
     rate = 0.02
     ours, muon, theirs, reference = pair([shape] * 3, lr=rate, nesterov=nesterov, scale=scale, weight_decay=0.1)
     ratio = 0.2 * math.sqrt(max(shape)) if scale == "match_rms_adamw" else math.sqrt(max(1, shape[0] / shape[1]))
@@ -57,7 +70,7 @@ def test_muon_equals_torchs_step_by_step(shape: tuple[int, int], nesterov: bool,
         for one, other in zip(ours, theirs, strict=True):
             momentum = muon.state[one]["momentum_buffer"]
             torch.testing.assert_close(momentum, reference.state[other]["momentum_buffer"], rtol=1e-5, atol=1e-6)
-            assert (one - other).abs().max() <= STEP_TOLERANCE * rate * ratio
+            assert (one - other).abs().max() <= TOLERANCE[number_format] * rate * ratio
             with torch.no_grad():
                 one.copy_(other)  # the next step is compared on its own
 
@@ -133,7 +146,29 @@ def test_a_batch_is_orthogonalised_as_torch_does_each_matrix(shape: tuple[int, i
     matrices = torch.randn(3, *shape, generator=torch.Generator().manual_seed(1))
     for got, matrix in zip(orthogonalize(matrices), matrices, strict=True):
         wanted = reference(matrix, (3.4445, -4.7750, 2.0315), 5, 1e-7)
-        torch.testing.assert_close(got, wanted, rtol=0, atol=STEP_TOLERANCE)
+        torch.testing.assert_close(got.to(wanted.dtype), wanted, rtol=0, atol=STEP_TOLERANCE)
+
+
+def test_the_iteration_is_in_the_format_that_the_cpu_can_multiply(number_format: str) -> None:
+    assert orthogonalize(torch.ones(1, 4, 6)).dtype is precision.DTYPES[number_format]
+    assert iteration_type(torch.device("cpu")) == number_format
+
+
+def test_other_devices_iterate_in_bf16() -> None:
+    assert [iteration_type(torch.device(name)) for name in ("cuda", "mps")] == ["bf16", "bf16"]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_iteration_in_fp32_is_exact_to_five_digits(shape: tuple[int, int], number_format: str) -> None:
+    matrices = torch.randn(2, *shape, generator=torch.Generator().manual_seed(1))
+    x = matrices.double() if shape[0] <= shape[1] else matrices.double().mT
+    x = x / torch.linalg.matrix_norm(x, keepdim=True)
+    for _ in range(5):
+        gram = x @ x.mT
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    wanted = x if shape[0] <= shape[1] else x.mT
+    tolerance = {"bf16": 6e-2, "fp32": 1e-5}[number_format]
+    torch.testing.assert_close(orthogonalize(matrices).double(), wanted, rtol=0, atol=tolerance)
 
 
 def test_each_matrix_of_a_batch_is_on_its_own() -> None:

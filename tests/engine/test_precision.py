@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import platform
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import nn
 
 from foretrain import run
 from foretrain.config import PrecisionConfig
-from foretrain.engine.precision import Precision, choose_device, choose_precision
+from foretrain.engine.precision import Precision, choose_device, choose_precision, cpu_has_bf16_products
 from foretrain.errors import ConfigError
 from foretrain.trainer import HybridTrainer
 
@@ -54,6 +55,32 @@ def test_a_gpu_number_beyond_the_last_is_an_error(monkeypatch: pytest.MonkeyPatc
     assert choose_device("cuda:1") == torch.device("cuda:1")
     with pytest.raises(ConfigError, match="only 2 CUDA GPUs"):
         choose_device("cuda:2")
+
+
+@pytest.mark.parametrize(
+    ("machine", "one_dnn", "instructions", "wanted"),
+    [
+        ("x86_64", True, True, True),
+        ("x86_64", True, False, False),  # AVX-512 without bf16: oneDNN takes it and emulates
+        ("x86_64", False, True, False),  # oneDNN was told not to use it
+        ("x86_64", False, False, False),
+        ("aarch64", True, False, True),
+        ("arm64", False, False, False),
+    ],
+)
+def test_bf16_products_in_hardware(
+    machine: str, one_dnn: bool, instructions: bool, wanted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: one_dnn)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: instructions)
+    assert cpu_has_bf16_products.__wrapped__() is wanted
+
+
+def test_without_one_dnn_there_are_no_bf16_products_in_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert cpu_has_bf16_products.__wrapped__() is False
 
 
 def test_auto_precision(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import errno
 import fcntl
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from foretrain.engine.runfolder import RunFolder
 from foretrain.errors import InputError, SaveError
 from foretrain.events import Notice, RunEnded
 from foretrain.files import make_folder, remove, write_atomic
+from foretrain.show import jsonl
 from foretrain.show.jsonl import JsonlLog
 
 
@@ -223,14 +225,108 @@ def test_a_log_that_cannot_be_opened_is_an_error_of_one_line(tmp_path: Path) -> 
         JsonlLog(tmp_path / "metrics.jsonl")
 
 
-def test_closing_a_log_on_a_full_disk_raises_nothing(tmp_path: Path) -> None:
-    log: Any = JsonlLog(tmp_path / "metrics.jsonl")
-    inner = log._file
+def test_closing_a_log_on_a_full_disk_raises_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = JsonlLog(tmp_path / "metrics.jsonl")
+    close = os.close
 
-    class Full:
-        def close(self) -> None:
-            inner.close()
-            raise OSError(errno.ENOSPC, "No space left on device")
+    def full(descriptor: int) -> None:
+        close(descriptor)
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    log._file = Full()
+    monkeypatch.setattr(os, "close", full)
     log.close()
+
+
+def test_of_lines_that_wait_too_long_the_oldest_are_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    notices: list[Any] = []
+    monkeypatch.setattr(jsonl, "_MOST_WAITING", 3)
+    log = JsonlLog(tmp_path / "metrics.jsonl", notices.append)
+    log(Notice("before"))
+    half = os.write
+
+    def full(descriptor: int, content: bytes) -> int:
+        half(descriptor, content[:5])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        for number in range(5):
+            log(Notice(f"line {number}"))
+    log(Notice("after"))
+    log.close()
+    lines = [json.loads(line)["message"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert lines == ["before", "line 3", "line 4", "after"]
+    assert [notice.level for notice in notices] == ["warning", "info"]
+    assert notices[1].message.endswith("the log goes on; 3 lines are lost")
+
+
+# --- links, and a folder that leaves ---------------------------------------------------------------------------------
+
+WRITTEN = ["config.toml", "tokenizer.json", "summary.json", "report.html", "metrics.jsonl", ".lock", "trackers.json"]
+
+
+@pytest.mark.parametrize("name", [*WRITTEN, "model", "adapter", "checkpoints", "tensorboard"])
+def test_a_link_in_place_of_what_a_run_writes_is_refused(name: str, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / name).symlink_to(tmp_path / "theirs")
+    for there in (False, True):
+        if there:
+            (tmp_path / "theirs").write_text("precious")
+        with pytest.raises(InputError, match=f"{name} in it is a link, and a run writes into its own folder only"):
+            RunFolder(tmp_path / "run", resume=True).__enter__()
+    assert (tmp_path / "theirs").read_text() == "precious"
+    assert names(tmp_path / "run") == [name]
+
+
+def test_a_link_in_place_of_a_temporary_file_is_replaced(tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs"
+    for there in (False, True):
+        if there:
+            theirs.write_text("precious")
+        (tmp_path / ".tmp-report.html").symlink_to(theirs)
+        write_atomic(tmp_path / "report.html", "mine")
+        (tmp_path / ".tmp-mode-report.html").symlink_to(theirs)
+        files.give_usual_mode(tmp_path / "report.html")
+        assert theirs.exists() == there
+    assert theirs.read_text() == "precious"
+    assert (tmp_path / "report.html").read_text() == "mine"
+    assert names(tmp_path) == ["report.html", "theirs"]
+
+
+def test_a_log_is_never_written_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "theirs").write_text("precious, without a line end")
+    (tmp_path / "metrics.jsonl").symlink_to(tmp_path / "theirs")
+    with pytest.raises(InputError, match="cannot write the log"):
+        JsonlLog(tmp_path / "metrics.jsonl")
+    assert (tmp_path / "theirs").read_text() == "precious, without a line end"
+
+
+def test_a_deleted_lock_lets_nobody_in(tmp_path: Path) -> None:
+    with RunFolder(tmp_path / "run", resume=False):
+        (tmp_path / "run" / ".lock").unlink()
+        with pytest.raises(InputError, match="another run is writing there"):
+            RunFolder(tmp_path / "run", resume=True).__enter__()
+
+
+@pytest.mark.parametrize("anew", [False, True])
+@pytest.mark.parametrize("deleted", [False, True])
+def test_nothing_is_saved_in_a_folder_that_took_the_name_of_the_runs(deleted: bool, anew: bool, tmp_path: Path) -> None:
+    with RunFolder(tmp_path / "run", resume=False) as folder:
+        folder.check_place()
+        if deleted:
+            remove(tmp_path / "run")
+        else:
+            (tmp_path / "run").rename(tmp_path / "elsewhere")
+        if anew:
+            (tmp_path / "run").mkdir()
+        with pytest.raises(SaveError, match="the run folder was moved or deleted"):
+            folder.write("config.toml", "")
+        assert not (tmp_path / "run" / "config.toml").exists()
+        if not deleted and not anew:
+            (tmp_path / "elsewhere").rename(tmp_path / "run")
+            folder.write("config.toml", "")
+
+
+def test_text_that_utf8_cannot_hold_is_written_as_an_escape(tmp_path: Path) -> None:
+    write_atomic(tmp_path / "a", "half: \ud800")
+    assert (tmp_path / "a").read_text() == "half: \\ud800"

@@ -17,9 +17,9 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from tests.waiting import HANGS
 
 HERE = Path(__file__).parent
-DEADLINE = 60.0
 
 
 def load_script(path: Path) -> ModuleType:
@@ -34,7 +34,7 @@ def load_script(path: Path) -> ModuleType:
 
 def wait_until(condition: Callable[[], Any], process: subprocess.Popen[Any] | None = None) -> Any:
     """The first true value of `condition`; fails when the process ends before, or the deadline passes."""
-    deadline = time.monotonic() + DEADLINE
+    deadline = time.monotonic() + HANGS
     while not (value := condition()):
         assert process is None or process.poll() is None, "the process ended too early"
         assert time.monotonic() < deadline, "waited too long"

@@ -16,7 +16,7 @@ from foretrain import config, run
 from foretrain.engine import checkpoint
 from foretrain.engine.checkpoint import verify
 from foretrain.errors import SaveError
-from foretrain.events import Event, Notice
+from foretrain.events import Event, Notice, Progress
 from foretrain.models import huggingface
 
 LIMIT = 40_000
@@ -132,12 +132,40 @@ def test_the_log_on_a_full_disk_never_stops_a_run(workshop: Any) -> None:
     with small_disk(1_000_000):
         code, printed = workshop.resume()
     assert code == 0
-    assert "JsonlLog stopped listening after OSError" in printed
+    assert (
+        "metrics.jsonl: [Errno 27] File too large; check the folder and its permissions: what is to be logged"
+        in printed
+    )
     assert workshop.is_as_undisturbed()
     code, printed = workshop.resume()
     assert code == 0
     for text in (workshop.killed / "metrics.jsonl").read_text().splitlines():
         json.loads(text)
+
+
+def test_a_log_that_gets_room_again_in_mid_run_is_complete(workshop: Any) -> None:
+    def told(folder: str) -> list[tuple[str, int | None]]:
+        lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
+        events = [(event["event"], event.get("step")) for event in map(json.loads, lines)]
+        return [event for event in events if event[0] in ("RunStarted", "Progress", "Evaluated", "RunEnded")]
+
+    changed = config.load("tiny.toml", ["checkpoint.interval=0", "log.interval=1"]).config
+    run.train(changed, "whole", progress=False)
+    with contextlib.ExitStack() as stack:
+
+        def fill_disk(event: Event) -> None:
+            if isinstance(event, Progress) and event.step == 3:
+                stack.enter_context(small_disk(1))
+            elif isinstance(event, Progress) and event.step == 8:
+                stack.close()
+
+        notices: list[Notice] = []
+        listeners = [fill_disk, lambda event: notices.append(event) if isinstance(event, Notice) else None]
+        run.train(changed, "full", progress=False, listeners=listeners)
+    words = [notice.message for notice in notices if "metrics.jsonl" in notice.message]
+    assert ["waits in memory" in text for text in words] == [True, False]
+    assert words[1].endswith("there is room again, the log goes on")
+    assert told("full") == told("whole")
 
 
 def test_a_model_that_cannot_be_exported(workshop: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -451,6 +451,7 @@ def test_a_move_that_does_not_fit_is_taken_back(trained: bool, mode: str, tmp_pa
     assert "nothing is predicted any more" in texts[-1]
     assert summary["out_of_memory"]["prediction"] == "off"
     assert trainer.mover.safety.taken is None
+    assert trainer.observer.trajectory.bytes == 0
     plain, _ = moving(Probed(trained, 0), **{"hybrid.mode": "off"})
     plain.fit(Batches(CASES["leap, noisy"].batch), progress=False)
     for name, value in plain.model.state_dict().items():

@@ -134,14 +134,11 @@ def test_a_torn_line_of_the_log_is_cut(workshop: Any) -> None:
 def test_it_says_what_changed(workshop: Any) -> None:
     code, printed = workshop.resume("--set", "optimizer.weight_decay=0.5", "--set", "max_steps=12")
     assert code == 0
-    said = [line for line in printed.splitlines() if "when this checkpoint was saved" in line]
-    assert said == [
-        "warning: max_steps was 11 when this checkpoint was saved and is 12 now",
-        "warning: optimizer.weight_decay was 0.1 when this checkpoint was saved and is 0.5 now",
-    ]
+    said = [line for line in printed.splitlines() if "this checkpoint was saved" in line]
+    assert said == ["changed since this checkpoint was saved: max_steps 11 -> 12, optimizer.weight_decay 0.1 -> 0.5"]
     assert "max_steps = 12" in (workshop.killed / "config.toml").read_text()
     messages = [entry["message"] for entry in lines(workshop.killed / "metrics.jsonl") if entry["event"] == "Notice"]
-    assert any("optimizer.weight_decay was 0.1" in message for message in messages)
+    assert any("optimizer.weight_decay 0.1 -> 0.5" in message for message in messages)
 
 
 def test_a_changed_setting_of_the_optimizer_takes_effect(workshop: Any) -> None:

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-SECONDS_PER_COMMAND = 120
+SECONDS_PER_COMMAND = 1800  # ends what hangs; a busy machine takes its time
 
 
 class Command:

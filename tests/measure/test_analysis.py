@@ -144,6 +144,18 @@ def test_overhead_without_gain_is_called_slower_and_the_control_shows_it(base: C
     assert still["speedup"]["mean"] == pytest.approx(1 / 1.05, rel=1e-3)
 
 
+def test_identical_runs_are_called_so_however_much_their_times_scatter(base: Config) -> None:
+    def load(spec: Spec) -> float:
+        return 1 + spec.arm.startswith("hybrid") * (spec.seed - 1.7)
+
+    analysis = finished(base, saved=0.0, load=load)
+    assert analysis["verdict"] == "identical"
+    assert analysis["sentence"].startswith("Identical runs: hybrid made no move and ended at the plain loop's loss, ")
+    assert "would most likely have been seen" not in analysis["sentence"]
+    assert arm(analysis, "hybrid")["identical"]
+    assert finished(base, saved=0.0, overhead=0.05)["verdict"] == "slower", "what watching costs beyond noise is said"
+
+
 def test_noise_makes_it_no_gain_shown_with_the_effect_that_would_have_been_seen(base: Config) -> None:
     analysis = finished(base, saved=0.01, noise=0.03)
     hybrid = arm(analysis, "hybrid")

@@ -65,9 +65,11 @@ class Watcher:
     def __init__(self, stop_after: int | None = None) -> None:
         self.runs: list[Spec] = []
         self.stop_after = stop_after
+        self.counted: list[tuple[int, int]] = []
 
-    def planned(self, steps_left: int) -> None:
+    def planned(self, steps_left: int, runs: tuple[int, int]) -> None:
         assert steps_left > 0
+        self.counted.append(runs)
 
     def begins(self, spec: Spec) -> None:
         if len(self.runs) == self.stop_after:
@@ -93,6 +95,10 @@ def test_several_calls_add_up_to_one_comparison(toy: Toy, base: Config, tmp_path
     compare(toy, base, tmp_path / "parts", TWO_SEEDS, watcher=third)
     assert third.runs == []
     assert len(first.runs) + len(second.runs) == len(whole["runs"])
+    assert [done for done, _ in first.counted] == [0, 1, 2, 3, 4]
+    assert [done for done, _ in second.counted] == list(range(4, len(whole["runs"])))
+    assert second.counted[-1] == (len(whole["runs"]) - 1, len(whole["runs"]))
+    assert all(len(whole["runs"]) <= total <= len(whole["runs"]) + 3 for _, total in first.counted + second.counted)
     assert finished["analysis"] == whole["analysis"]
 
 
@@ -116,7 +122,15 @@ def test_a_folder_belongs_to_one_configuration(toy: Toy, base: Config, tmp_path:
 def test_an_arm_that_made_no_move_says_so(toy: Toy, base: Config, tmp_path: Path) -> None:
     idle = changed(base, {"audit.time_budget": 0.0})
     result = compare(toy, idle, tmp_path, Options(rates=(1.0,), seeds=1))
-    assert "made no move" in arm(result, "hybrid")["note"]
+    assert arm(result, "hybrid")["note"].startswith("made no move: the same run as plain's, to the bit")
+    assert arm(result, "hybrid")["identical"]
+    assert not arm(result, "plain")["identical"]
+    assert result["analysis"]["verdict"] == "identical"
+    assert result["analysis"]["sentence"].startswith(
+        "Identical runs: hybrid made no move and ended at the plain loop's loss, to the bit, with 1 seed; the time "
+        "differs by noise."
+    )
+    assert "identical" in (tmp_path / "report.html").read_text()
     assert "made no move" not in arm(result, "plain")["note"]
     same = arm(result, "plain, equal passes")
     assert same["speedup"] is None or same["speedup"]["mean"] == 1.0, "it is the same run as plain"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,10 +12,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, pipeline
 
+from foretrain.data.tokenizers import ByteTokenizer, CharacterTokenizer, Tokenizer, train_bpe
 from foretrain.errors import CheckpointError
 from foretrain.models import huggingface
+from foretrain.serve.generate import TextGenerator
+from foretrain.serve.sampling import Sampling
 
 Make = Callable[..., Any]
 
@@ -97,6 +102,54 @@ def test_the_written_configuration_describes_the_model(tmp_path: Path, make_mode
     expected = {"vocab_size": 1030, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 2, "attn_pdrop": 0.25}
     assert expected.items() <= config.items()
     assert load_file(tmp_path / "model.safetensors")["transformer.wte.weight"].shape == (1030, 32)
+
+
+@pytest.mark.parametrize("kind", ["byte", "char", "bpe"])
+def test_a_pipeline_writes_the_same_text_and_ends_where_we_end(
+    kind: str, tmp_path: Path, make_model: Make, make_text: Make
+) -> None:
+    """Also where nobody says how long: at the end of the text, or of the context."""
+    tokenizer: Tokenizer = ByteTokenizer()
+    if kind != "byte":
+        tokenizer = CharacterTokenizer(make_text(300)) if kind == "char" else train_bpe(iter([make_text(300)]), 280)
+    model = make_model(vocab_size=tokenizer.vocab_size, context=24).eval()
+    with torch.no_grad():
+        model.token_embedding.weight.mul_(20)  # weights that say something, and not always the same
+    theirs = pipeline("text-generation", model=str(huggingface.save(model, tmp_path / "model", tokenizer)))
+    ours, reasons = TextGenerator(model, tokenizer), set()
+    prompts = ["the cat", "a\nmat ", "été 🙂", "", "home again", "two", "s"]
+    wanted = ours.generate(prompts, Sampling(max_tokens=1000, temperature=0))
+    for prompt, want in zip(prompts, wanted, strict=True):
+        assert theirs(prompt, do_sample=False)[0]["generated_text"] == prompt + want.text
+        tokens = theirs(prompt, do_sample=False, return_tensors=True)[0]["generated_token_ids"]
+        assert tokens[-len(want.tokens) :] == list(want.tokens)
+        reasons.add(want.finish_reason)
+    assert reasons == {"eos", "context"}
+
+
+def test_the_umask_says_who_may_read_the_files(tmp_path: Path, make_model: Make) -> None:
+    before = os.umask(0o027)
+    try:
+        folder = huggingface.save(make_model(vocab_size=257), tmp_path / "model", ByteTokenizer())
+    finally:
+        os.umask(before)
+    assert {path.name: stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == dict.fromkeys(
+        (
+            "config.json",
+            "generation_config.json",
+            "model.safetensors",
+            "special_tokens_map.json",
+            "tokenizer.json",
+            "tokenizer_config.json",
+        ),
+        0o640,
+    )
+
+
+def test_without_a_tokenizer_there_are_no_files_of_one(tmp_path: Path, make_model: Make) -> None:
+    folder = huggingface.save(make_model(), tmp_path / "model")
+    assert {path.name for path in folder.iterdir()} == {"config.json", "generation_config.json", "model.safetensors"}
+    assert json.loads((folder / "config.json").read_text())["eos_token_id"] is None
 
 
 @pytest.mark.parametrize("changes", [{"bias": False}, {"normalization": "rmsnorm"}])

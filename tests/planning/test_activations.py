@@ -9,6 +9,7 @@ import torch
 from tests.planning import observed
 
 from foretrain.config import OptimizerConfig
+from foretrain.engine import precision
 from foretrain.engine.in_backward import waiting_bytes
 from foretrain.engine.muon import Muon
 from foretrain.models import lora
@@ -16,7 +17,7 @@ from foretrain.models import loss as loss_module
 from foretrain.models.gpt2 import GPT2Shape
 from foretrain.planning.activations import Pass
 from foretrain.planning.parameters import parameters_of
-from foretrain.planning.timeline import MUON_BYTES, moments, update_buffers
+from foretrain.planning.timeline import moments, muon_bytes, update_buffers
 
 SHAPES = {
     "square": (GPT2Shape(2, 2, 64, 64, 300), 8),
@@ -140,8 +141,13 @@ def test_the_fused_loss_needs_what_is_planned(precision: str, rows: int, slices:
     near(work.loss_forward() - work.head_cast, live.peak)
 
 
-def test_muon_needs_what_is_planned_for_its_largest_batch_of_matrices() -> None:
-    matrices = [torch.nn.Parameter(torch.zeros(256, 64)) for _ in range(6)]
+@pytest.mark.parametrize("shape", [(256, 64), (64, 64)])
+@pytest.mark.parametrize("narrow_iteration", [True, False])
+def test_muon_needs_what_is_planned_for_its_largest_batch_of_matrices(
+    shape: tuple[int, int], narrow_iteration: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(precision, "cpu_has_bf16_products", lambda: narrow_iteration)
+    matrices = [torch.nn.Parameter(torch.zeros(shape)) for _ in range(6)]
     optimizer = Muon([{"params": matrices, "algorithm": "muon"}])
     for p in matrices:
         p.grad = torch.zeros_like(p)
@@ -151,7 +157,7 @@ def test_muon_needs_what_is_planned_for_its_largest_batch_of_matrices() -> None:
     live.ignore([t for p in matrices for t in (p, p.grad, optimizer.state[p]["momentum_buffer"])])
     with live:
         optimizer.step()
-    near(MUON_BYTES * sum(p.numel() for p in matrices), live.peak)
+    near(muon_bytes(shape, narrow_iteration) * sum(p.numel() for p in matrices), live.peak)
 
 
 def test_updates_in_the_backward_pass_hold_few_gradients_at_once() -> None:

@@ -111,10 +111,16 @@ def test_fine_tuning_keeps_to_a_budget_too(tmp_path: Path) -> None:
 
 def test_what_the_plain_loop_would_need_instead_is_said(make_config: Callable[..., Any]) -> None:
     plain = make_config({"model.vocab_size": 257, "batch_size": 16, "model.context": 64})
-    config = make_config(
-        {"model.vocab_size": 257, "batch_size": 16, "model.context": 64, "memory.budget": budget_of(plain, 0.5)}
-    )
+    settings = {
+        "model.vocab_size": 257, "batch_size": 16, "model.context": 64, "memory.budget": budget_of(plain, 0.5)
+    }  # fmt: skip
+    config = make_config(settings)
     said: list[str] = []
     target = target_of(config, gpt2.shape_from_config(config.model))
-    budget_module.within_budget(config, target, given(config), said.append)
+    assert budget_module.within_budget(config, target, given(config), said.append).hybrid.mode == "off"
+    assert sum("hybrid.mode is off instead of leap" in line for line in said) == 1
+    assert any(line.endswith('full weights; hybrid.mode = "leap" keeps it') for line in said)
+    said.clear()
+    config = make_config({**settings, "hybrid.mode": "leap"})
+    assert budget_module.within_budget(config, target, given(config), said.append).hybrid.mode == "leap"
     assert any(line.startswith('note: without prediction (hybrid.mode = "off"): that fits ') for line in said), said

@@ -115,7 +115,9 @@ BIG = GPT2Shape(12, 12, 768)
 
 
 def full(changes: dict[str, Any], shape: GPT2Shape = BIG) -> Estimate:
-    return estimate(from_mapping({"batch_size": 16, **changes}), Target(shape, True, "bf16", shape.context))
+    """Of a run that is long enough to try moves."""
+    config = from_mapping({"batch_size": 16, "max_steps": 10_000, **changes})
+    return estimate(config, Target(shape, True, "bf16", shape.context))
 
 
 @pytest.mark.parametrize(
@@ -180,6 +182,19 @@ def test_a_budget_allows_for_the_graph_where_other_phases_run_beside_it() -> Non
     assert found.needed == int(1.05 * (beside + found.pool)) + found.pages
     alone = replace(found, phases={"full": found.phases["full"]})
     assert alone.needed == int(1.05 * peaks["full"]) + found.pages
+
+
+@pytest.mark.parametrize("why", [{"max_steps": 800}, {"audit.time_budget": 0.0}])
+def test_where_nothing_will_be_tried_only_the_snapshot_for_emergencies_is_planned(why: dict[str, Any]) -> None:
+    found, tried = full(why), full({})
+    assert set(found.phases) == {"full", "evaluate"}
+    assert found.phases["full"]["basis"] < 0.01 * tried.phases["full"]["basis"]
+    assert found.phases["full"]["snapshot"] == tried.phases["full"]["snapshot"] > 0
+    pinned = {"memory.snapshots": "pinned", "memory.basis": "pinned"}
+    assert full({**why, **pinned}).host == found.phases["full"]["snapshot"] < full(pinned).host
+    small = GPT2Shape(4, 4, 128, 128, 300)  # so small that it is watched only to say how predictable it is
+    assert full(why, small).phases["full"]["basis"] == full({}, small).phases["full"]["basis"]
+    assert "predict" in full(why, small).phases
 
 
 @pytest.mark.parametrize("average", [0.0, 0.9])

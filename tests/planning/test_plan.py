@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -76,14 +77,35 @@ def test_what_fits_is_left_as_it_is() -> None:
 
 
 def test_nothing_fits_says_the_smallest_figure_and_what_is_in_the_way() -> None:
-    config = from_mapping({"batch_size": 8, "optimizer.state_type": "fp32"})
+    config = from_mapping({"batch_size": 8, "optimizer.state_type": "fp32", "hybrid.mode": "leap"})
     target = Target(SHAPES[2], True, "bf16", 512)
-    words = r"smallest possible is \d\.\d\d GB.*leave settings .*\(optimizer\.state_type\)"
+    words = r"smallest possible is \d\.\d\d GB.*leave settings .*\(hybrid\.mode, optimizer\.state_type\)"
     with pytest.raises(NothingFitsError, match=words) as failed:
         plan(config, target, 10**9, named(config))
     every = [estimate(with_settings(config, one.settings), target) for one in choices(config, named(config), target)]
     assert failed.value.smallest.estimate.needed == min(one.needed for one in every)
     assert failed.value.exit_code == 2
+
+
+LONG = {"batch_size": 8, "max_steps": 10_000}
+
+
+def test_what_does_not_pay_is_the_first_to_go() -> None:
+    config, target = from_mapping(LONG), Target(SHAPES[1], True, "bf16", 1024)
+    needed = estimate(with_settings(config, {"hybrid.mode": "off"}), target).needed
+    assert estimate(config, target).needed > needed
+    found = plan(config, target, needed, named(config))
+    assert found.choice.settings == {"hybrid.mode": "off"}
+    assert (found.choice.cost, found.before) == (0.0, estimate(config, target))
+    kept = plan(from_mapping({**LONG, "hybrid.mode": "leap"}), target, needed, named(config) | {"hybrid.mode"})
+    assert kept.config.hybrid.mode == "leap"
+    assert kept.choice.cost > 0
+    adapters = replace(target, adapters=True)
+    small = int(0.9 * estimate(config, adapters).needed)
+    assert "hybrid.mode" not in plan(config, adapters, small, named(config)).choice.settings
+    with pytest.raises(NothingFitsError) as failed:
+        plan(config, target, 10**8, named(config))
+    assert failed.value.smallest.choice.settings["hybrid.mode"] == "off"
 
 
 def test_updates_in_the_backward_pass_come_with_what_they_need() -> None:
@@ -103,7 +125,7 @@ def test_directions_in_main_memory_cost_the_less_the_more_is_done_between_two_wi
     target = Target(GPT2Shape(12, 12, 768, 1024, 50257), True, "bf16", 1024)
 
     def cost(changes: dict[str, Any]) -> float:
-        usual = {"batch_size": 8, "hybrid.window_steps": 10, "hybrid.mode": "leap"}
+        usual = {"batch_size": 8, "hybrid.window_steps": 10, "hybrid.mode": "leap", "max_steps": 10_000}
         every = choices(from_mapping(usual | changes), frozenset(), target)
         return next(one.cost for one in every if one.settings == {"memory.basis": "pinned"})
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import tempfile
+from collections.abc import Callable, Iterable
 from itertools import islice
+from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -11,9 +15,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from foretrain.config import DataConfig
+from foretrain.data import documents, tokens
 from foretrain.data.loader import Loader, MappedSamples, TokenWindows, held_out_batches
 from foretrain.data.order import random_integer, shuffled
-from foretrain.data.tokenizers import ByteTokenizer, CharacterTokenizer, train_bpe
+from foretrain.data.tokenizers import ByteTokenizer, CharacterTokenizer, Tokenizer, cut_of, train_bpe
 from foretrain.data.tokens import Split
 
 seeds = st.integers(0, 2**63 - 1)
@@ -89,24 +95,49 @@ def test_held_out_windows_are_counted_once(context: int, more: int, size: int, l
 # --- the split -----------------------------------------------------------------------------------------------------
 
 
-@given(st.lists(st.text(characters, max_size=12), max_size=12), st.floats(0, 1))
-def test_the_tail_is_cut_off_and_nothing_is_lost(texts: list[str], share: float) -> None:
-    total = sum(map(len, texts))
-    split = Split(by_document=False, share=share, cut=int(total * (1 - share)))
-    parts = list(split.parts(iter(texts)))
-    assert "".join(text for _, text in parts) == "".join(texts)
-    flags = [held_out for held_out, _ in parts]
+def in_pieces(texts: list[str], size: int) -> list[tuple[str, bool]]:
+    """Documents as they are read, at most `size` characters at a time."""
+    found = []
+    for text in texts:
+        starts = range(0, max(len(text), 1), size)
+        found += [(text[start : start + size], start + size >= len(text)) for start in starts]
+    return found
+
+
+def documents_of(parts: Iterable[tuple[bool, str, bool]]) -> list[tuple[bool, str]]:
+    """(held out?, text) of every document that a stream of parts makes."""
+    found, texts = [], []
+    for held_out, text, ends in parts:
+        texts.append(text)
+        if ends:
+            found.append((held_out, "".join(texts)))
+            texts = []
+    assert not any(texts)
+    return found
+
+
+@given(st.lists(st.text(characters, max_size=12), max_size=12), st.floats(0, 1), st.integers(1, 20))
+def test_the_tail_is_cut_off_and_nothing_is_lost(texts: list[str], share: float, size: int) -> None:
+    cut = int(sum(map(len, texts)) * (1 - share))
+    found = documents_of(Split(by_document=False, cut=cut).parts(in_pieces(texts, size)))
+    assert "".join(text for _, text in found) == "".join(texts)
+    flags = [held_out for held_out, _ in found]
     assert flags == sorted(flags)
-    assert sum(len(text) for held_out, text in parts if not held_out) == split.cut
-    assert all(text for _, text in parts)
+    assert sum(len(text) for held_out, text in found if not held_out) == cut
+    assert all(text for _, text in found)
+    assert found == documents_of(Split(by_document=False, cut=cut).parts((text, True) for text in texts))
 
 
-@given(st.lists(st.text(characters, max_size=4), max_size=40), st.floats(0.01, 0.99))
+@given(st.lists(st.text(characters, max_size=4), min_size=1, max_size=40), st.floats(0.01, 0.99))
 def test_equal_documents_stay_together(texts: list[str], share: float) -> None:
-    parts = list(Split(by_document=True, share=share).parts(iter(texts)))
-    assert [text for _, text in parts] == texts
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(tokens, "DOCUMENT_SPLIT_FROM", 1):
+        path = Path(folder) / "a.jsonl"
+        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in [*texts, "never empty"]))
+        split = tokens._plan_split(DataConfig(path=str(path), held_out=share), documents.find(str(path)))
+        found = documents_of(split.parts(documents.pieces(documents.find(str(path)), "text")))
+    assert [text for _, text in found] == [*texts, "never empty"]
     sides: dict[str, set[bool]] = {}
-    for held_out, text in parts:
+    for held_out, text in found:
         sides.setdefault(text, set()).add(held_out)
     assert all(len(side) == 1 for side in sides.values())
 
@@ -118,6 +149,27 @@ def test_equal_documents_stay_together(texts: list[str], share: float) -> None:
 def trained() -> Callable[[str], str]:
     tokenizer = train_bpe(iter(["the cat sat on the mat and saw two dogs run home again " * 20]), 280)
     return lambda text: tokenizer.decode(tokenizer.encode_batch([text])[0])
+
+
+@pytest.fixture(scope="module")
+def byte_level() -> Tokenizer:
+    """Learned from line ends between all kinds of characters."""
+    text = "".join(f"{a}{b}\n{c} \n\n" for a in "a .ä" for b in "b1'" for c in "c\t 漢-")
+    return train_bpe(iter([text * 3]), 330)
+
+
+lines = st.text(st.sampled_from("ab1 .'\n\t\r\u00a0\u2028\x1c\u0085ä漢🙂s"), max_size=60)
+
+
+@given(lines, st.integers(1, 20))
+@settings(max_examples=400)
+def test_a_text_in_pieces_is_encoded_as_a_whole(byte_level: Tokenizer, text: str, size: int) -> None:
+    for tokenizer in (byte_level, ByteTokenizer(), CharacterTokenizer("ab1 \n漢")):
+        parts = ((False, *piece) for piece in in_pieces([text], size))
+        cut = list(tokens._cut_where(cut_of(tokenizer), parts))
+        assert [ends for _, _, ends in cut] == [False] * (len(cut) - 1) + [True]
+        got = np.concatenate([tokenizer.encode_batch([piece])[0] for _, piece, _ in cut])
+        assert got.tolist() == tokenizer.encode_batch([text])[0].tolist()
 
 
 @given(st.text(characters, max_size=60))

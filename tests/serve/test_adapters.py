@@ -17,6 +17,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.waiting import HANGS
 from torch import Tensor, nn
 
 from foretrain.errors import CheckpointError, ConfigError
@@ -427,14 +428,15 @@ def test_a_swap_in_another_thread_waits_for_no_request_and_disturbs_none(loaded:
     registry = loaded.registry
     with ThreadPoolExecutor(1) as other:
         with registry.serving("law"):
-            other.submit(registry.activate, "code").result(timeout=30)
-            other.submit(registry.load, "more", loaded.adapters["news"]).result(timeout=30)
+            other.submit(registry.activate, "code").result(timeout=HANGS)
+            other.submit(registry.load, "more", loaded.adapters["news"]).result(timeout=HANGS)
             assert loaded.gives("law")
             unloading = other.submit(registry.unload, "law")
-            time.sleep(0.05)
-            assert not unloading.done(), "an adapter in use stays until its request is done"
+            while not unloading.running():
+                time.sleep(0.001)
             assert loaded.gives("law")
-        unloading.result(timeout=30)
+            assert not unloading.done(), "an adapter in use stays until its request is done"
+        unloading.result(timeout=HANGS)
     assert loaded.gives("code")
     assert [resident.name for resident in registry.list()] == ["code", "poems", "news", "more"]
 
@@ -444,7 +446,7 @@ def test_a_request_may_end_in_another_thread(loaded: World) -> None:
     request = loaded.registry.serving("law")
     request.__enter__()
     with ThreadPoolExecutor(1) as other:
-        other.submit(request.__exit__, None, None, None).result(timeout=30)
+        other.submit(request.__exit__, None, None, None).result(timeout=HANGS)
     with loaded.registry.serving("code"):
         assert loaded.gives("code")
 
@@ -497,7 +499,7 @@ def test_a_thousand_operations_from_four_threads(make_model: Make, make_batch: M
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=240)
+        thread.join(timeout=HANGS)
         assert not thread.is_alive(), "a thread waits for ever"
     assert problems == []
     assert counts["forward"] > 300

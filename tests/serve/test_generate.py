@@ -6,7 +6,6 @@ import asyncio
 import copy
 import gc
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.waiting import HANGS
 
 from foretrain.data.tokenizers import ByteTokenizer, CharacterTokenizer
 from foretrain.errors import ForetrainError, InputError
@@ -219,19 +219,19 @@ def test_streams_may_alternate(generator: TextGenerator) -> None:
 
 
 class Slow:
-    """A generator whose forward passes take a while, and say when they run."""
+    """A generator whose first forward pass lasts until the test lets it go on, and says when it runs."""
 
-    def __init__(self, seconds: float = 0.05) -> None:
+    def __init__(self) -> None:
         self.generator = TextGenerator(make_model(), ByteTokenizer())
         self.running = 0
-        self.begun = threading.Event()
+        self.begun, self.go_on = threading.Event(), threading.Event()
         original = self.generator.model.decode
 
         def decode(*arguments: Any) -> torch.Tensor:
             self.running += 1
             self.begun.set()
             assert self.running == 1, "two forward passes at once"
-            time.sleep(seconds)
+            assert self.go_on.wait(HANGS)
             try:
                 return original(*arguments)
             finally:
@@ -249,6 +249,8 @@ def test_cancelling_a_task_waits_for_the_token_in_progress_and_leaves_all_usable
         task.cancel()
         await asyncio.sleep(0)
         task.cancel()  # impatience changes nothing
+        assert slow.running == 1
+        slow.go_on.set()
         with pytest.raises(asyncio.CancelledError):
             await task
         assert slow.running == 0
@@ -267,6 +269,7 @@ def test_a_cancelled_task_is_cancelled_even_where_its_token_fails(caplog: pytest
         task = asyncio.create_task(collected(slow.generator, "a", SAMPLED))
         await asyncio.to_thread(slow.begun.wait)
         task.cancel()
+        slow.go_on.set()
         with pytest.raises(asyncio.CancelledError):
             await task
         del task
@@ -288,14 +291,16 @@ def test_an_asynchronous_stream_can_be_closed_in_the_middle(generator: TextGener
 
 
 def test_the_event_loop_stays_free_while_tokens_are_made() -> None:
-    slow = Slow(seconds=0.2)
+    slow = Slow()
 
     async def ticks() -> int:
         task = asyncio.create_task(collected(slow.generator, "a", Sampling(temperature=0, max_tokens=2)))
         count = 0
         while not task.done():
-            await asyncio.sleep(0.005)
+            await asyncio.sleep(0)
             count += 1
+            if count == 10:
+                slow.go_on.set()
         return count
 
     assert asyncio.run(ticks()) >= 10
@@ -443,9 +448,9 @@ def test_a_request_inside_another_turn_of_the_registry_does_not_lock_up(adapted:
     with adapted.registry.serving(["one"]):
         waiting = threading.Thread(target=lambda: adapted.generate("a", SAMPLED, "two"), daemon=True)
         waiting.start()
-        assert adapted._lock.acquire(timeout=10)
+        assert adapted._lock.acquire(timeout=HANGS)
         adapted._lock.release()
-    waiting.join(timeout=30)
+    waiting.join(timeout=HANGS)
     assert not waiting.is_alive()
 
 

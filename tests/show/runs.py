@@ -38,7 +38,8 @@ STARTED = RunStarted(0, 100, 5_000, 5_000, "cpu", "fp32", "tiny", {"data": "a bo
 
 def progress(step: int, loss: float = 2.0, **more: Any) -> Progress:
     given: dict[str, Any] = {"predicted_loss": loss + 0.1, "smoothed_loss": loss, "confidence": 0.5, **more}
-    return Progress(step, loss, 1.0, 1e-3, 64 * step, 100.0, step / 10, 0, **given)
+    seconds = given.pop("seconds", step / 10)
+    return Progress(step, loss, 1.0, 1e-3, 64 * step, 100.0, seconds, 0, **given)
 
 
 def moved(step: int, verdict: str = "kept", reason: str = "sure enough") -> Moved:

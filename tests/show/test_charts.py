@@ -13,7 +13,18 @@ from hypothesis import strategies as st
 
 from foretrain.show.charts import Arrow, Axis, Series, plot, standalone
 from foretrain.show.row_charts import Ratio, Strip, interval_cell, ratio_range, ratios, strips, verdict_of
-from foretrain.show.scales import Scale, finite, fitted, linear_ticks, log_ticks, rate, thinned, tick_labels
+from foretrain.show.scales import (
+    Scale,
+    finite,
+    fitted,
+    frame,
+    linear_ticks,
+    log_ticks,
+    rate,
+    spans_widely,
+    thinned,
+    tick_labels,
+)
 from foretrain.show.theme import CHART_STYLE, DARK, LIGHT, LOOKS
 
 TIME, LOSS = Axis("time (seconds)"), Axis("loss (nats per token)")
@@ -306,3 +317,34 @@ def test_text_and_lines_stand_out_from_the_ground(theme: dict[str, str]) -> None
 
     assert all(contrast(name) >= 4.5 for name in ("ink", "muted", "good", "bad", "caution"))
     assert all(contrast(f"series-{look}") >= 2.9 for look in range(LOOKS))
+
+
+# --- which part of the values is shown --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("curves", "wide"),
+    [
+        ([[40.0, 1.0, 1e-3, 2.5e-8]], True),
+        ([[40.0, 1.0, 0.0]], False),
+        ([[60.0, 1.0, 0.0]], True),
+        ([[60.0, 1.0, -0.5]], False),
+        ([[2.5] * 50 + [1e6] + [2.4] * 50], False),
+        ([[2.5, 2.4], [60.0, 0.9]], True),
+        ([[0.0, 0.0]], False),
+        ([[], [3.0]], False),
+        ([], False),
+    ],
+)
+def test_a_logarithmic_axis_is_for_values_that_span_a_factor_of_50(curves: list[list[float]], wide: bool) -> None:
+    assert spans_widely(curves) is wide
+
+
+def test_a_frame_goes_by_what_came() -> None:
+    assert frame([]) == {}
+    assert frame([[]]) == {}
+    assert frame([[1.0, 2.0]])["linear"] == pytest.approx((0.6, 2.4))
+    assert frame([[1.0, 16.0]])["log"] == pytest.approx((0.5, 32.0))
+    assert set(frame([[-1.0, 0.0]])) == {"linear"}
+    low, high = frame([[2.0, 2.0]])["linear"]
+    assert low < 2.0 < high

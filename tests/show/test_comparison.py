@@ -15,9 +15,11 @@ from foretrain.show.comparison import ComparisonConsole
 
 def shown(level: Any, terminal: bool = False) -> str:
     text = io.StringIO()
-    console = ComparisonConsole(Console(file=text, force_terminal=terminal, width=120, color_system=None), level)
+    seconds = iter(range(0, 100, 8))
+    screen = Console(file=text, force_terminal=terminal, width=120, color_system=None)
+    console = ComparisonConsole(screen, level, lambda: next(seconds))
     spec = SimpleNamespace(arm="plain", rate_factor=1.0, max_steps=10, seed=1)
-    console.planned(20)
+    console.planned(20, (2, 4))
     console.begins(spec)
     console.happens(PhaseChanged(4, "full", "it has settled"))
     console.happens(Progress(10, 2.5, 1.0, 1e-3, 100, 50.0, 2.0, 0))
@@ -25,6 +27,15 @@ def shown(level: Any, terminal: bool = False) -> str:
     console.ended(spec, {"loss": None, "failed": "the loss is [nan]"})
     console.close()
     return text.getvalue()
+
+
+def test_how_far_it_is_and_how_long_it_will_take() -> None:
+    lines = shown("normal").splitlines()
+    assert lines[0] == "about 4 runs, 2 of them done before; 20 steps to do"
+    assert lines[1] == f"run 3 of about 4: {GOOD}; about 0:08 left"
+    assert "left" not in lines[2]
+    assert "run 3 of about 4" in shown("normal", terminal=True)
+    assert "runs" not in shown("quiet")
 
 
 GOOD, BAD = "plain, rate x 1, 10 steps, seed 1: loss 2.5000, 2.0 s", "seed 1: failed: the loss is [nan]"

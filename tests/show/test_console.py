@@ -24,6 +24,8 @@ from foretrain.events import (
     Notice,
     PhaseChanged,
     Progress,
+    RateTrial,
+    RateTried,
     Recovered,
     Resumed,
     RunEnded,
@@ -90,10 +92,10 @@ def test_a_run_in_plain_lines() -> None:
         "model   gpt2-small, 124M parameters",
         "data    tiny.txt",
         "device  cpu, fp32",
-        "step  500/1000  50% | full    | loss 2.5000 | 12.3k tok/s | lr 3.00e-04 | eta 0:30",
+        "step  500/1000  50% | loss 2.5000 | 12.3k tok/s | lr 3.00e-04 | eta 0:30",
         "step 500: held-out loss 2.2500 (best so far)",
         "step 500: saved runs/mine/checkpoints/step-00000500 (12.5 MB)",
-        "step 1000/1000 100% | full    | loss 2.5000 | val 2.2500",
+        "step 1000/1000 100% | loss 2.5000 | val 2.2500",
         "run finished",
         "1.2346",
         "1,234,567",
@@ -101,6 +103,49 @@ def test_a_run_in_plain_lines() -> None:
         "runs/mine",
     ):
         assert words in text
+
+
+def test_learning_rates_that_are_tried_do_not_spoil_the_time_left() -> None:
+    now = [0.0]
+    text = io.StringIO()
+    listener = Console(RichConsole(file=text, width=200, color_system=None), clock=lambda: now[0])
+    told: list[tuple[float, Event]] = [
+        (0.0, started(300)),
+        (0.0, RateTrial(0, 1e-3, 0, 30, 58)),
+        (10.0, progress(10)),
+        (20.0, progress(20)),  # a second for each step: 280 to go, and two rates at least
+        (30.0, RateTried(30, 1e-3, 30, 2.0, True)),
+        (30.0, RateTrial(30, 3e-3, 1, 30)),
+        (50.0, RateTrial(30, 3e-3, 20, 30)),
+        (60.0, RateTried(30, 3e-3, 30, 1.5, True)),
+        (60.0, RateTrial(30, 1e-2, 1, 30)),
+        (90.0, RateTried(30, 1e-2, 30, 1.7, False)),
+        (90.0, progress(30)),  # a second for each step as before: 270 to go
+        (100.0, progress(40)),
+    ]
+    for now[0], event in told:
+        listener(event)
+    assert re.findall(r"eta (\S+)", text.getvalue())[1:] == ["5:38", "4:30", "4:20"]
+    tried = re.findall(r"^learning rate: (trying .*)$", text.getvalue(), flags=re.MULTILINE)
+    assert tried == [
+        "trying 0.001 first, for 30 steps, then others",
+        "trying 0.003 on the same 30 steps",
+        "trying 0.01 on the same 30 steps",
+    ]
+
+
+def test_rates_that_are_tried_before_the_first_line_do_not_count() -> None:
+    now = [0.0]
+    text = io.StringIO()
+    listener = Console(RichConsole(file=text, width=200, color_system=None), clock=lambda: now[0])
+    for now[0], event in (
+        (0.0, started(100)),
+        (0.0, RateTrial(0, 1e-3, 0, 10, 18)),
+        (10.0, RateTrial(10, 3e-3, 1, 10)),
+        (40.0, progress(10, seconds=40.0)),
+    ):
+        listener(event)
+    assert "eta 1:30" in text.getvalue()  # ten seconds for the run's own ten steps, ninety to go
 
 
 def test_a_long_run_is_some_forty_lines() -> None:
@@ -199,7 +244,7 @@ def test_a_live_line_on_a_terminal() -> None:
     )
     assert "\x1b[" in text  # it moves the cursor
     assert "step 8/10" in text
-    assert "full | loss 2.5000 | val 2.2500 | 12.3k tok/s | lr 3.00e-04 | eta " in text
+    assert "loss 2.5000 | val 2.2500 | 12.3k tok/s | lr 3.00e-04 | eta " in text
     assert "━" in text
     assert "run interrupted" in text
     assert "step 4: held-out loss" not in text  # it is in the live line
@@ -229,7 +274,7 @@ def test_a_dumb_terminal_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> No
     text = shown([started(10), progress(4), RunEnded(10, "finished", SUMMARY)], terminal=True)
     assert "\x1b" not in text
     assert "\r" not in text
-    assert "step  4/10  40% | full    | loss 2.5000" in text
+    assert "step  4/10  40% | loss 2.5000" in text
 
 
 def test_warnings_appear_above_the_live_line() -> None:
@@ -438,15 +483,84 @@ def _flat(text: str) -> str:
     return " ".join(text.split())
 
 
+SCORES = {"count": 1, "r2": 0.0, "repeat_r2": 0.83, "cosine": 0.0}
+NOT_TRIED = "prediction was not tried: the run is too short for it to pay (an audit costs 10 full steps)"
+IDLE: dict[str, Any] = {
+    "steps": {"warmup": 100, "full": 900, "predict": 0, "correct": 0},
+    "moves": {"kept": 0, "shrunk": 0, "refused": 0, "rolled_back": 0},
+    "forecast": {"20": SCORES | {"made": 0}, "40": SCORES | {"made": 2, "r2": 0.5}},
+    "confidence": {"calibration_error": 0.1, "outcomes": 12},
+    "predictability": {"verdict": "hardly any"},
+    "exact": None,
+    "audit": {"sentence": NOT_TRIED, "gain_percent": None},
+}
+MACHINERY = ("forecasts", "calibration error", "predictability", "moves")
+
+
 def test_a_predictor_that_said_nothing_yet_has_no_scores() -> None:
-    scores = {"count": 1, "r2": 0.0, "repeat_r2": 0.83, "cosine": 0.0}
-    prediction = {
-        "moves": {"kept": 0},
-        "forecast": {"20": scores | {"made": 0}, "40": scores | {"made": 2, "r2": 0.5}},
-        "confidence": {"calibration_error": None},
-        "predictability": {"verdict": "unknown"},
-        "audit": {"sentence": "not tried"},
-    }
-    text = shown([RunEnded(1000, "finished", SUMMARY | prediction)])
+    text = shown([RunEnded(1000, "finished", SUMMARY | IDLE)], level="verbose")
     assert "20 steps: no forecast yet (repeat 0.83)" in text
     assert "40 steps: R2 0.50 (repeat 0.83), cosine 0.00" in text
+
+
+def test_where_nothing_was_tried_the_table_has_one_sentence_on_prediction() -> None:
+    text = shown([RunEnded(1000, "finished", SUMMARY | IDLE)])
+    assert not [word for word in (*MACHINERY, "confidence", "glossary", "warm-up") if word in text]
+    assert re.search(r"│ prediction +│ not tried: the run is too short for it to pay", text)
+    assert re.search(r"│ steps +│ 1,000 +│", text)
+    verbose = shown([RunEnded(1000, "finished", SUMMARY | IDLE)], level="verbose")
+    assert [word for word in MACHINERY if word in verbose] == list(MACHINERY)
+    assert "1,000 = 100 warm-up + 900 full" in verbose
+
+
+def test_where_moves_were_tried_the_table_says_how_they_did() -> None:
+    moves = {"kept": 2, "shrunk": 0, "refused": 0, "rolled_back": 1}
+    audit = {"sentence": "prediction saved 3.0 % of the time to this loss", "gain_percent": 3.0}
+    text = shown([RunEnded(1000, "finished", SUMMARY | IDLE | {"moves": moves, "audit": audit})])
+    assert [word for word in MACHINERY if word in text] == list(MACHINERY)
+    assert "2 kept, 1 rolled back" in text
+    assert "prediction saved 3.0 %" in text
+    assert "docs/glossary.md" in text.splitlines()[-1]
+
+
+def test_what_leaps_reached_on_an_exact_loss_comes_first() -> None:
+    exact = {"sentence": "Quasi-Newton leaps took the training loss from 1.0000 (step 40) to 2.784e-7 (step 99, 1.0 s)"}
+    moves = {"kept": 2, "shrunk": 0, "refused": 0, "rolled_back": 0}
+    text = shown([RunEnded(1000, "finished", SUMMARY | IDLE | {"moves": moves, "exact": exact})])
+    first = text.splitlines()[2]
+    assert first.startswith("│ result")
+    assert "Quasi-Newton leaps took the training loss from 1.0000 (step 40) to 2.784e-7" in first
+    assert "forecasts" not in text
+    assert "not tried" not in text
+
+
+def test_a_plain_run_says_nothing_of_prediction() -> None:
+    plain = dict.fromkeys(("moves", "forecast", "confidence", "predictability", "exact", "audit"))
+    text = shown([RunEnded(1000, "finished", SUMMARY | plain)], level="verbose")
+    assert "prediction" not in text
+
+
+def idle(step: int, phase: str = "warmup") -> Progress:
+    told = {"predicted_loss": 2.4, "smoothed_loss": 2.45, "confidence": 0.35}
+    return replace(progress(step), phase=phase, **told)
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_idle_machinery_is_quiet_in_progress_lines(terminal: bool) -> None:
+    run = [started(1000), idle(100), PhaseChanged(120, "full", "the loss has settled"), idle(200, "full")]
+    normal, verbose = (shown(run, terminal, level=level) for level in ("normal", "verbose"))
+    for word in ("warmup", "full", "confidence", "predicted", "kept", "FULL", "settled"):
+        assert word not in normal, word
+        assert word in verbose or (terminal and word == "warmup"), word  # a live line is drawn now and then
+    tried = shown([*run, PhaseChanged(210, "predict", "it pays"), moved(220), replace(idle(300, "full"), kept=1)])
+    for words in ("step 210: PREDICT (it pays)", "| full    | loss 2.5000", "confidence 0.35, 1 kept, 0 refused"):
+        assert words in tried
+
+
+def test_a_chain_has_no_confidence() -> None:
+    event = replace(progress(300), phase="predict", kept=2)
+    assert " | 2 kept, 0 refused | " in shown([started(1000), event])
+
+
+def test_a_resumed_run_that_has_tried_moves_goes_on_saying_so() -> None:
+    assert "3 kept, 1 refused" in shown([started(1000), replace(idle(300, "full"), kept=3, refused=1)])

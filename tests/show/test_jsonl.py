@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,9 @@ import pytest
 
 from foretrain.events import Evaluated, HealthMeasured, Notice, Progress, RunEnded, RunStarted
 from foretrain.show.jsonl import JsonlLog
+
+NOW = datetime(2026, 7, 30, 12, 34, 56, 789123, UTC)
+TIME = "2026-07-30T12:34:56.789+00:00"
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -21,7 +25,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def test_events_become_lines_with_the_names_of_their_fields(tmp_path: Path) -> None:
-    log = JsonlLog(tmp_path / "metrics.jsonl")
+    log = JsonlLog(tmp_path / "metrics.jsonl", lambda: NOW)
     log(RunStarted(0, 10, 5, 4, "cpu", "fp32", "title", {"data": "x [y] ü"}))
     log(Progress(1, 2.5, 1.0, 3e-4, 64, 100.0, 0.5, 0))
     log(Evaluated(1, 2.0, 0.1, False, True))
@@ -29,6 +33,7 @@ def test_events_become_lines_with_the_names_of_their_fields(tmp_path: Path) -> N
     assert lines(tmp_path / "metrics.jsonl") == [
         {
             "event": "RunStarted",
+            "time": TIME,
             "step": 0,
             "max_steps": 10,
             "parameters": 5,
@@ -40,6 +45,7 @@ def test_events_become_lines_with_the_names_of_their_fields(tmp_path: Path) -> N
         },
         {
             "event": "Progress",
+            "time": TIME,
             "step": 1,
             "loss": 2.5,
             "gradient_norm": 1.0,
@@ -56,8 +62,27 @@ def test_events_become_lines_with_the_names_of_their_fields(tmp_path: Path) -> N
             "refused": 0,
             "gain_percent": None,
         },
-        {"event": "Evaluated", "step": 1, "loss": 2.0, "seconds": 0.1, "averaged_weights": False, "best": True},
+        {
+            "event": "Evaluated",
+            "time": TIME,
+            "step": 1,
+            "loss": 2.0,
+            "seconds": 0.1,
+            "averaged_weights": False,
+            "best": True,
+        },
     ]
+
+
+def test_every_line_has_the_time_of_day(tmp_path: Path) -> None:
+    before = datetime.now(UTC)
+    log = JsonlLog(tmp_path / "metrics.jsonl")
+    log(Notice("now"))
+    log.close()
+    (line,) = lines(tmp_path / "metrics.jsonl")
+    time = datetime.fromisoformat(line["time"])
+    assert time.tzinfo is not None
+    assert abs((time - before).total_seconds()) < 3600
 
 
 def test_every_line_is_there_at_once(tmp_path: Path) -> None:
@@ -78,10 +103,10 @@ def test_numbers_that_json_does_not_have_become_null(value: float, tmp_path: Pat
 
 
 def test_the_summary_is_left_to_its_own_file(tmp_path: Path) -> None:
-    log = JsonlLog(tmp_path / "metrics.jsonl")
+    log = JsonlLog(tmp_path / "metrics.jsonl", lambda: NOW)
     log(RunEnded(10, "finished", {"final_val_loss": 1.0, "config": {}}))
     log.close()
-    assert lines(tmp_path / "metrics.jsonl") == [{"event": "RunEnded", "step": 10, "reason": "finished"}]
+    assert lines(tmp_path / "metrics.jsonl") == [{"event": "RunEnded", "time": TIME, "step": 10, "reason": "finished"}]
 
 
 @pytest.mark.parametrize("torn", ["", "{", '{"event": "Pro', '{"event": "Notice"}'])

@@ -5,7 +5,16 @@ from __future__ import annotations
 import math
 
 from foretrain import events
-from foretrain.events import CheckpointRejected, HealthMeasured, MemoryUsed, Moved, Notice, Recovered
+from foretrain.events import (
+    CheckpointRejected,
+    CheckpointSaved,
+    Evaluated,
+    HealthMeasured,
+    MemoryUsed,
+    Moved,
+    Notice,
+    Recovered,
+)
 from foretrain.show.narration import line, needs_attention
 
 SHOWN_OTHERWISE = {"RunStarted", "Progress", "RunEnded"}
@@ -49,3 +58,15 @@ def test_a_refused_move_has_no_loss_after_it() -> None:
     said = "step 9: move 40 steps ahead [yellow]refused[/] (loss before 2.5000, confidence 0.75)"
     assert line(move) == said
     assert line(move, verbose=True) == f"{said}: the \\[probe] rose"
+
+
+def test_a_checkpoint_that_is_mostly_not_the_model_says_what_it_is() -> None:
+    assert line(CheckpointSaved(5, "x", 12.5, 0.1, 4.0, 1.0)) == "step 5: saved x (12.5 MB)"
+    large = CheckpointSaved(5, "x", 45.9, 0.1, 3.4, 38.8)
+    assert line(large) == "step 5: saved x (45.9 MB: 3.4 weights, 38.8 for prediction)"
+
+
+def test_small_losses_keep_their_digits() -> None:
+    move = Moved(995, 64, "kept", 1.0, False, True, 1.234e-6, 0.0, 2.784e-7, 0.94, 640.0, 64.0, "exact")
+    assert "loss 1.234e-6 -> 2.784e-7, worth 640 steps" in str(line(move))
+    assert line(Evaluated(5, 3.2e-5, 0.1, False, True)) == "step 5: held-out loss 3.200e-5 (best so far)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -11,9 +12,10 @@ import pytest
 from tests.show.runs import STARTED, SUMMARY, append, end, moved, progress, some_run, write_run
 
 from foretrain.errors import InputError
-from foretrain.events import CheckpointSaved, Event, Resumed
+from foretrain.events import CheckpointSaved, Evaluated, Event, Notice, Resumed, RunEnded
 from foretrain.show.follow import Follower, read_runs
 from foretrain.show.record import RunRecord
+from foretrain.show.report_ledger import ledger_rows
 
 
 def record_of(*told: Event) -> RunRecord:
@@ -45,6 +47,50 @@ def test_steps_done_again_after_a_kill_are_told_once() -> None:
 def test_a_resumption_from_a_checkpoint_not_in_the_log_goes_by_its_step() -> None:
     record = record_of(STARTED, progress(10), progress(20), progress(30), Resumed(15, "elsewhere"))
     assert steps_of(record) == [10]
+
+
+def ledger_of(record: RunRecord) -> list[list[str]]:
+    return [row for name, block in ledger_rows([record]).items() if name.startswith("rows/") for row in block]
+
+
+def test_a_resumption_says_what_was_done_again_and_only_then() -> None:
+    saved = CheckpointSaved(20, "checkpoints/20", 1.0, 0.1)
+    killed = record_of(STARTED, progress(10), progress(20), saved, progress(30), Resumed(20, "checkpoints/20"))
+    assert ledger_of(killed)[-1][-1] == "went on from a checkpoint; 10 steps after it were done again"
+    ended = RunEnded(20, "interrupted", {})
+    clean = record_of(STARTED, progress(10), progress(20), saved, ended, Resumed(20, "checkpoints/20"))
+    assert ledger_of(clean)[-1][-1] == "went on from a checkpoint"
+
+
+def test_a_rollback_before_a_resumption_is_nothing_done_again() -> None:
+    saved = CheckpointSaved(20, "checkpoints/20", 1.0, 0.1)
+    record = record_of(STARTED, progress(40), progress(20), saved, Resumed(20, "checkpoints/20"))
+    assert ledger_of(record)[-1][-1] == "went on from a checkpoint"
+
+
+def test_the_clock_of_the_ledger_never_runs_backwards() -> None:
+    """Steps and times between two entries are guessed; what is read afterwards puts them right."""
+    saved = CheckpointSaved(59, "checkpoints/59", 1.0, 0.1)
+    slow, fast = progress(50, seconds=100.0), progress(60, seconds=101.0)
+    told = [moved(55), saved, RunEnded(59, "interrupted", {}), Notice("stopped", "info"), Resumed(59, "x")]
+    told += [Notice("a setting was changed", "info"), dataclasses.replace(STARTED, step=59), Notice("a note", "info")]
+    for more in ([], [fast], [fast, moved(61)]):
+        record = record_of(STARTED, slow, *told, *more)
+        times = [entry.seconds for entry in record.decisions]
+        assert times == sorted(times)
+        assert [entry.step for entry in record.decisions[:4]] == [55, 59, 59, 59]
+        assert not more or max(times[:4]) <= 101.0
+
+
+def test_progress_keeps_only_what_is_shown() -> None:
+    record = record_of(STARTED, progress(10))
+    assert "tokens" not in record.progress[0].fields
+    assert record.last("loss") == 2.0
+
+
+def test_evaluations_of_steps_done_again_are_told_once() -> None:
+    record = record_of(STARTED, *(Evaluated(step, 1.0, 0.1, False, False) for step in (10, 20, 30, 20, 25)))
+    assert [entry.step for entry in record.evaluations] == [10, 20, 25]
 
 
 def test_a_run_that_begins_anew_in_the_same_log_forgets_the_first() -> None:

@@ -15,15 +15,13 @@ import pytest
 from tests.show.runs import FINDING, STARTED, SUMMARY, append, measured, progress, some_run, write_run
 
 from foretrain.cli import main
-from foretrain.events import HealthFound, Notice, PhaseChanged, Recovered, RunStarted
+from foretrain.events import Event, HealthFound, Notice, PhaseChanged, Recovered, RunStarted
 from foretrain.show.follow import read_runs
 from foretrain.show.record import Entry, RunRecord
 from foretrain.show.report import write_report
 from foretrain.show.report_forecasts import _curve, horizons
 from foretrain.show.report_ledger import ROWS, ledger, ledger_rows
 from foretrain.show.report_page import as_data, page, parts
-from foretrain.show.report_page import style as style_sheet
-from foretrain.show.report_text import sentence
 
 VOID = {"meta", "link", "br", "input", "img"}
 
@@ -87,17 +85,6 @@ def test_the_numbers_are_those_of_the_summary(folder: Path) -> None:
     assert wanted <= values(markup)
 
 
-def test_it_leads_with_the_sentence_the_saved_time_and_its_interval(folder: Path) -> None:
-    text = Reader(page(read_runs([folder]))).text
-    told = sentence(read_runs([folder])[0])
-    assert told == (
-        "tiny came to a held-out loss of 1.2500 in 100 steps (10.5\u00a0s); "
-        "prediction saved 3.2\u00a0% of the time. 1 critical finding: vanishing layer."
-    )
-    assert text.index(" ".join(told.split())) < text.index("Net time saved") < text.index("95 % interval +1.1 to +5.4")
-    assert text.index("95 % interval") < text.index("Decisions")
-
-
 def test_every_decision_stands_in_the_ledger_with_its_reason(folder: Path) -> None:
     text = Reader(page(read_runs([folder]))).text
     for reason in (
@@ -116,26 +103,13 @@ def test_the_charts_have_all_curves_phases_and_marks(folder: Path) -> None:
     data = data_of(page(read_runs([folder])))
     (loss,) = data["loss"]["runs"]
     curves = {series["label"]: series for series in loss["series"]}
-    assert set(curves) == {"training", "held out", "predicted"}
+    assert set(curves) == {"training", "held out"}
     assert curves["held out"]["steps"] == [30, 100]
     assert curves["held out"]["values"] == [2.5, 1.25]
     assert curves["training"]["seconds"] == [step / 10 for step in range(10, 101, 10)]
     (shared,) = data["shared"]["runs"]
     assert [phase for _, _, phase, _ in shared["phases"]] == ["full", "predict", "end"]
     assert [kind for _, _, kind, _, _ in shared["marks"]] == ["kept", "rolled back", "recovery"]
-
-
-def test_a_critical_finding_is_in_the_badge_and_the_headline(tmp_path: Path) -> None:
-    critical = dataclasses.replace(FINDING, level="critical", ailment="divergence")
-    told = [STARTED, progress(40), Recovered(0, "roll_back", "rolled back", at=40), critical, critical, progress(100)]
-    summary = SUMMARY | {"rollbacks": {"times": 1, "undone_steps": 40}}
-    sick, well = (
-        Reader(page(read_runs([write_run(tmp_path / name, events, summary)]))).text
-        for name, events in (("sick", told), ("well", [event for event in some_run() if event is not FINDING]))
-    )
-    assert "finished, with critical findings" in sick
-    assert "2 critical findings: divergence; it was rolled back once." in sick
-    assert "critical findings" not in well
 
 
 def test_a_horizon_without_a_forecast_is_a_dash_and_no_point(tmp_path: Path) -> None:
@@ -148,12 +122,55 @@ def test_a_horizon_without_a_forecast_is_a_dash_and_no_point(tmp_path: Path) -> 
     assert list(drawn.points) == [(10.0, 0.41), (20.0, None)]
 
 
+def test_a_score_below_the_frame_stands_on_its_edge_and_is_said(tmp_path: Path) -> None:
+    bad = SUMMARY["forecast"]["10"] | {"r2": -24.57}
+    summary = SUMMARY | {"forecast": {"10": bad, "20": SUMMARY["forecast"]["20"]}}
+    (record,) = read_runs([write_run(tmp_path / "run", some_run(), summary)])
+    assert list(_curve(record.summary["forecast"], "r2", "forecast", 1).points) == [(10.0, -1.0), (20.0, 0.22)]
+    assert "below −1 on the edge" in horizons(record)
+    assert "forecast: −24.57" in horizons(record)
+    assert "on the edge" not in horizons(read_runs([write_run(tmp_path / "well", some_run(), SUMMARY)])[0])
+
+
+# --- what the charts show of the loss ---------------------------------------------------------------------------------
+
+
+def drawn_of(folder: Path, *told: Event) -> dict[str, Any]:
+    return data_of(page(read_runs([write_run(folder, [STARTED, *told])])))
+
+
+def test_the_axis_goes_by_the_loss_whatever_a_forecast_says(tmp_path: Path) -> None:
+    steps = range(1, 101)
+    falls = drawn_of(tmp_path / "falls", *(progress(n, 10.0 ** (-n / 12), predicted_loss=-9.5) for n in steps))
+    assert falls["loss"]["log"] is True
+    flat = drawn_of(tmp_path / "flat", *(progress(n, 2.0 + n / 100, predicted_loss=10.0**n) for n in steps))
+    assert flat["loss"]["log"] is False
+    low, high = flat["forecast"]["frame"]["linear"]
+    assert 1.0 < low < 2.01
+    assert 3.0 < high < 4.0
+    low, high = falls["forecast"]["frame"]["log"]
+    assert 1e-12 < low < 1e-8
+    assert 0.8 < high < 200
+
+
+def test_a_mean_that_a_chain_leaves_as_it_was_is_not_drawn_as_what_came(tmp_path: Path) -> None:
+    before = [progress(n, 3.0 - n / 100) for n in (10, 20)]
+    chain = [
+        progress(n, 1e-3, phase="predict", smoothed_loss=2.8, predicted_loss=2.7) for n in range(30, 100, 10)
+    ]  # as it was after step 20
+    silent = progress(100, 1e-4, phase="predict", smoothed_loss=None, predicted_loss=None)
+    data = drawn_of(tmp_path / "run", *before, *chain, silent)
+    curves = {one["label"]: one for one in data["forecast"]["runs"][0]["series"]}
+    assert curves["mean loss"]["steps"] == [10, 20]
+    assert {one["label"] for one in data["loss"]["runs"][0]["series"]} == {"training"}
+
+
 def test_the_interval_of_the_forecast_holds_most_of_what_came(tmp_path: Path) -> None:
     told = [STARTED, *(progress(step, 2.0 + (step * 7 % 5) / 50, predicted_loss=2.05) for step in range(1, 101))]
     (run,) = data_of(page(read_runs([write_run(tmp_path / "run", told)])))["forecast"]["runs"]
     curves = {series["label"]: dict(zip(series["steps"], series["values"], strict=True)) for series in run["series"]}
     inside = [
-        curves["lower 90 %"][step] <= curves["actual"][step] <= curves["upper 90 %"][step]
+        curves["lower 90 %"][step] <= curves["mean loss"][step] <= curves["upper 90 %"][step]
         for step in curves["lower 90 %"]
     ]
     assert len(inside) == 90
@@ -188,6 +205,8 @@ def test_whatever_a_run_says_is_text(tmp_path: Path) -> None:
     append(folder, {"event": "Moved", "step": 3, "verdict": HOSTILE, "reason": HOSTILE, "horizon": HOSTILE})
     append(folder, {"event": "Tuned", "step": 3, "ailment": HOSTILE, "change": {HOSTILE: HOSTILE}})
     append(folder, {"event": "CheckpointRejected", "path": HOSTILE, "reason": HOSTILE})
+    append(folder, {"event": "Evaluated", "step": 3, "loss": 1.0, "metrics": {HOSTILE: 1.0}})
+    append(folder, {"event": "RunStarted", "step": 3, "unit": HOSTILE, "optimizer": HOSTILE, "title": HOSTILE})
     append(folder, {"event": "RunEnded", "step": 3, "reason": HOSTILE})
     for summary in (hostile(SUMMARY), hostile(SUMMARY, keys=False), hostile(SUMMARY, leaves=False)):
         (folder / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
@@ -231,7 +250,8 @@ def test_no_damage_of_the_summary_breaks_the_page(folder: Path) -> None:
         for by in (None, True, -5, 1e300, 10**400, "ten", [], [3, None], {}, {"ten": 10}, [{"said": "ten"}]):
             record.summary = damaged(path, by)
             made = parts([record])
-            assert "tiny came to" in made.sections["lead"], (path, by)
+            assert "<h1" in made.sections["lead"], (path, by)
+            assert "100 steps, " in made.sections["lead"], (path, by)
             as_data(made.charts)
 
 
@@ -244,6 +264,9 @@ def test_it_can_be_read_without_seeing_or_pointing(folder: Path) -> None:
     assert len(names) == len([a for _, a in reader.elements if "id" in a])
     for link in reader.all("a"):
         assert str(link["href"])[1:] in names
+    assert {"Words", "What the words on this page mean", "perplexity", "audit"} <= {
+        text.strip() for text in reader.texts
+    }
     for section in reader.all("section"):
         assert section["aria-labelledby"] in names
     for holder in reader.all("div"):
@@ -259,7 +282,7 @@ def test_several_runs_lie_over_each_other(tmp_path: Path) -> None:
     markup = page(read_runs(folders))
     assert [run["name"] for run in data_of(markup)["loss"]["runs"]] == ["one", "two"]
     text = Reader(markup).text
-    assert "2 runs. The lowest held-out loss, 0.7500, is that of two." in text
+    assert "2 runs: lowest held-out loss 0.7500, two" in text
     assert {1.25, 0.75} <= values(markup)
 
 
@@ -274,7 +297,7 @@ def test_a_run_without_a_summary_is_shown_as_far_as_it_went(tmp_path: Path, stat
     assert record.state == ("failed" if state == "failed" else "running")
     assert "9.9" not in text
     if state != "empty":
-        assert "held-out loss of 1.2500" in text
+        assert "held-out loss 1.2500" in text
 
 
 def test_health_is_drawn_and_told_where_there_is_some(folder: Path) -> None:
@@ -334,11 +357,6 @@ def test_every_curve_has_its_numbers_in_a_table(folder: Path) -> None:
     assert [float(number) for number in rows[1]] == [2.5, 1.25, 1.25, 100, 2.5, 30]
 
 
-def test_a_loss_that_is_almost_nothing_keeps_its_digits(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", some_run(), SUMMARY | {"final_val_loss": 2.34567e-9, "best_val_loss": 0.0})
-    assert "a held-out loss of 2.35e-9 in" in sentence(read_runs([folder])[0]).replace("−", "-")
-
-
 def test_a_rollback_is_shown_where_it_happened_and_tells_where_to(tmp_path: Path) -> None:
     told = [STARTED, progress(40), Recovered(10, "roll_back", "3 steps in a row were not finite"), progress(20)]
     folder = write_run(tmp_path / "run", told)
@@ -349,22 +367,6 @@ def test_a_rollback_is_shown_where_it_happened_and_tells_where_to(tmp_path: Path
     curves = {series["label"]: series["steps"] for series in data["loss"]["runs"][0]["series"]}
     assert curves["training"] == [20]
     assert curves["taken back"] == [40]
-
-
-@pytest.mark.parametrize(
-    ("loss", "style"),
-    [(1.25, "figure"), (123.4567, "figure long"), (7754.4507, "figure longer"), (1e8, "figure longest")],
-)
-def test_a_long_number_is_smaller_in_its_card(tmp_path: Path, loss: float, style: str) -> None:
-    folder = write_run(tmp_path / "run", some_run(), SUMMARY | {"final_val_loss": loss})
-    assert f'<dd class="{style}"><data value="{loss}">' in page(read_runs([folder]))
-    assert f".{style.replace(' ', '.')} {{" in style_sheet()
-
-
-def test_the_card_of_the_time_has_the_total_too(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", some_run(), SUMMARY | {"total_seconds": 12.5})
-    text = Reader(page(read_runs([folder]))).text.replace("\u00a0", " ")
-    assert "10.5 s 610 tokens per second, 12.5 s with start-up, evaluation and saving" in text
 
 
 # --- a ledger of thousands --------------------------------------------------------------------------------------------
@@ -442,7 +444,7 @@ def test_the_command_says_what_is_wrong(folder: Path, tmp_path: Path, capsys: py
 
 
 def test_a_report_that_cannot_be_written_does_not_stop_the_run(tmp_path: Path) -> None:
-    from foretrain.events import Bus, Event, RunEnded
+    from foretrain.events import Bus, RunEnded
     from foretrain.show.report import ReportWriter
 
     folder = write_run(tmp_path / "run", some_run(), SUMMARY)

@@ -6,8 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-_T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
-"""Student's t for a two-sided 95 % interval, by degrees of freedom from 1."""
+_TWO_SIDED_95 = 0.975
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,16 +69,17 @@ class Ledger:
             return 0.0
         mean = math.fsum(gains) / count
         deviation = math.sqrt(math.fsum((gain - mean) ** 2 for gain in gains) / (count - 1))
-        factor = _T_95[count - 2] if count - 2 < len(_T_95) else 1.96
-        return factor * deviation / math.sqrt(count)
+        from scipy import special  # here, as most runs have no two audits
+
+        student = float(special.stdtrit(count - 1, _TWO_SIDED_95))
+        return student * deviation / math.sqrt(count)
 
     def sentence(self, full_steps: float, unmeasured: str = "prediction was never tried") -> str:
         """The figure in words; never more than was measured. unmeasured: what is said where nothing was."""
         gain = self.gain(full_steps)
         cost = f"it cost {gain['cost_percent']:.1f} % of the time"
         if gain["gain_percent"] is None and self.exact_moves:
-            moves = f"{self.exact_moves} move" + (" was" if self.exact_moves == 1 else "s were")
-            return f"{moves} kept for lowering the loss by which moves are judged, not audited in time; {cost}"
+            return f"{self.in_words()}, not audited in time; {cost}"
         if gain["gain_percent"] is None:
             return f"{unmeasured}; {cost}" if self.cost > 0 else unmeasured
         count = f"{gain['n']} audit" + ("" if gain["n"] == 1 else "s")
@@ -90,6 +90,11 @@ class Ledger:
         if low is not None and low > 0:
             return f"prediction saved {percent:.1f} % of the time to this loss, {interval}"
         return f"prediction is not shown to pay ({percent:.1f} %, {interval}); {cost}"
+
+    def in_words(self) -> str:
+        """Of moves that need no audit."""
+        moves = f"{self.exact_moves} move" + (" was" if self.exact_moves == 1 else "s were")
+        return f"{moves} kept for lowering the loss by which moves are judged"
 
     def state_dict(self) -> dict[str, Any]:
         names = Audit.__dataclass_fields__

@@ -6,11 +6,15 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from foretrain.config import Config
+
 FORWARD = 1 / 3
 """A forward pass in full steps: forward, backward and update together take about three of it."""
 _QUANTILE = 1.28
 """One-sided 90 %: the gate opens when a move gains with this confidence."""
 _MOST_BACKOFF = 64
+_OVERFITTED = 4
+"""A move that raises the held-out loss shuts the gate for this many cycles, the next one for its square, and so on."""
 
 PRIORS: dict[str, tuple[float, float, float]] = {
     # kind of run: worth of a predicted step in full steps, its deviation, and how many audits this counts for.
@@ -18,6 +22,26 @@ PRIORS: dict[str, tuple[float, float, float]] = {
     "adapters": (0.3, 0.3, 1.0),  # leaps repair a rate that is too small and are refused at a good one
 }
 """What is known before the run's own audits, from the measurements behind docs/results.md."""
+
+
+_COST_OF_PROBES = 16 * FORWARD
+"""Full steps that the forward passes of an audited move cost."""
+
+
+def steps_of_audit(config: Config, max_steps: int) -> int:
+    """Full steps that follow on an audited move; a short run can afford few only."""
+    affordable = int(config.audit.time_budget * max_steps - _COST_OF_PROBES)
+    return max(min(config.audit.steps, affordable), config.hybrid.correct_steps)
+
+
+def cost_of_audit(config: Config, max_steps: int) -> float:
+    """In full steps."""
+    return steps_of_audit(config, max_steps) + _COST_OF_PROBES
+
+
+def no_audit_is_affordable(config: Config, max_steps: int) -> bool:
+    """Nothing will be tried then, unless moves can be judged without an audit."""
+    return cost_of_audit(config, max_steps) > config.audit.time_budget * max_steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +121,7 @@ class Gate:
         if not (ask.low_noise or affordable or low > 0):
             return Answer(False, False, self.too_dear(ask.cost), rest=True, long=True)
         if not ask.trusted:
-            reason = "the predictor does not beat 'no change' and 'repeat the last displacement'"
+            reason = "forecasts do not beat 'nothing moves' and 'all moves on as before'"
             return Answer(False, False, reason, rest=True)
         if ask.decaying and not ask.chained:
             reason = "forward moves harm while the learning rate decays"
@@ -115,7 +139,10 @@ class Gate:
         """Why nothing is tried."""
         if self.count:
             return "moves did not pay in audits, and the budget for trying is used up"
-        return f"not tried: an audit costs {cost:.0f} full steps, and audit.time_budget allows {self.allowed:.0f} here"
+        if self.allowed <= 0:
+            return "not tried: audit.time_budget = 0 leaves nothing to check a move with"
+        steps = f"checking one move costs {cost:.0f} full steps, audit.time_budget allows {self.allowed:.0f}"
+        return f"not tried: the run is too short for it to pay ({steps})"
 
     def new_cycle(self, count: int = 1) -> None:
         self.wait = max(0, self.wait - count)
@@ -168,6 +195,12 @@ class Gate:
         """An unaudited move was judged."""
         self.since_audit += 1
         self._settle(paid)
+
+    def overfitted(self) -> None:
+        """A move raised the held-out loss: what is left to learn would be learned by heart, only sooner."""
+        self.since_audit += 1
+        self.refusals += 1
+        self.wait = min(_MOST_BACKOFF, _OVERFITTED**self.refusals)
 
     def spend(self, cost: float) -> None:
         self.spent += cost

@@ -166,10 +166,11 @@ class Health:
             self.record.start_over(situation.step)
 
     def _explodes(self, vitals: Vitals, now: Effective) -> bool:
-        """Gradients far beyond the usual, that did harm."""
+        """Gradients far beyond the usual, that did harm. While the loss goes on falling they do none: equations begin
+        with gradients like that."""
         if vitals.spikes < self.config.guard.patience:
             return False
-        unchecked = not now.clip and vitals.largest_norm > CRITICAL_NORM
+        unchecked = not now.clip and vitals.largest_norm > CRITICAL_NORM and vitals.deviation > 0
         return vitals.lost > HARM or not vitals.gained or vitals.not_finite > 0 or unchecked
 
     def _layers(self, situation: Situation, measured: Measured) -> Iterator[HealthFinding]:

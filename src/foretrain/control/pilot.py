@@ -12,7 +12,8 @@ import numpy as np
 from foretrain.config import Config
 from foretrain.control.audit import Audit, Ledger
 from foretrain.control.correction import Correction
-from foretrain.control.gate import FORWARD, Answer, Ask, Gate
+from foretrain.control.exact import ExactGain
+from foretrain.control.gate import Answer, Ask, Gate, cost_of_audit, no_audit_is_affordable, steps_of_audit
 from foretrain.control.guard import Guard, Level, Reading, Verdict
 from foretrain.control.horizon import HorizonBandit, HorizonContext
 from foretrain.control.machine import Machine, Phase, Transition, View
@@ -23,6 +24,8 @@ from foretrain.dynamics.predictability import Predictability
 from foretrain.dynamics.predictor import Array, Forecast
 from foretrain.dynamics.records import HORIZONS_IN_WINDOWS, PhaseRecord, WindowRecord
 from foretrain.dynamics.slope import LossSlope
+from foretrain.dynamics.trajectory import LARGEST_FP32_BASIS
+from foretrain.engine import shortage
 
 _WINDOWS_TO_SCORE = 2
 """Windows after a move until a forecast has met what followed."""
@@ -34,8 +37,9 @@ _NEARLY_EXACT = 0.98
 """R2 from which forecasts are steps."""
 _LONGEST_REST = 256
 """Windows; a short run rests an eighth of its length at the most, unless nothing will ever be tried."""
-_PROBES_OF_AUDIT = 16 * FORWARD
-"""Full steps that the forward passes of an audited move cost."""
+NEED_A_REASON = LARGEST_FP32_BASIS
+"""Trained parameters up to which directions are kept in the warm-up though nothing will be tried, only to say how
+predictable the run is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +102,15 @@ class Pilot:
         self.predictability = Predictability()
         self.slope = LossSlope()
         self.ledger = Ledger()
+        self.exact = ExactGain()
         self.counts = Counts()
         self.max_steps = config.max_steps
         self.falls_once = config.schedule.type in ("wsd", "cosine")
         """The learning rate falls once, to the end of the run."""
         self.held_out = False
         """Moves are judged on tokens that are never trained on, always the same ones."""
+        self.unseen = False
+        """Where the loss is exact, held-out data judges moves, too."""
         self.last_reason = "the run has just begun"
         self._chosen: tuple[int, bool, int] = (0, False, 0)
         """Horizon, audited, longest move that fits into the run."""
@@ -114,6 +121,8 @@ class Pilot:
         """Windows."""
         self._rests = 0
         """In a row; each is twice as long as the one before."""
+        self.no_room = False
+        """There was not enough memory for directions when they were wanted."""
 
     def plan_for(self, max_steps: int) -> None:
         """The run is so long, as far as is known now."""
@@ -138,10 +147,24 @@ class Pilot:
             self.machine.count(steps)
             self._since_move += steps
 
+    def hold_directions(self) -> None:
+        """Make room for directions, once there is something that may be made of them."""
+        trajectory = self.observer.trajectory
+        trained = sum(p.numel() for p in trajectory.parameters)
+        if trajectory.held or self.no_room or (trained > NEED_A_REASON and self._too_dear):
+            return
+        try:
+            trajectory.hold()
+        except (RuntimeError, MemoryError) as error:
+            if self.predictability.windows == 0 or shortage.look_at(error) is None:
+                raise
+            self.no_room = True  # the run was fine without, and goes on so
+
     def watch(self, record: WindowRecord, same_batch: bool, fp16: bool) -> list[Action]:
         """Everything a window teaches; what recovery wants done about it."""
         self.predictability.add(record, same_batch)
         self.slope.add(record.losses)
+        self.hold_directions()
         numbers = list(zip(record.losses, record.gradient_norms, strict=True))
         actions = self._check_full(record.step - len(numbers) + 1, numbers, fp16)
         self._learn()
@@ -153,6 +176,7 @@ class Pilot:
         watched = _WINDOWS_TO_SCORE * self.config.hybrid.window_steps
         self.machine.steps_in_phase = max(0, self.machine.full_steps_needed - watched) if self.held_out else 0
         self.observer.restart()
+        self.hold_directions()
 
     def rested(self, step: int, numbers: list[tuple[float, float]], fp16: bool) -> list[Action]:
         """(loss, gradient norm) of all steps since the last look. As long as nothing is remarkable this is cheap."""
@@ -210,11 +234,13 @@ class Pilot:
             answer = self.gate.ask(self._question(horizon, steps_left, needed, trend, chained, exact))
             if not self.searches and self.observer.windows < _WINDOWS_TO_SCORE:
                 answer = Answer(False, False, "forecasts since the last move are not scored yet")
-            if self.held_out:  # they judge; an audit would judge by what is trained on
+            if self.held_out or (self.unseen and self.judged_at_once):  # an audit would judge by what is trained on
                 answer = replace(answer, audited=False)
             self._chosen = (horizon, answer.audited, limit)
-        elif self._watched_enough:
-            answer = Answer(False, False, self.gate.too_dear(self._audit_cost), rest=True, long=True)
+        elif self._watched_enough or not self.observer.trajectory.held:
+            reason = "there is no memory for directions" if self.no_room else self.gate.too_dear(self._audit_cost)
+            over = self._watched_enough or self.machine.phase is Phase.FULL
+            answer = Answer(False, False, reason, rest=over, long=over)
         transition = self.machine.next(
             View(
                 step=step,
@@ -238,13 +264,13 @@ class Pilot:
 
     @property
     def _audit_cost(self) -> float:
-        return self._correct_steps(True) + _PROBES_OF_AUDIT
+        return cost_of_audit(self.config, self.max_steps)
 
     @property
     def _too_dear(self) -> bool:
         """An audit costs more than this run may spend, and nothing but an audit can tell what a move is worth."""
         unknown = not self.counts.tried and not self.judged_at_once and self.gate.interval()[0] <= 0
-        return unknown and self._audit_cost > self.gate.allowed
+        return unknown and no_audit_is_affordable(self.config, self.max_steps)
 
     @property
     def _watched_enough(self) -> bool:
@@ -267,7 +293,9 @@ class Pilot:
             windows = min(_LONGEST_REST, 2**self._rests, max(2, self.max_steps // (8 * window)))
             # while the gate waits nothing can happen, so that is slept through
             windows = max(windows, self.gate.wait * self.config.hybrid.full_steps // window)
-            windows = _LONGEST_REST if answer.long else windows
+            if answer.long:
+                windows = _LONGEST_REST
+                self.observer.trajectory.release()
             self.rest_steps, self._last_rest = windows * window, windows
             self.gate.new_cycle(self.rest_steps // self.config.hybrid.full_steps)
         if answer.open and confidence <= self.recovery.threshold:
@@ -300,10 +328,7 @@ class Pilot:
 
     def _correct_steps(self, audited: bool) -> int:
         """An audit validates for longer; a short run can afford a short one only."""
-        if not audited:
-            return self.config.hybrid.correct_steps
-        affordable = int(self.gate.allowed - _PROBES_OF_AUDIT)
-        return max(min(self.config.audit.steps, affordable), self.config.hybrid.correct_steps)
+        return steps_of_audit(self.config, self.max_steps) if audited else self.config.hybrid.correct_steps
 
     def _features(self, forecast: Forecast, horizon: int) -> ConfidenceFeatures:
         windows = 1 if self.searches else max(1, round(horizon / self.config.hybrid.window_steps))
@@ -375,6 +400,8 @@ class Pilot:
     def _sentence(self, others: float) -> str:
         if self._too_dear:
             return f"prediction was {self.gate.too_dear(self._audit_cost)}"
+        if self.exact.chains and not self.ledger.audits:  # leaps take a gradient each, so their cost says nothing
+            return f"{self.ledger.in_words()}; the time that this saved is not measured"
         return self.ledger.sentence(others, self._unmeasured)
 
     @property
@@ -382,10 +409,18 @@ class Pilot:
         """Why no audit says what prediction was worth."""
         tried, moves = self.counts.tried, self.counts.moves
         if not tried:
-            return f"prediction was never tried: {self.last_reason}"
+            return f"prediction was not tried: {self._why_not}"
         if moves["kept"] + moves["shrunk"]:
             return "no move was audited"
         return "the one move that was tried was not kept" if tried == 1 else f"none of {tried} moves tried was kept"
+
+    @property
+    def _why_not(self) -> str:
+        """Why nothing was tried so far, in plain words: of several reasons the last, which weighs most."""
+        if self.machine.phase is Phase.WARMUP:
+            return "the run was over before there was enough to forecast from"
+        reason = self.last_reason.rpartition("; ")[2].removeprefix("the gate is shut: ")
+        return "no forecast was likely enough to help" if reason.startswith("confidence ") else reason
 
     def summary(self, backward_passes: int) -> dict[str, Any]:
         """What the run's summary says of prediction."""
@@ -407,6 +442,7 @@ class Pilot:
                 "reliability": self.confidence.reliability(),
             },
             "predictability": self.predictability.summary(quality, self.held_out),
+            "exact": self.exact.summary(),
             "audit": self.ledger.gain(others) | {"sentence": self._sentence(others)},
         }
 
@@ -445,8 +481,17 @@ class Pilot:
         self.last_reason = transition.reason
         return transition
 
-    def settled(self, step: int, plan: Plan, kept: bool, worth: float, cost: float, audit: Audit | None) -> Transition:
-        """A move was judged: everyone who can learn from it does."""
+    def settled(
+        self,
+        step: int,
+        plan: Plan,
+        kept: bool,
+        worth: float,
+        cost: float,
+        audit: Audit | None,
+        overfits: bool = False,
+    ) -> Transition:
+        """A move was judged: everyone who can learn from it does. overfits: it raised the held-out loss."""
         forecast = plan.forecast
         self.confidence.learn(self._features(forecast, plan.horizon), kept, weight=1.0)
         self.bandit.reward(plan.horizon, self._context(step), worth if kept else 0.0, cost)
@@ -456,7 +501,10 @@ class Pilot:
             self.gate.audited(plan.horizon, audit.gain_steps, cost, exact=plan.low_noise)
         elif plan.low_noise:
             self.ledger.exact_moves += kept
-            self.gate.moved(kept and worth > cost)
+            if overfits:
+                self.gate.overfitted()
+            else:
+                self.gate.moved(kept and worth > cost)
         else:
             self.ledger.unaudited_moves += kept
             self.gate.moved(kept)
@@ -465,13 +513,16 @@ class Pilot:
         self.last_reason = transition.reason
         return transition
 
-    def refused(self, step: int, plan: Plan, cost: float) -> None:
-        """A move was taken back before any full step followed on it."""
+    def refused(self, step: int, plan: Plan, cost: float, overfits: bool = False) -> None:
+        """A move was taken back before any full step followed on it. overfits: it raised the held-out loss."""
         self.confidence.learn(self._features(plan.forecast, plan.horizon), kept=False, weight=1.0)
         self.bandit.reward(plan.horizon, self._context(step), 0.0, cost)
         self.ledger.cost += cost
         self.gate.spend(0.0 if plan.low_noise else cost)
-        self.gate.moved(False)
+        if overfits:
+            self.gate.overfitted()
+        else:
+            self.gate.moved(False)
         self.counts.moves["refused"] += 1
 
     def abandoned(self, plan: Plan, cost: float) -> None:
@@ -535,11 +586,13 @@ class Pilot:
             "rest_steps": self.rest_steps,
             "rests": self._rests,
             "last_rest": self._last_rest,
+            "no_room": self.no_room,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name, part in self._parts().items():
-            part.load_state_dict(state[name])
+            if name in state or part is not self.exact:  # older checkpoints know nothing of it
+                part.load_state_dict(state[name])
         self.counts = Counts(**copy.deepcopy(state["counts"]))
         self.last_reason = str(state["last_reason"])
         horizon, audited, most = state["chosen"]
@@ -547,10 +600,11 @@ class Pilot:
         self._since_move = int(state["since_move"])
         self.rest_steps, self._rests = int(state["rest_steps"]), int(state["rests"])
         self._last_rest = int(state["last_rest"])
+        self.no_room = bool(state.get("no_room", False))
 
     def _parts(self) -> dict[str, Any]:
         names = ("machine", "guard", "recovery", "gate", "bandit", "confidence", "correction", "predictability")
-        return {name: getattr(self, name) for name in (*names, "slope", "ledger", "observer")}
+        return {name: getattr(self, name) for name in (*names, "slope", "ledger", "exact", "observer")}
 
 
 def _once(actions: list[Action]) -> list[Action]:

@@ -9,7 +9,7 @@ from typing import Any
 from foretrain.config import Config, changed
 from foretrain.control.mover import Mover
 from foretrain.engine.step import StepOutput, map_tensors
-from foretrain.events import RateTried
+from foretrain.events import RateTrial, RateTried
 from foretrain.schema import FIRST_RATE
 
 FACTOR = math.sqrt(10.0)
@@ -19,6 +19,9 @@ MOST = 3
 _SHORTEST, _LONGEST = 10, 100
 """Steps of a race. Shorter ones favour rates that fail later: after ten steps of a run of two hundred the best rate
 looked too small, after twenty it was the best of the five that were swept (docs/results.md)."""
+
+_TOLD = 10
+"""How often a rate that is tried says how far it is."""
 
 
 def with_short_warmup(config: Config) -> Config:
@@ -53,6 +56,7 @@ class RateRace:
         self.begun = False
         """There is a snapshot of the beginning, from which all rates start."""
         self.batches: list[Any] = []
+        self._told = False
 
     @property
     def factor(self) -> float:
@@ -61,6 +65,9 @@ class RateRace:
 
     def step(self, batch: Any, full_step: Callable[[Any], StepOutput], use: Callable[[float], None]) -> StepOutput:
         """A step at the first rate; after the last one all other rates run. use: sets the factor of the rate."""
+        if not self._told:  # at least two others follow: one that is higher, and one beyond the better of the two
+            self._told = True
+            self._tell(0, len(self.batches), 2 * self.steps)
         if not self.begun:
             self.mover.safety.take()
             self.mover.safety.wait()  # full steps follow, not probes
@@ -82,7 +89,9 @@ class RateRace:
             while self.best == exponent - direction and abs(exponent) <= MOST:
                 safety.rewind()
                 use(FACTOR**exponent)
-                for batch in self.batches:
+                for done, batch in enumerate(self.batches, start=1):
+                    if done % max(1, self.steps // _TOLD) == 1 or self.steps < 2 * _TOLD:
+                        self._tell(exponent, done)
                     full_step(batch)
                 self.spent += len(self.batches)
                 if self._judge(exponent):
@@ -95,6 +104,10 @@ class RateRace:
         engine.meter.load_state_dict(rows)  # what others did is no progress of this run
         use(self.factor)
         self.batches, self.open = [], False
+
+    def _tell(self, exponent: int, done: int, others: int = 0) -> None:
+        rate = FIRST_RATE * FACTOR**exponent
+        self.mover.emit(RateTrial(self.mover.engine.global_step, rate, done, self.steps, others))
 
     def _judge(self, exponent: int) -> bool:
         """Whether this rate ended lowest so far."""

@@ -237,6 +237,7 @@ class Rescue:
         pilot = self.trainer.pilot
         if pilot is not None:
             self.trainer.mover.safety.on = False
+            pilot.observer.trajectory.release()
             pilot.rest_steps = max(pilot.rest_steps, self.engine.planned_steps)
 
     # --- what is said ------------------------------------------------------------------------------------------------

@@ -5,17 +5,19 @@ from __future__ import annotations
 import codecs
 import glob
 import gzip
+import hashlib
 import itertools
 import json
 import lzma
 import shlex
 import sysconfig
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from foretrain.data.tokenizers import whole
 from foretrain.errors import DataError, how_to_install
 
 TOKEN_SUFFIXES = (".bin", ".npy")
@@ -24,6 +26,10 @@ _FOLDER_SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet")
 HUB_PREFIX = "hf:"
 _MOST_ZEROS = 0.01
 """Share of zero bytes above which a file is UTF-16 or no text at all."""
+_PIECE = 2**20
+"""Bytes of a text file that are read at once."""
+_HASHED = 64 * 10**6
+"""Files of this many bytes in all are told apart by what they hold (40 ms); larger ones by size and times."""
 
 
 @dataclass(frozen=True)
@@ -37,11 +43,29 @@ class Source:
     def is_tokens(self) -> bool:
         return any(path.suffix in TOKEN_SUFFIXES for path in self.files)
 
+    @property
+    def holds_records(self) -> bool:
+        return bool(self.files) and all(_plain_suffix(path) == ".jsonl" for path in self.files)
+
     def fingerprint(self) -> list[list[str | int]]:
         """Changes when a file is added, removed or edited."""
-        if self.hub_name:
-            return [[self.hub_name]]
-        return [[str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns] for path in self.files]
+        return [[self.hub_name]] if self.hub_name else fingerprint(self.files)
+
+
+def fingerprint(files: Iterable[Path]) -> list[list[str | int]]:
+    """Path, size and content of each file; of large ones the times of the last change, of which one cannot be set."""
+    found = [(path.resolve(), path.stat()) for path in files]
+    if sum(status.st_size for _, status in found) <= _HASHED:
+        return [[str(path), status.st_size, _digest(path)] for path, status in found]
+    return [[str(path), status.st_size, status.st_mtime_ns, status.st_ctime_ns] for path, status in found]
+
+
+def _digest(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}); check the file and its permissions") from None
 
 
 def find(paths: str | list[str], setting: str = "data.path") -> Source:
@@ -96,47 +120,105 @@ def python_sources() -> tuple[Path, ...]:
     return tuple(sorted(found, key=lambda path: path.relative_to(root).as_posix()))
 
 
+Piece = tuple[str, bool]
+"""Text, and whether a document ends with it."""
+
+
 def read(source: Source, text_field: str, limit: int | None = None) -> Iterator[str]:
     """Every document of the source, in order, at most `limit` of them."""
-    yield from itertools.islice(_read_all(source, text_field), limit)
+    document: list[str] = []
+    for text, last in pieces(source, text_field, limit):
+        document.append(text)
+        if last:
+            yield "".join(document)
+            document.clear()
 
 
-def _read_all(source: Source, text_field: str) -> Iterator[str]:
+def pieces(source: Source, text_field: str, limit: int | None = None) -> Iterator[Piece]:
+    """The same, but the text of a file comes piece by piece: no file has to fit into memory."""
+    for number, document in enumerate(_documents(source, text_field), start=1):
+        yield from document
+        if number == limit:
+            return
+
+
+def _documents(source: Source, text_field: str) -> Iterator[Iterable[Piece]]:
     if source.hub_name:
-        yield from _read_hub(source.hub_name, text_field)
+        yield from ([(text, True)] for text in _read_hub(source.hub_name, text_field))
     for path in source.files:
         suffix = _plain_suffix(path)
-        if suffix == ".jsonl":
-            yield from _read_jsonl(path, text_field)
-        elif suffix == ".parquet":
-            yield from _read_parquet(path, text_field)
+        if suffix in _RECORDS:
+            yield from ([(text, True)] for text in _RECORDS[suffix](path, text_field))
         else:
             yield _read_text(path)
 
 
-def _read_text(path: Path) -> str:
+def count(source: Source) -> int | None:
+    """How many documents there are, where it is known without reading them."""
+    records = source.hub_name or any(_plain_suffix(path) in _RECORDS for path in source.files)
+    return None if records else len(source.files)
+
+
+def _read_text(path: Path) -> Iterator[Piece]:
     """Raises DataError for what is not UTF-8: a letter that is read wrong would be lost, and learned as noise."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    size = zeros = 0
+    text = ""
+    try:
+        for content in _read_bytes(path):
+            size, zeros = size + len(content), zeros + content.count(0)
+            if text:
+                yield text, False
+            text = decoder.decode(content)
+        text += decoder.decode(b"", final=True)
+    except UnicodeDecodeError:
+        raise _not_utf8(path) from None
+    if zeros > _MOST_ZEROS * size:
+        raise _not_text(path, zeros, size)
+    yield text, True
+
+
+def _read_bytes(path: Path) -> Iterator[bytes]:
     try:
         with _OPENERS.get(path.suffix, open)(path, "rb") as file:
-            content: bytes = file.read()
+            first = True
+            while content := file.read(_PIECE):
+                if first and content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+                    raise DataError(f"{path}: UTF-16, not UTF-8; convert it: {_iconv(path, 'utf-16')}")
+                yield content
+                first = False
     except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
         raise DataError(f"{path}: cannot be read ({error}); check the file and its permissions") from None
-    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        raise DataError(f"{path}: UTF-16, not UTF-8; convert it: {_iconv(path, 'utf-16')}")
-    if (zeros := content.count(0)) > _MOST_ZEROS * len(content):
-        raise DataError(
-            f"{path}: not a text file ({zeros:,} of its {len(content):,} bytes are zero); leave it out, or convert it "
-            "to UTF-8 if it is text in another encoding"
-        )
-    try:
-        return content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        wrong = sum("\udc80" <= letter <= "\udcff" for letter in content.decode("utf-8", "surrogateescape"))
-        raise DataError(
-            f"{path}: not UTF-8 ({wrong:,} of its {len(content):,} bytes cannot be read, the first at byte "
-            f"{error.start:,}); convert it, if its encoding is latin1: {_iconv(path, 'latin1')}; or drop those bytes: "
-            f"{_iconv(path, 'utf-8', '-c ')}; leave it out if it is not text"
-        ) from None
+
+
+def _not_text(path: Path, zeros: int, size: int) -> DataError:
+    return DataError(
+        f"{path}: not a text file ({zeros:,} of its {size:,} bytes are zero); leave it out, or convert it "
+        "to UTF-8 if it is text in another encoding"
+    )
+
+
+def _not_utf8(path: Path) -> DataError:
+    """How much of it cannot be read, and what to do about it."""
+    decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
+    size = zeros = wrong = 0
+    first: int | None = None
+    decoded = 0
+    for content in itertools.chain(_read_bytes(path), [b""]):
+        size, zeros = size + len(content), zeros + content.count(0)
+        text = decoder.decode(content, final=not content)
+        places = [place for place, letter in enumerate(text) if "\udc80" <= letter <= "\udcff"]
+        if places and first is None:
+            first = decoded + len(text[: places[0]].encode("utf-8"))
+        wrong += len(places)
+        decoded += len(text.encode("utf-8", "surrogateescape"))
+    if zeros > _MOST_ZEROS * size:
+        return _not_text(path, zeros, size)
+    return DataError(
+        f"{path}: not UTF-8 ({wrong:,} of its {size:,} bytes cannot be read, the first at byte "
+        f"{first or 0:,}); convert it, if its encoding is latin1: {_iconv(path, 'latin1')}; or drop those bytes: "
+        f"{_iconv(path, 'utf-8', '-c ')}; leave it out if it is not text"
+    )
 
 
 def _iconv(path: Path, encoding: str, option: str = "") -> str:
@@ -155,7 +237,7 @@ def _read_jsonl(path: Path, field: str) -> Iterator[str]:
             for number, line in enumerate(file, start=1):
                 if line.strip():
                     yield _record_text(json.loads(line), field, f"{path}, line {number}")
-    except (ValueError, OSError, EOFError, lzma.LZMAError, zlib.error) as error:
+    except (ValueError, RecursionError, OSError, EOFError, lzma.LZMAError, zlib.error) as error:
         raise DataError(f"{path}: not JSON lines ({error}); each line must be an object") from None
 
 
@@ -193,5 +275,8 @@ def _record_text(record: Any, field: str, where: str) -> str:
     if not isinstance(record, dict) or not isinstance(record.get(field), str):
         has = ", ".join(record) if isinstance(record, dict) else type(record).__name__
         raise DataError(f"{where}: no text in field {field!r} (found: {has}); set data.text_field")
-    text: str = record[field]
-    return text
+    return whole(record[field])
+
+
+_RECORDS: dict[str, Callable[[Path, str], Iterator[str]]] = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
+"""Files that hold many documents, by suffix."""

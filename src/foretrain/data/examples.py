@@ -38,6 +38,8 @@ class Example:
 
     prompt: str
     answer: str
+    turns: tuple[str, ...] = ()
+    """The prompt of a chat in parts, what is given and what is said by turns: what is said is learned too."""
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
@@ -64,7 +66,11 @@ def read_examples(
     if prompt is None or answer is None:
         say(f"{first.where.rpartition(':')[0]} read as {chosen}")
     rows = itertools.islice(itertools.chain([first], records), limit)
-    return [Example(chosen.prompt_of(row.fields, row.where), chosen.answer_of(row.fields, row.where)) for row in rows]
+    return [_example(*chosen.read(row.fields, row.where)) for row in rows]
+
+
+def _example(given: tuple[str, ...], answer: str) -> Example:
+    return Example("".join(given), answer, given if len(given) > 1 else ())
 
 
 def find_format(
@@ -78,12 +84,12 @@ def find_format(
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
+class _Record:
     fields: dict[str, Any]
     where: str
 
 
-def _format(first: _Row, prompt: str | Sequence[str] | None, answer: str | None) -> Format:
+def _format(first: _Record, prompt: str | Sequence[str] | None, answer: str | None) -> Format:
     if prompt is not None and answer is not None:
         return templates.make_format(prompt, answer)
     guessed = templates.guess(first.fields, first.where)
@@ -91,7 +97,7 @@ def _format(first: _Row, prompt: str | Sequence[str] | None, answer: str | None)
     return templates.make_format(prompts, guessed.answer.text if answer is None else answer, guessed.name)
 
 
-def _records(path: str | Path | list[str]) -> Iterator[_Row]:
+def _records(path: str | Path | list[str]) -> Iterator[_Record]:
     source = documents.find(path if isinstance(path, list) else [str(path)])
     if not path or source.hub_name:
         raise DataError(f"data.path: {source.hub_name or 'nothing'} cannot be read as examples; name a JSONL file")
@@ -100,7 +106,7 @@ def _records(path: str | Path | list[str]) -> Iterator[_Row]:
             with _OPENERS.get(file.suffix, open)(file, "rb") as lines:
                 for number, line in enumerate(lines, start=1):
                     if line.strip().removeprefix(b"\xef\xbb\xbf"):
-                        yield _Row(_parse(line, f"{file}:{number}"), f"{file}:{number}")
+                        yield _Record(_parse(line, f"{file}:{number}"), f"{file}:{number}")
         except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
             raise DataError(f"{file}: cannot be read ({error}); check the file and its permissions") from None
 
@@ -174,12 +180,48 @@ def encode_prompts(prompts: Sequence[str], tokenizer: Tokenizer) -> list[Tokens]
     return [tokens if len(tokens) else nothing for tokens in tokenizer.encode_batch(prompts)]
 
 
+def _encode_turns(
+    examples: Sequence[Example], tokenizer: Tokenizer
+) -> list[tuple[Tokens, tuple[tuple[int, int], ...]]]:
+    """Each prompt, and where in it something is said. Turns are encoded by themselves, as prompts are."""
+    parts = [example.turns or (example.prompt,) for example in examples]
+    encoded = iter(encode_prompts([text for turns in parts for text in turns], tokenizer))
+    prompts = []
+    for turns in parts:
+        pieces = [next(encoded) for _ in turns]
+        ends = list(itertools.accumulate(map(len, pieces)))
+        said = tuple(itertools.pairwise(ends))[::2] if len(ends) > 1 else ()
+        prompts.append((np.concatenate(pieces) if len(pieces) > 1 else pieces[0], said))
+    return prompts
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    prompt: Tokens
+    said: tuple[tuple[int, int], ...]
+    """First and last place, the last not included, of what is said in the prompt."""
+    answer: Tokens
+
+    def __len__(self) -> int:
+        return len(self.prompt) + len(self.answer)
+
+    def cut_to(self, length: int) -> _Row:
+        """Without the front of the prompt, where it is too long."""
+        lost = len(self) - length
+        if lost <= 0:
+            return self
+        said = tuple((max(first - lost, 0), last - lost) for first, last in self.said if last > lost)
+        return _Row(self.prompt[lost:], said, self.answer)
+
+
 class EncodedExamples:
     """Examples as rows of one static length: prompt, answer, end of text, padding. Only answer and end are targets.
 
     The length is the smallest multiple of 16 that holds the longest row, but no more than `context`. Where a row does
     not fit the front of its prompt is cut off; an answer that does not fit even so is left out.
     """
+
+    deterministic = True
 
     def __init__(
         self,
@@ -189,38 +231,43 @@ class EncodedExamples:
         least_length: int = 0,
         name: str = "data.path",
     ) -> None:
-        prompts = encode_prompts([example.prompt for example in examples], tokenizer)
+        prompts = _encode_turns(examples, tokenizer)
         answers = tokenizer.encode_batch([example.answer for example in examples])
         # The end is a target but no input; a prompt keeps one token at least, or the answer's first were no target.
-        fitting = [(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True) if len(answer) < context]
+        fitting = [
+            _Row(*prompt, answer) for prompt, answer in zip(prompts, answers, strict=True) if len(answer) < context
+        ]
         if not fitting:
             raise DataError(
                 f"{name}: none of {len(examples)} examples fits model.context = {context} with its whole answer; "
                 "use shorter answers or a longer context"
             )
-        pairs = [(prompt[-(context - len(answer)) :], answer) for prompt, answer in fitting]
-        lengths = [len(prompt) + len(answer) for prompt, answer in pairs]
+        rows = [row.cut_to(context) for row in fitting]
         self.left_out = len(examples) - len(fitting)
         """Examples whose answer is too long."""
-        self.shortened = sum(len(old) > len(new) for (old, _), (new, _) in zip(fitting, pairs, strict=True))
+        self.shortened = sum(len(old) > len(new) for old, new in zip(fitting, rows, strict=True))
         """Examples that lost the front of their prompt."""
-        self.length = min(context, max(least_length, -(-max(lengths) // LENGTH_STEP) * LENGTH_STEP))
-        self.used_tokens = sum(lengths)
+        longest = max(map(len, rows))
+        self.length = min(context, max(least_length, -(-longest // LENGTH_STEP) * LENGTH_STEP))
+        self.used_tokens = sum(map(len, rows))
         """Inputs that are no padding."""
-        self.answer_tokens = sum(len(answer) + 1 for _, answer in pairs)
-        """Targets that count in the loss."""
         self.end_of_text = tokenizer.end_of_text
-        self._fill(pairs, np.dtype("<u2" if tokenizer.vocab_size <= 2**16 else "<u4"))
+        self._fill(rows, np.dtype("<u2" if tokenizer.vocab_size <= 2**16 else "<u4"))
+        self.answer_tokens = int((self._targets != IGNORED).sum())
+        """Targets that count in the loss."""
 
-    def _fill(self, pairs: list[tuple[Tokens, Tokens]], dtype: np.dtype[Any]) -> None:
-        self._tokens = np.full((len(pairs), self.length), self.end_of_text, dtype)
-        self._targets = np.full((len(pairs), self.length), IGNORED, np.int32)
+    def _fill(self, rows: list[_Row], dtype: np.dtype[Any]) -> None:
+        self._tokens = np.full((len(rows), self.length), self.end_of_text, dtype)
+        self._targets = np.full((len(rows), self.length), IGNORED, np.int32)
         digest = hashlib.sha256()
-        for tokens, targets, (prompt, answer) in zip(self._tokens, self._targets, pairs, strict=True):
-            start, stop = len(prompt), len(prompt) + len(answer)
-            tokens[:start], tokens[start:stop] = prompt, answer
-            targets[start - 1 : stop - 1], targets[stop - 1] = answer, self.end_of_text
-            digest.update(np.array([start, stop], "<u4").tobytes() + tokens[:stop].astype("<u4").tobytes())
+        for tokens, targets, row in zip(self._tokens, self._targets, rows, strict=True):
+            start, stop = len(row.prompt), len(row)
+            tokens[:start], tokens[start:stop] = row.prompt, row.answer
+            for first, last in (*row.said, (start, stop)):
+                targets[max(first - 1, 0) : last - 1] = tokens[max(first, 1) : last]
+                targets[last - 1] = self.end_of_text  # whatever is given next
+            places = np.array([start, stop, *itertools.chain(*row.said)], "<u4")
+            digest.update(places.tobytes() + tokens[:stop].astype("<u4").tobytes())
         self.fingerprint = digest.hexdigest()
         """SHA-256 of all prompts and answers in order: a resumed run must find the same data."""
 
@@ -232,8 +279,8 @@ class EncodedExamples:
         lost = f", {self.left_out:,} left out as too long" if self.left_out else ""
         used = self.used_tokens / self._tokens.size
         return (
-            f"{len(self):,} examples of up to {self.length} tokens ({used:.0%} used), "
-            f"{self.answer_tokens:,} to learn from{cut}{lost}"
+            f"{len(self):,} examples in rows of {self.length} tokens ({used:.0%} text, the rest is padding), with "
+            f"{self.answer_tokens:,} tokens of answers to learn{cut}{lost}"
         )
 
     def fetch(self, indices: NDArray[np.int64], epoch: int) -> tuple[Tensor, Tensor]:

@@ -24,6 +24,13 @@ def random_integer(seed: int, stream: int, below: int) -> int:
     return int(value[0]) % below
 
 
+def keyed(values: Integers, seed: int, epoch: int, purpose: int) -> Integers:
+    """64 random bits for each value, by (seed, epoch) and what they are for."""
+    # seed and epoch are mixed one after the other: from their sum, seed 2 would repeat seed 1 an epoch later
+    stream = np.array([epoch & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64)
+    return _mix(values, _mix(stream, _mix(np.array([seed], dtype=np.uint64), np.uint64(purpose))[0])[0])
+
+
 def shuffled(indices: NDArray[np.int64], count: int, seed: int, epoch: int) -> NDArray[np.int64]:
     """Where each of `indices` in [0, count) goes in this epoch's order: a bijection, without a table.
 
@@ -34,10 +41,7 @@ def shuffled(indices: NDArray[np.int64], count: int, seed: int, epoch: int) -> N
         return np.zeros_like(indices)
     half = np.uint64(max(1, ((count - 1).bit_length() + 1) // 2))
     mask = np.uint64((1 << int(half)) - 1)
-    # seed and epoch are mixed one after the other: from their sum, seed 2 would repeat seed 1 an epoch later
-    stream = np.array([epoch & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64)
-    key = _mix(stream, _mix(np.array([seed], dtype=np.uint64), np.uint64(0x0DE5))[0])[0]
-    keys = _mix(np.arange(1, _ROUNDS + 1, dtype=np.uint64), key)
+    keys = keyed(np.arange(1, _ROUNDS + 1, dtype=np.uint64), seed, epoch, 0x0DE5)
     values = indices.astype(np.uint64)
     outside = np.ones(values.shape, dtype=bool)
     while outside.any():

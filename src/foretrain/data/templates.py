@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from foretrain.data import chats
 from foretrain.errors import DataError
 
 Record = Mapping[str, Any]
@@ -127,9 +128,49 @@ class Format:
             )
         return text
 
+    def read(self, record: Record, where: str) -> tuple[tuple[str, ...], str]:
+        """What is given, and what is to be said. In a chat more is given and said before, by turns."""
+        return (self.prompt_of(record, where),), self.answer_of(record, where)
+
     def __str__(self) -> str:
         prompts = " or ".join(repr(prompt.text) for prompt in self.prompts)
         return f"{self.name}: prompt {prompts}, answer {self.answer.text!r}"
+
+
+class ChatFormat(Format):
+    """A list of messages: whatever the assistant says is learned, and asked for."""
+
+    @property
+    def field(self) -> str:
+        return self.answer.fields[0]
+
+    def prompt_of(self, record: Record, where: str = "the record") -> str:
+        """The chat up to the assistant's next words, or to its last ones if it ends with them."""
+        messages = self._messages(record, where)
+        return chats.question(messages[:-1] if messages[-1].is_learned else messages)
+
+    def answer_of(self, record: Record, where: str = "the record") -> str:
+        return self.read(record, where)[1]
+
+    def read(self, record: Record, where: str) -> tuple[tuple[str, ...], str]:
+        return chats.turns(self._messages(record, where), where)
+
+    def ask(self, text: str = "", fields: Record | None = None) -> str:
+        """A chat that begins with `text`; `system`, among the fields, stands before it."""
+        fields = dict(fields or {})
+        for name in fields:
+            if name != "system":
+                raise DataError(f"there is no field {name!r} in a chat; it has system")
+        given = [("system", fields.get("system", "")), ("user", text)]
+        return chats.question([chats.Message(chats.ROLES[role], said.strip()) for role, said in given if said.strip()])
+
+    def _messages(self, record: Record, where: str) -> list[chats.Message]:
+        if self.field not in record:
+            raise DataError(f"{where}: no field {self.field!r}; {_advice(self.field, record)}")
+        return chats.read_messages(record[self.field], where, self.field)
+
+    def __str__(self) -> str:
+        return f"{self.name}: lines 'User: ...' and 'Assistant: ...'; what the assistant says is learned"
 
 
 def make_format(prompt: str | Sequence[str], answer: str, name: str = "given templates") -> Format:
@@ -142,13 +183,18 @@ def make_format(prompt: str | Sequence[str], answer: str, name: str = "given tem
         raise DataError(
             f"the answer template {answer!r} names no field, every answer would be the same; write {{name}}"
         )
+    if parsed.text in _CHATS and [one.text for one in prompts] == [parsed.text]:
+        return ChatFormat("chat", prompts, parsed)
     return Format(name, prompts, parsed)
 
 
+_CHATS = tuple(f"{{{field}}}" for field in chats.FIELDS)
+"""The template of prompt and answer where a record holds a list of messages."""
 _INSTRUCTION = "### Instruction:\n{instruction}\n\n"
 _RESPONSE = "### Response:\n"
 # The answer begins with a space where the prompt ends in a word: byte-pair encodings have most words with one.
 FORMATS: tuple[Format, ...] = (
+    *(make_format(chat, chat) for chat in _CHATS),
     make_format("{prompt}", "{completion}", "prompt and completion"),
     make_format("{prompt}", "{response}", "prompt and response"),
     make_format(
@@ -172,7 +218,7 @@ def guess(fields: Collection[str], where: str) -> Format:
     for known in FORMATS:
         if {*known.prompts[-1].fields, *known.answer.fields} <= set(fields):
             return known
-    names = "; ".join(", ".join((*known.prompts[-1].fields, *known.answer.fields)) for known in FORMATS)
+    names = "; ".join(", ".join(dict.fromkeys((*known.prompts[-1].fields, *known.answer.fields))) for known in FORMATS)
     has = ", ".join(fields) or "nothing"
     raise DataError(
         f"{where}: no known set of fields (found: {has}; known: {names}); give templates for prompt and answer, "

@@ -1,19 +1,26 @@
-"""Text to token numbers and back. All of them are saved as one JSON file beside the run."""
+"""Text to token numbers and back. All are saved in the `tokenizers` library's JSON form, which others read too."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from foretrain.data import library
 from foretrain.errors import DataError
 
 END_OF_TEXT = "<|endoftext|>"
 Tokens = NDArray[np.unsignedinteger[Any]]
+_VISIBLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_OTHERS = [byte for byte in range(256) if byte not in _VISIBLE]
+BYTE_OF = {chr(byte): byte for byte in _VISIBLE} | {chr(256 + place): byte for place, byte in enumerate(_OTHERS)}
+"""GPT-2 writes each byte as one visible character: itself where it is one, the next free one from 256 on if not."""
 
 
 class Tokenizer(Protocol):
@@ -23,12 +30,24 @@ class Tokenizer(Protocol):
     end_of_text: int
     """Written after each document."""
 
+    def encode(self, text: str) -> list[int]: ...
     def encode_batch(self, texts: Sequence[str]) -> list[Tokens]: ...
     def decode(self, tokens: Iterable[int]) -> str: ...
     def to_json(self) -> str: ...
 
 
-class ByteTokenizer:
+class _Encoder(ABC):
+    """One text as `encode_batch` encodes many."""
+
+    def encode(self, text: str) -> list[int]:
+        """Token numbers as `torch.tensor` and embeddings take them."""
+        return [int(token) for token in self.encode_batch([text])[0]]
+
+    @abstractmethod
+    def encode_batch(self, texts: Sequence[str]) -> list[Tokens]: ...
+
+
+class ByteTokenizer(_Encoder):
     """One token per byte of UTF-8: no vocabulary, no unknown characters."""
 
     vocab_size = 257
@@ -41,56 +60,121 @@ class ByteTokenizer:
         return bytes(token for token in tokens if token < 256).decode("utf-8", errors="replace")
 
     def to_json(self) -> str:
-        return json.dumps({"foretrain": "byte"})
+        """Byte-pair encoding that merges nothing."""
+        vocabulary = dict(sorted(BYTE_OF.items(), key=lambda item: item[1]))
+        model = {"type": "BPE", "vocab": vocabulary | {END_OF_TEXT: self.end_of_text}, "merges": []}
+        level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+        return _library_json(self.end_of_text, model, level, level)
 
 
-class CharacterTokenizer:
+class CharacterTokenizer(_Encoder):
     """One token per character that occurs in the data; the last number stands for ends and for unknown characters."""
 
     def __init__(self, characters: str) -> None:
-        self.characters = "".join(sorted(set(characters)))
+        self.characters = "".join(sorted(set(whole(characters))))
         self.end_of_text = len(self.characters)
         self.vocab_size = self.end_of_text + 1
-        self._codes = np.array([ord(character) for character in self.characters], dtype=np.uint32)
+        codes = [ord(character) for character in self.characters]
+        self._numbers = np.full(max(codes, default=0) + 2, self.end_of_text, dtype=np.uint32)
+        """By code; the last one stands for all that come after it."""
+        self._numbers[codes] = np.arange(len(codes), dtype=np.uint32)
 
     def encode_batch(self, texts: Sequence[str]) -> list[Tokens]:
         return [self._encode(text) for text in texts]
 
     def _encode(self, text: str) -> Tokens:
         codes = np.frombuffer(text.encode("utf-32-le", errors="replace"), dtype=np.uint32)
-        places = np.searchsorted(self._codes, codes).clip(max=max(0, len(self._codes) - 1))
-        known = self._codes[places] == codes
-        return np.where(known, places, self.end_of_text).astype(np.uint32)
+        return self._numbers[np.minimum(codes, len(self._numbers) - 1)]
 
     def decode(self, tokens: Iterable[int]) -> str:
         return "".join(self.characters[token] for token in tokens if token < self.end_of_text)
 
     def to_json(self) -> str:
-        return json.dumps({"foretrain": "char", "characters": self.characters}, ensure_ascii=False)
+        """A vocabulary of words that are all one character long."""
+        vocabulary = {character: number for number, character in enumerate(self.characters)}
+        model = {"type": "WordLevel", "vocab": vocabulary | {END_OF_TEXT: self.end_of_text}, "unk_token": END_OF_TEXT}
+        each = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False}
+        return _library_json(self.end_of_text, model, each, {"type": "Fuse"})
 
 
-class BPETokenizer:
+def _library_json(end_of_text: int, model: dict[str, Any], split: dict[str, Any], decoder: dict[str, Any]) -> str:
+    """A file of the `tokenizers` library. Of these fields it needs every one, and knows no others."""
+    end = {"id": end_of_text, "content": END_OF_TEXT, "single_word": False, "lstrip": False, "rstrip": False}
+    content = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [end | {"normalized": False, "special": True}],
+        "normalizer": None,
+        "pre_tokenizer": split,
+        "post_processor": None,
+        "decoder": decoder,
+        "model": model,
+    }
+    return json.dumps(content, ensure_ascii=False)
+
+
+class BPETokenizer(_Encoder):
     """Byte-pair encoding by the `tokenizers` library."""
 
     def __init__(self, inner: Any, origin: str) -> None:
+        library.encode_whole(inner)
         self.inner = inner
-        self.vocab_size = inner.get_vocab_size(with_added_tokens=True)
+        self.vocab_size = library.vocabulary_size(inner, origin)
         end = inner.token_to_id(END_OF_TEXT)
         if end is None:
             raise DataError(f"{origin}: the tokenizer has no {END_OF_TEXT} token; add it as a special token")
         self.end_of_text = int(end)
+        self._origin = origin
 
     def encode_batch(self, texts: Sequence[str]) -> list[Tokens]:
-        encoded = self.inner.encode_batch_fast(list(texts), add_special_tokens=False)
+        with library.called(f"{self._origin}: the tokenizer cannot encode this text"):
+            encoded = self.inner.encode_batch_fast([whole(text) for text in texts], add_special_tokens=False)
         return [np.array(entry.ids, dtype=np.uint32) for entry in encoded]
 
     def decode(self, tokens: Iterable[int]) -> str:
-        text: str = self.inner.decode(list(tokens))
+        with library.called(f"{self._origin}: the tokenizer cannot decode these tokens"):
+            text: str = self.inner.decode(list(tokens))
         return text
 
     def to_json(self) -> str:
         text: str = self.inner.to_str()
         return text
+
+
+def whole(text: str) -> str:
+    """The text with `?` for halves of surrogate pairs: JSON can write them, but they are no characters."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return text.encode("utf-8", errors="replace").decode("utf-8")
+    return text
+
+
+def characters_of(texts: Iterable[str]) -> str:
+    """Every character that occurs."""
+    found = np.zeros(sys.maxunicode + 1, dtype=bool)
+    for text in texts:
+        found[np.frombuffer(text.encode("utf-32-le", errors="replace"), dtype=np.uint32)] = True
+    return "".join(map(chr, np.flatnonzero(found)))
+
+
+def cut_of(tokenizer: Tokenizer) -> Callable[[str], int] | None:
+    """How much of a text is encoded as if nothing followed; None: of any text that may be nothing."""
+    if isinstance(tokenizer, (ByteTokenizer, CharacterTokenizer)):
+        return len
+    if isinstance(tokenizer, BPETokenizer) and library.splits_as_gpt2(tokenizer.inner):
+        return byte_level_cut
+    return None
+
+
+def byte_level_cut(text: str) -> int:
+    """Up to the last line end that stands alone between other characters: there GPT-2's splitting always cuts, and
+    neither side is split otherwise without the other. Spaces around it would be shared out between both."""
+    place = text.rfind("\n", 1, -1)
+    while place > 0 and (text[place - 1].isspace() or text[place + 1].isspace()):
+        place = text.rfind("\n", 1, place)
+    return max(place, 0) and place + 1
 
 
 def gpt2(folder: str | Path) -> BPETokenizer:
@@ -122,7 +206,8 @@ def train_bpe(texts: Iterator[str], size: int) -> BPETokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    inner.train_from_iterator(texts, trainer)
+    with library.called("data.tokenizer: no encoding can be learned from this text"):
+        inner.train_from_iterator(texts, trainer)
     return BPETokenizer(inner, "data.tokenizer")
 
 
@@ -130,10 +215,8 @@ def _byte_level(vocabulary: str | None, merges: str | None) -> Any:
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers
 
-    try:
+    with library.called(f"data.vocabulary: {vocabulary} and {merges} are no GPT-2 vocabulary"):
         model = models.BPE.from_file(vocabulary, merges) if vocabulary and merges else models.BPE()
-    except Exception as error:  # noqa: BLE001 - the library raises bare Exception for a malformed file
-        raise DataError(f"data.vocabulary: {vocabulary} and {merges} are no GPT-2 vocabulary ({error})") from None
     inner = tokenizers.Tokenizer(model)
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
@@ -151,14 +234,25 @@ def load(path: str | Path) -> Tokenizer:
         ) from None
     except (ValueError, RecursionError) as error:
         raise DataError(f"data.tokenizer: {path} is not JSON ({error})") from None
-    kind = content.get("foretrain") if isinstance(content, dict) else None
-    if kind == "byte":
-        return ByteTokenizer()
-    if kind == "char" and isinstance(content.get("characters"), str):
-        return CharacterTokenizer(content["characters"])
-    import tokenizers
+    if (own := _own(content)) is not None:
+        return own
+    with library.called(f"data.tokenizer: {path} is not a tokenizer file"):
+        return BPETokenizer(library.read(json.dumps(library.without_extras(content))), str(path))
 
-    try:
-        return BPETokenizer(tokenizers.Tokenizer.from_str(json.dumps(content)), str(path))
-    except Exception as error:  # noqa: BLE001 - the library raises bare Exception for a malformed file
-        raise DataError(f"data.tokenizer: {path} is not a tokenizer file ({error})") from None
+
+def _own(content: Any) -> Tokenizer | None:
+    """The tokenizer of ours that writes this file."""
+    if not isinstance(content, dict):
+        return None
+    if content.get("foretrain") == "byte":  # as they were written first
+        return ByteTokenizer()
+    if content.get("foretrain") == "char" and isinstance(content.get("characters"), str):
+        return CharacterTokenizer(content["characters"])
+    model = content.get("model")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    if not isinstance(vocabulary, dict):
+        return None
+    ours: list[Tokenizer] = [ByteTokenizer()]
+    if all(len(character) == 1 or character == END_OF_TEXT for character in vocabulary):
+        ours.append(CharacterTokenizer("".join(character for character in vocabulary if len(character) == 1)))
+    return next((tokenizer for tokenizer in ours if json.loads(tokenizer.to_json()) == content), None)

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
-import os
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,14 +13,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foretrain.config import DataConfig
-from foretrain.data import documents, tokenizers
-from foretrain.data.documents import Source
+from foretrain.data import cache, documents, tokenizers
+from foretrain.data.documents import Piece, Source
 from foretrain.data.tokenizers import Tokenizer
 from foretrain.errors import DataError
 
 DOCUMENT_SPLIT_FROM = 100
 """From this many documents on whole documents are held out; below, the end of the text."""
-_FORMAT = 2
+_FORMAT = 3
+_BATCH_TEXTS, _BATCH_CHARACTERS = 256, 2**20
 TokenArray = NDArray[Any]
 
 
@@ -40,6 +37,8 @@ class Corpus:
     fingerprint: str
     """SHA-256 of both token streams: a resumed run must find the same data."""
     title: str
+    checked: bool = False
+    """No token is beyond `vocab_size`."""
 
 
 def prepare(config: DataConfig, say: Callable[[str], None] = lambda _: None) -> Corpus:
@@ -48,30 +47,33 @@ def prepare(config: DataConfig, say: Callable[[str], None] = lambda _: None) -> 
     validation = documents.find(config.validation_path, "data.validation_path") if config.validation_path else None
     if source.is_tokens:
         return _token_files(config, source, validation)
-    folder = _cache_root(config) / _key(config, source, validation)
-    if not (folder / "meta.json").is_file():
-        say(f"tokenising {_title(config, source)} (kept in {folder.parent} for the next run)")
-        _write(config, source, validation, folder)
-    return _read_cache(folder, _title(config, source))
-
-
-def _read_cache(folder: Path, title: str) -> Corpus:
+    folder = cache.root(config.cache) / _key(config, source, validation)
+    title = _title(config, source)
+    problem = ""
+    if folder.exists():
+        try:
+            return _open(folder, title)
+        except cache.Damaged as error:
+            problem = str(error)
+    if problem:
+        say(f"{folder}: the token cache is damaged ({problem}); tokenising {title} again")
+    else:
+        say(f"tokenising {title} (kept in {folder.parent} for the next run)")
+    _write(config, source, validation, folder)
     try:
-        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-        train = _map(folder / "train.bin", meta["dtype"], meta["train"])
-        held_out = _map(folder / "held_out.bin", meta["dtype"], meta["held_out"])
-        vocab_size, fingerprint = int(meta["vocab_size"]), str(meta["fingerprint"])
-    except (OSError, ValueError, KeyError, TypeError):
-        raise _damaged(folder / "meta.json") from None
+        return _open(folder, title)
+    except cache.Damaged as error:
+        raise DataError(f"{folder}: the token cache cannot be used ({error}); set data.cache to another disk") from None
+
+
+def _open(folder: Path, title: str) -> Corpus:
+    meta = cache.check(folder)
     try:
-        tokenizer = tokenizers.load(folder / "tokenizer.json")
-    except DataError:
-        raise _damaged(folder / "tokenizer.json") from None
-    return Corpus(train, held_out, tokenizer, vocab_size, fingerprint, title)
-
-
-def _damaged(path: Path) -> DataError:
-    return DataError(f"{path}: the token cache is damaged; delete the folder {path.parent} and start again")
+        tokenizer = tokenizers.load(cache.tokenizer_of(folder))
+    except DataError as error:
+        raise cache.Damaged(str(error)) from None
+    train, held_out = (cache.tokens_of(folder, part, meta) for part in cache.PARTS)
+    return Corpus(train, held_out, tokenizer, int(meta["vocab_size"]), str(meta["fingerprint"]), title, checked=True)
 
 
 def _title(config: DataConfig, source: Source) -> str:
@@ -80,20 +82,6 @@ def _title(config: DataConfig, source: Source) -> str:
     if not config.path:
         return f"Python's standard library ({len(source.files)} files)"
     return source.files[0].name if len(source.files) == 1 else f"{len(source.files)} files"
-
-
-def _cache_root(config: DataConfig) -> Path:
-    if config.cache:
-        return Path(config.cache).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path("~/.cache").expanduser())
-    root = Path(base) / "foretrain" / "tokens"
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        if os.access(root, os.W_OK):
-            return root
-    except OSError:
-        return Path(tempfile.gettempdir()) / f"foretrain-tokens-{os.getuid()}"
-    return Path(tempfile.gettempdir()) / f"foretrain-tokens-{os.getuid()}"
 
 
 def _key(config: DataConfig, source: Source, validation: Source | None) -> str:
@@ -106,20 +94,15 @@ def _key(config: DataConfig, source: Source, validation: Source | None) -> str:
     for name in (config.tokenizer, config.vocabulary):
         path = Path(name).expanduser()
         if name and path.exists():
-            files = sorted(path.iterdir()) if path.is_dir() else [path]
-            recipe[name] = [[str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
+            files = sorted(file for file in path.iterdir() if file.is_file()) if path.is_dir() else [path]
+            recipe[name] = documents.fingerprint(files)
     return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def _map(path: Path, dtype: str, count: int) -> TokenArray:
-    if path.stat().st_size != count * np.dtype(dtype).itemsize:
-        raise _damaged(path)
-    if count == 0:
-        return np.zeros(0, dtype=dtype)  # an empty file cannot be mapped
-    return np.memmap(path, dtype=dtype, mode="r", shape=(count,))
-
-
 # --- splitting -------------------------------------------------------------------------------------------------------
+
+Part = tuple[bool, str, bool]
+"""Held out?, text, does a document end with it?"""
 
 
 @dataclass(frozen=True)
@@ -127,44 +110,64 @@ class Split:
     """Which part of which document is held out; decided once, before any token is made."""
 
     by_document: bool
-    share: float
     cut: int = 0
     """Characters before the held-out end of the text, when it is not split by document."""
+    sides: bytes = b""
+    """For each document whether it is held out, when it is split by document."""
 
-    def parts(self, texts: Iterator[str]) -> Iterator[tuple[bool, str]]:
-        """(held out?, text) in reading order."""
-        if self.by_document:
-            # Equal documents share a digest and so stay on one side of the split.
-            yield from ((_digest_share(text) < self.share, text) for text in texts)
-            return
-        seen = 0
-        for text in texts:
+    def parts(self, pieces: Iterable[Piece]) -> Iterator[Part]:
+        """In reading order."""
+        return self._whole_documents(pieces) if self.by_document else self._cut_text(pieces)
+
+    def _whole_documents(self, pieces: Iterable[Piece]) -> Iterator[Part]:
+        number = 0
+        for text, last in pieces:
+            yield bool(self.sides[number]), text, last
+            number += last
+
+    def _cut_text(self, pieces: Iterable[Piece]) -> Iterator[Part]:
+        seen, begun = 0, None
+        for text, last in pieces:
             before = min(max(self.cut - seen, 0), len(text))
-            if before:
-                yield False, text[:before]
-            if before < len(text):
-                yield True, text[before:]
             seen += len(text)
-
-
-def _digest_share(text: str) -> float:
-    digest = hashlib.blake2b(text.encode("utf-8", errors="replace"), digest_size=8).digest()
-    return int.from_bytes(digest, "big") / 2**64
+            for held_out, part in ((False, text[:before]), (True, text[before:])):
+                if not part:
+                    continue
+                if begun is not None and begun != held_out:  # the cut is in the middle of a document
+                    yield begun, "", True
+                yield held_out, part, False
+                begun = held_out
+            if last and begun is not None:
+                yield begun, "", True
+                begun = None
 
 
 def _plan_split(config: DataConfig, source: Source) -> Split:
-    count = characters = 0
-    for text in documents.read(source, config.text_field, config.max_documents):
-        count += 1
+    known = documents.count(source)
+    by_document = not config.validation_path and (known is None or known >= DOCUMENT_SPLIT_FROM)
+    sides = bytearray()
+    characters = 0
+    digest = _document_digest()
+    for text, last in documents.pieces(source, config.text_field, config.max_documents):
         characters += len(text)
+        if by_document:
+            digest.update(text.encode("utf-8", errors="replace"))
+        if last:
+            # Equal documents share a digest and so stay on one side of the split.
+            sides.append(int.from_bytes(digest.digest(), "big") / 2**64 < config.held_out)
+            digest = _document_digest()
     if characters == 0:
         names = config.path or "the standard library"
         raise DataError(f"data.path: {names} is empty; name files that hold text")
     if config.validation_path:
-        return Split(by_document=False, share=0.0, cut=characters)
-    if count >= DOCUMENT_SPLIT_FROM:
-        return Split(by_document=True, share=config.held_out)
-    return Split(by_document=False, share=config.held_out, cut=int(characters * (1 - config.held_out)))
+        return Split(by_document=False, cut=characters)
+    if by_document and len(sides) >= DOCUMENT_SPLIT_FROM:
+        return Split(by_document=True, sides=bytes(sides))
+    return Split(by_document=False, cut=int(characters * (1 - config.held_out)))
+
+
+def _document_digest() -> hashlib.blake2b:
+    return hashlib.blake2b(digest_size=8)
 
 
 # --- tokenising ------------------------------------------------------------------------------------------------------
@@ -173,62 +176,80 @@ def _plan_split(config: DataConfig, source: Source) -> Split:
 def _write(config: DataConfig, source: Source, validation: Source | None, folder: Path) -> None:
     split = _plan_split(config, source)
 
-    def parts() -> Iterator[tuple[bool, str]]:
-        yield from split.parts(documents.read(source, config.text_field, config.max_documents))
+    def parts() -> Iterator[Part]:
+        yield from split.parts(documents.pieces(source, config.text_field, config.max_documents))
         if validation is not None:
-            yield from ((True, text) for text in documents.read(validation, config.text_field))
+            yield from ((True, *piece) for piece in documents.pieces(validation, config.text_field))
 
     tokenizer = _make_tokenizer(config, parts)
-    temporary: Path | None = None
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=".tmp-", dir=folder.parent))
-        meta = _encode(tokenizer, parts(), temporary)
-        (temporary / "tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8")
-        (temporary / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
-        try:
-            temporary.rename(folder)
-        except OSError:
-            if not (folder / "meta.json").is_file():  # unless another run was faster
-                raise
-    except OSError as error:
-        raise DataError(
-            f"{folder.parent}: cannot write token files ({error.strerror}); free some space or set data.cache"
-        ) from None
-    finally:
-        if temporary is not None:
-            shutil.rmtree(temporary, ignore_errors=True)
+    cache.write(folder, lambda new: _encode(tokenizer, parts(), new), tokenizer.to_json())
 
 
-def _make_tokenizer(config: DataConfig, parts: Callable[[], Iterator[tuple[bool, str]]]) -> Tokenizer:
+def _make_tokenizer(config: DataConfig, parts: Callable[[], Iterator[Part]]) -> Tokenizer:
     if config.tokenizer == "byte":
         return tokenizers.ByteTokenizer()
     if config.tokenizer == "char":
-        return tokenizers.CharacterTokenizer("".join(set().union(*(set(text) for _, text in parts()))))
+        return tokenizers.CharacterTokenizer(tokenizers.characters_of(text for _, text, _ in parts()))
     if config.tokenizer == "gpt2":
         return tokenizers.gpt2(config.vocabulary)
     if config.tokenizer == "bpe":
-        return tokenizers.train_bpe((text for held_out, text in parts() if not held_out), config.bpe_size)
+        trained = (part for part in parts() if not part[0])
+        texts = (text for _, text, _ in _cut_where(tokenizers.byte_level_cut, trained))
+        return tokenizers.train_bpe(texts, config.bpe_size)
     return tokenizers.load(config.tokenizer)
 
 
-def _encode(tokenizer: Tokenizer, parts: Iterator[tuple[bool, str]], folder: Path) -> dict[str, Any]:
+def _encode(tokenizer: Tokenizer, parts: Iterator[Part], folder: Path) -> dict[str, Any]:
     dtype = np.dtype("<u2" if tokenizer.vocab_size <= 2**16 else "<u4")
     end = np.array([tokenizer.end_of_text], dtype=dtype).tobytes()
-    counts = {"train": 0, "held_out": 0}
+    counts = dict.fromkeys(cache.PARTS, 0)
     hashes = {name: hashlib.sha256() for name in counts}
     with (folder / "train.bin").open("wb") as train, (folder / "held_out.bin").open("wb") as held_out:
-        files = {"train": train, "held_out": held_out}
-        while batch := list(itertools.islice(parts, 256)):
-            encoded = tokenizer.encode_batch([text for _, text in batch])
-            for (is_held_out, _), tokens in zip(batch, encoded, strict=True):
-                name = "held_out" if is_held_out else "train"
-                content = tokens.astype(dtype).tobytes() + end
-                files[name].write(content)
-                hashes[name].update(content)
-                counts[name] += len(tokens) + 1
+        files = dict(zip(cache.PARTS, (train, held_out), strict=True))
+        for batch in _batches(_cut_where(tokenizers.cut_of(tokenizer), parts)):
+            encoded = tokenizer.encode_batch([text for _, text, _ in batch])
+            for (is_held_out, _, ends), tokens in zip(batch, encoded, strict=True):
+                name = cache.PARTS[is_held_out]
+                if len(tokens) and int(tokens.max()) >= tokenizer.vocab_size:
+                    raise DataError(
+                        f"data.tokenizer: it made token {tokens.max()}, but has only {tokenizer.vocab_size} of them"
+                    )
+                for content in (tokens.astype(dtype).tobytes(), end if ends else b""):
+                    files[name].write(content)
+                    hashes[name].update(content)
+                counts[name] += len(tokens) + ends
     fingerprint = hashlib.sha256(b"".join(digest.digest() for digest in hashes.values())).hexdigest()
     return {"dtype": dtype.str, "vocab_size": tokenizer.vocab_size, "fingerprint": fingerprint, **counts}
+
+
+def _cut_where(cut: Callable[[str], int] | None, parts: Iterable[Part]) -> Iterator[Part]:
+    """The same text in other pieces. cut: how much of a text is encoded as if nothing followed; None: all of it."""
+    waiting: list[str] = []
+    for held_out, text, ends in parts:
+        if cut is not None and not ends:
+            text = "".join([*waiting, text])
+            waiting.clear()
+            place = cut(text)
+            if place:
+                yield held_out, text[:place], False
+            text = text[place:]
+        waiting.append(text)
+        if ends:
+            yield held_out, "".join(waiting), True
+            waiting.clear()
+
+
+def _batches(parts: Iterator[Part]) -> Iterator[list[Part]]:
+    """Texts to encode at once: not too many, and not too much."""
+    batch: list[Part] = []
+    characters = 0
+    for part in parts:
+        batch.append(part)
+        characters += len(part[1])
+        if len(batch) >= _BATCH_TEXTS or characters >= _BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    yield batch
 
 
 # --- token files -----------------------------------------------------------------------------------------------------
@@ -236,12 +257,12 @@ def _encode(tokenizer: Tokenizer, parts: Iterator[tuple[bool, str]], folder: Pat
 
 def _token_files(config: DataConfig, source: Source, validation: Source | None) -> Corpus:
     """Tokens made elsewhere: `.npy` of any integer type, `.bin` as little-endian uint16."""
-    tokens = _read_tokens(source)
+    tokens = read_token_files(source)
     if validation is None:
         cut = int(len(tokens) * (1 - config.held_out))
         train, held_out = tokens[:cut], tokens[cut:]
     else:
-        train, held_out = tokens, _read_tokens(validation)
+        train, held_out = tokens, read_token_files(validation)
     tokenizer: Tokenizer | None = None
     if config.tokenizer == "gpt2" and config.vocabulary:
         tokenizer = tokenizers.gpt2(config.vocabulary)
@@ -253,7 +274,8 @@ def _token_files(config: DataConfig, source: Source, validation: Source | None) 
     return Corpus(train, held_out, tokenizer, vocab_size, digest.hexdigest(), _title(config, source))
 
 
-def _read_tokens(source: Source) -> TokenArray:
+def read_token_files(source: Source) -> TokenArray:
+    """The tokens of all its files, one after the other."""
     arrays = [_read_token_file(path) for path in source.files]
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 

@@ -46,9 +46,10 @@ class HostedTrajectory(Trajectory):
         window: int = 10,
         dtype: torch.dtype = torch.float32,
         reduce_dots: Callable[[Tensor], Tensor] = lambda dots: dots,
+        hold: bool = True,
         buffer_bytes: int = BUFFER_BYTES,
     ) -> None:
-        super().__init__(parameters, names, window=window, dtype=dtype, reduce_dots=reduce_dots)
+        super().__init__(parameters, names, window=window, dtype=dtype, reduce_dots=reduce_dots, hold=hold)
         at_once = elements_at_once(dtype.itemsize, buffer_bytes) // self.layout.chunk
         self.chunks_at_once = min(self.layout.chunks, max(1, at_once))
         self._lanes = [Lane(self.device) for _ in range(_BUFFERS)]
@@ -132,6 +133,10 @@ class HostedTrajectory(Trajectory):
     def forget(self) -> None:
         settle(self.device)
         super().forget()
+
+    def release(self) -> None:
+        settle(self.device)
+        super().release()
 
     def state_dict(self) -> dict[str, Any]:
         settle(self.device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -14,12 +15,13 @@ from torch.optim import Optimizer
 from foretrain.dynamics.predictor import Array, Followed, Forecast, Predictor, Score, Situation, score
 from foretrain.dynamics.quality import Quality
 from foretrain.dynamics.records import (
+    DIRECTIONS,
     HORIZONS_IN_WINDOWS,
     ForecastRecord,
     PhaseRecord,
     WindowRecord,
 )
-from foretrain.dynamics.samples import Sample, bias_corrections
+from foretrain.dynamics.samples import Sample, Statistics, bias_corrections
 from foretrain.dynamics.state import StateEncoder
 from foretrain.dynamics.trajectory import Motion, Since, Trajectory
 from foretrain.engine.step import StepOutput
@@ -65,7 +67,7 @@ class Observer:
         self.quality = Quality(self.window)
         self.smoothed_loss = math.nan
         self.predicted_loss: float | None = None
-        """What was said a window ago that the smoothed loss would be now."""
+        """What was said a window ago that the smoothed loss would be now; None where nothing was said of now."""
         self.situation: Situation | None = None
         """At the end of the last window; None after a move or before the first window."""
         self.scored: list[tuple[Followed, Forecast, Score]] = []
@@ -76,13 +78,17 @@ class Observer:
         self._next: _Pending | None = None
         self._frozen: _Pending | None = None
 
-    def restart(self) -> None:
-        """The weights were moved by something else than full steps."""
+    def restart(self, new_level: bool = False) -> None:
+        """The weights were moved by something else than full steps. new_level: so far that no loss from before says
+        anything about those that follow."""
         self.trajectory.restart()
         self._outputs.clear()
         self._next = self._frozen = None
         self.situation = None
+        self.predicted_loss = None
         self.windows = 0
+        if new_level:
+            self.smoothed_loss = math.nan
 
     @property
     def forecast(self) -> Forecast | None:
@@ -103,14 +109,13 @@ class Observer:
         """The end of a window: the only place that waits for the device."""
         outputs = torch.stack([value.float() for value in self._outputs])
         norms = torch.stack(torch._foreach_norm(self.trajectory.parameters)).norm()
-        motion = self.trajectory.close([outputs, self.sample.statistics(), norms])
+        extra = [outputs, self.sample.statistics(), norms]
         self._outputs.clear()
-        record = self._record(motion, moment)
-        for loss in record.losses:
-            if math.isfinite(loss):
-                step = _SMOOTHING if math.isfinite(self.smoothed_loss) else 1.0
-                old = self.smoothed_loss if math.isfinite(self.smoothed_loss) else 0.0
-                self.smoothed_loss = old + step * (loss - old)
+        if not self.trajectory.held:
+            return self._without_motion(self._record(self.trajectory.skip(extra), None, moment))
+        motion = self.trajectory.close(extra)
+        record = self._record(motion.extra, motion, moment)
+        self._smooth(record)
         followed = self._score(motion)
         forecast_record = self._forecast_record(moment)
         state = self.encoder.encode(record, forecast_record, moment.phase)
@@ -125,10 +130,23 @@ class Observer:
             self._frozen = self._next
         return record
 
-    def _record(self, motion: Motion, moment: Moment) -> WindowRecord:
-        steps = len(motion.extra) - 7
-        rows = np.asarray(motion.extra[:steps]).reshape(-1, 3)
-        mean, deviation, cosine, moment_mean, moment_std, second, weight_norm = motion.extra[steps:]
+    def _without_motion(self, record: WindowRecord) -> WindowRecord:
+        """Losses and gradients are all that was seen: nothing is forecast, and nothing scored."""
+        self._smooth(record)
+        self.scored = []
+        self.windows += 1
+        return record
+
+    def _smooth(self, record: WindowRecord) -> None:
+        for loss in record.losses:
+            if math.isfinite(loss):
+                step = _SMOOTHING if math.isfinite(self.smoothed_loss) else 1.0
+                old = self.smoothed_loss if math.isfinite(self.smoothed_loss) else 0.0
+                self.smoothed_loss = old + step * (loss - old)
+
+    def _record(self, extra: Sequence[Array], motion: Motion | None, moment: Moment) -> WindowRecord:
+        outputs, sampled, weight_norm = extra  # as `close` asked for them
+        rows, statistics = outputs.reshape(-1, 3), Statistics(*sampled.tolist())
         losses = np.where(rows[:, 2] > 0, math.nan, rows[:, 0])
         return WindowRecord(
             step=moment.step,
@@ -137,16 +155,11 @@ class Observer:
             learning_rate=moment.learning_rate,
             rate_share=moment.learning_rate / moment.peak_rate if moment.peak_rate else 0.0,
             progress=moment.step / max(1, moment.max_steps),
-            weight_norm=weight_norm,
-            displacement_norm=math.sqrt(max(0.0, float(motion.window.square.sum()))),
-            cosines=self._cosines(motion.window),
-            effective_rank=_effective_rank(motion.gram.sum(axis=0)),
-            gradient_mean=mean,
-            gradient_std=deviation,
-            gradient_cosine=cosine,
-            moment_mean=moment_mean,
-            moment_std=moment_std,
-            second_moment_mean=second,
+            weight_norm=float(weight_norm[0]),
+            displacement_norm=math.sqrt(max(0.0, float(motion.window.square.sum()))) if motion else math.nan,
+            cosines=self._cosines(motion.window) if motion else (math.nan,) * len(DIRECTIONS),
+            effective_rank=_effective_rank(motion.gram.sum(axis=0)) if motion else math.nan,
+            **statistics._asdict(),
             bias_corrections=bias_corrections(self.optimizer, moment.full_steps),
         )
 
@@ -192,7 +205,7 @@ class Observer:
     def state_dict(self, directions: bool = True) -> dict[str, Any]:
         """Without `directions` it has to watch some windows again before it forecasts."""
         return {
-            "trajectory": self.trajectory.state_dict() if directions else None,
+            "trajectory": self.trajectory.state_dict() if directions or not self.trajectory.held else None,
             "sample": self.sample.state_dict(),
             "encoder": self.encoder.state_dict(),
             "quality": self.quality.state_dict(),
@@ -218,6 +231,7 @@ class Observer:
         if state["trajectory"] is not None:
             self.trajectory.load_state_dict(state["trajectory"])
         else:
+            self.trajectory.hold()
             self.restart()
             self.trajectory.forget()
 

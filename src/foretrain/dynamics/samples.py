@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,20 @@ from foretrain.engine.optim import is_wrapped
 
 _TENSORS = 16
 _PER_TENSOR = 1024
+
+
+class Statistics(NamedTuple):
+    """What `Sample.statistics` measures, in this order."""
+
+    gradient_mean: float
+    gradient_std: float
+    gradient_cosine: float
+    """With the gradient of the step before."""
+    moment_mean: float
+    """Of the absolute first moment; the gradient itself where there is none."""
+    moment_std: float
+    second_moment_mean: float
+    """Of the root of the second moment; the gradient's root mean square where there is none."""
 
 
 class Sample:
@@ -49,7 +63,7 @@ class Sample:
 
     @torch.no_grad()
     def statistics(self) -> Tensor:
-        """[7] gradient mean, std and cosine with the one before; first moment mean |m| and std, mean sqrt(v); count."""
+        """The numbers of `Statistics`, still on the device: they are read along with others."""
         gradient = self.gradient()
         before = self._before if self._before is not None and self._before.shape == gradient.shape else gradient
         cosine = torch.nn.functional.cosine_similarity(gradient, before, dim=0, eps=1e-30)

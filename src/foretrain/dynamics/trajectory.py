@@ -47,8 +47,8 @@ class Motion:
     """The displacement since the basis was frozen, on the frozen basis."""
     gram: Array
     """[G, R, R] of the basis with this window: the one the next move is made of."""
-    extra: list[float]
-    """What the caller wanted to have read along."""
+    extra: tuple[Array, ...]
+    """What the caller wanted to have read along: the numbers of each of its tensors."""
 
 
 LARGEST_FP32_BASIS = 32_000_000
@@ -75,20 +75,18 @@ class Trajectory:
         window: int = 10,
         dtype: torch.dtype = torch.float32,
         reduce_dots: Callable[[Tensor], Tensor] = lambda dots: dots,
+        hold: bool = True,
     ) -> None:
+        """hold: from the beginning; otherwise not before `hold` is called."""
         self.parameters = [p.detach() for p in parameters]
         self.window = window
         self.reduce_dots = reduce_dots
         self.layout = Layout(self.parameters, names or [str(index) for index in range(len(self.parameters))])
         self.device = self.parameters[0].device
-        self._rows = self._zeros(self._ROWS, self.layout.size, dtype=dtype)
-        self.basis = self._rows[:_R]
-        self.frozen = self._rows[_R : 2 * _R]
-        self._since_freeze = self._rows[2 * _R]
-        self._previous = self._zeros(self.layout.size)
-        self._scratch = self._zeros(self.layout.size)
-        self._previous_views = self.layout.views(self._previous)
-        self._scratch_views = self.layout.views(self._scratch)
+        self._dtype = dtype
+        self.held = hold
+        """There is memory for directions; without it windows are counted, and nothing is seen of the motion."""
+        self._make_room(self.layout.size if hold else 0)
         self.windows = 0
         """Windows that entered the basis so far."""
         self.steps = 0
@@ -96,6 +94,31 @@ class Trajectory:
         self.frozen_windows = -1
         """Windows since the basis was frozen; -1 while none is."""
         self.restart()
+
+    def _make_room(self, size: int) -> None:
+        """Rows of so many elements, all zero."""
+        self._rows = self._zeros(self._ROWS, size, dtype=self._dtype)
+        self.basis = self._rows[:_R]
+        self.frozen = self._rows[_R : 2 * _R]
+        self._since_freeze = self._rows[2 * _R]
+        self._previous = self._zeros(size)
+        self._scratch = self._zeros(size)
+        self._previous_views = self.layout.views(self._previous) if size else []
+        self._scratch_views = self.layout.views(self._scratch) if size else []
+
+    def hold(self) -> None:
+        """From now on directions are kept, beginning with none."""
+        if not self.held:
+            self._make_room(self.layout.size)
+            self.held = True
+            self.restart()
+
+    def release(self) -> None:
+        """Give the memory of all directions back: nothing will be made of them soon."""
+        self._make_room(0)
+        self.held = False
+        self.windows = self.steps = 0
+        self.frozen_windows = -1
 
     def _zeros(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=self.device)
@@ -113,7 +136,8 @@ class Trajectory:
 
     def restart(self) -> None:
         """Open a window at the weights as they are. A move lies between: what was frozen is not comparable any more."""
-        copy_each(self._previous_views, self.parameters)
+        if self.held:
+            copy_each(self._previous_views, self.parameters)
         self.steps = 0
         self.frozen_windows = -1
 
@@ -126,13 +150,18 @@ class Trajectory:
 
     def before_step(self) -> None:
         """Before each full step: the last one of a window is a direction of its own."""
-        if self.steps == self.window - 1:
+        if self.held and self.steps == self.window - 1:
             copy_each(self._scratch_views, self.parameters)
 
     def after_step(self) -> bool:
-        """After each full step; True when the window is full and `close` is due."""
+        """After each full step; True when the window is full and `close`, or `skip`, is due."""
         self.steps += 1
         return self.steps >= self.window
+
+    def skip(self, extra: Sequence[Tensor]) -> tuple[Array, ...]:
+        """End of a window of which no direction is kept: only what the caller wants to have read."""
+        self.steps = 0
+        return tuple(_to_host(extra))
 
     @torch.no_grad()
     def close(self, extra: Sequence[Tensor] = ()) -> Motion:
@@ -152,7 +181,7 @@ class Trajectory:
             if frozen
             else None,
             gram=dots[:, -gram_size:].reshape(-1, _R, _R),
-            extra=[float(value) for values in numbers[1:] for value in values.ravel()],
+            extra=tuple(numbers[1:]),
         )
         self.frozen_windows = 0 if freeze else self.frozen_windows + 1
         return motion
@@ -230,6 +259,8 @@ class Trajectory:
 
     def state_dict(self) -> dict[str, Any]:
         counts = {"windows": self.windows, "steps": self.steps, "frozen_windows": self.frozen_windows}
+        if not self.held:
+            return counts
         tensors = {"basis": self.basis, "previous": self._previous}
         if self.frozen_windows >= 0:
             tensors |= {"frozen": self.frozen, "since_freeze": self._since_freeze}
@@ -237,8 +268,14 @@ class Trajectory:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if "basis" in state:
+            self.hold()
+        else:
+            self.release()
         self.windows, self.steps = int(state["windows"]), int(state["steps"])
         self.frozen_windows = int(state["frozen_windows"])
+        if not self.held:
+            return
         self.basis.copy_(state["basis"])
         self._previous.copy_(state["previous"])
         if self.frozen_windows >= 0:

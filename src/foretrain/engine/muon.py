@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foretrain.engine import moments, narrow
+from foretrain.engine import moments, narrow, precision
 from foretrain.engine.skipping import SkippingOptimizer
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -18,10 +18,16 @@ NEWTON_SCHULZ_STEPS = 5
 EPSILON = 1e-7
 
 
+def iteration_type(device: torch.device) -> str:
+    """Number format of the Newton-Schulz iteration: bf16 is enough for it; fp32 on CPUs that would emulate bf16."""
+    return "bf16" if device.type != "cpu" or precision.cpu_has_bf16_products() else "fp32"
+
+
 def orthogonalize(matrices: Tensor) -> Tensor:
-    """Nearest (roughly) orthogonal matrix to each of [batch, rows, columns], by quintic Newton-Schulz in bf16."""
+    """Nearest (roughly) orthogonal matrix to each of [batch, rows, columns], by quintic Newton-Schulz; the result is in
+    the format that suits the device."""
     a, b, c = COEFFICIENTS
-    x = matrices.bfloat16()
+    x = matrices.to(precision.DTYPES[iteration_type(matrices.device)])
     tall = x.shape[1] > x.shape[2]
     if tall:
         x = x.mT
@@ -92,12 +98,13 @@ class Muon(SkippingOptimizer):
             rate, weight = torch.where(bad, 0.0, rate), torch.where(bad, 0.0, weight)
         momentum = self._momentum(params, gradient, weight)
         update = gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
+        del gradient, momentum  # the iteration needs the room
         rows, columns = params[0].shape
         if group["scale"] == "match_rms_adamw":
             ratio = 0.2 * math.sqrt(max(rows, columns))
         else:
             ratio = math.sqrt(max(1, rows / columns))
-        step = orthogonalize(update).float() * (rate * ratio)
+        step = orthogonalize(update).float().mul_(rate * ratio)
         torch._foreach_mul_(params, 1 - rate * group["weight_decay"])
         torch._foreach_sub_(params, list(step.unbind(0)))
 

@@ -13,12 +13,13 @@ from types import TracebackType
 from typing import Any
 
 from foretrain.errors import InputError, SaveError
-from foretrain.files import explain_failed_write, for_json, make_folder, remove, write_atomic
+from foretrain.files import explain_failed_write, for_json, make_folder, open_own, remove, write_atomic
 
 _DESCRIBING = ("config.toml", "tokenizer.json", "summary.json", "report.html")
 WEIGHTS = "model.safetensors"
 """Of a module of the user's own, at the end of its run."""
 _TRACKERS = ("trackers.json", "tensorboard", "wandb", "mlflow", "trackio")
+_LARGE = ("model", "adapter", WEIGHTS, "metrics.jsonl", "checkpoints")
 
 
 class RunFolder:
@@ -40,17 +41,21 @@ class RunFolder:
         self.command = "train"
         """Of `foretrain`, that goes on with it."""
         self.opened = time.monotonic()
-        self._lock: int | None = None
+        self._locks: list[int] = []
         self._made = False
 
     def __enter__(self) -> RunFolder:
         try:
             self._made = not self.path.is_dir()
             make_folder(self.path)
-            self._lock = os.open(self.path / ".lock", os.O_CREAT | os.O_RDWR, 0o600)
+            self._refuse_links()
+            # The folder, too: the file can be deleted. The file, too: network file systems lock no folders.
+            self._locks = [os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)]
+            self._locks.append(open_own(self.path / ".lock", os.O_CREAT | os.O_RDWR, 0o600))
         except OSError as error:
+            self._release()
             raise InputError(f"{self.named}: cannot write there ({error.strerror}); choose another folder") from None
-        if not _take_lock(self._lock):
+        if not all(_take_lock(lock) for lock in self._locks):
             self._release()
             raise InputError(f"{self.named}: another run is writing there; wait for it or choose another folder")
         if self.holds_run() and not (self.resume or self.overwrite):
@@ -61,6 +66,28 @@ class RunFolder:
             )
         return self
 
+    def _refuse_links(self) -> None:
+        """What is written under these names would be written elsewhere."""
+        cleared = self.overwrite and not self.resume
+        for name in (".lock", *(() if cleared else (*_DESCRIBING, *_TRACKERS, *_LARGE))):
+            if (self.path / name).is_symlink():
+                raise InputError(
+                    f"--out {self.path}: {name} in it is a link, and a run writes into its own folder only; delete the "
+                    "link, or choose another folder"
+                )
+
+    def check_place(self) -> None:
+        """Raises SaveError once the folder was moved or deleted: a new one under its name would hide it."""
+        try:
+            same = os.path.samestat(self.path.stat(), os.fstat(self._locks[0]))
+        except OSError:
+            same = False
+        if not same:
+            raise SaveError(
+                f"{self.path}: the run folder was moved or deleted while the run goes on, so nothing can be saved "
+                "there; put it back under its name"
+            )
+
     def holds_run(self) -> bool:
         return self.metrics.exists() or self.checkpoints.exists()
 
@@ -68,7 +95,7 @@ class RunFolder:
         """Delete an earlier run, and only that: the files a run writes. Checkpoints go last, so that a run which is
         only half deleted still counts as one."""
         try:
-            for name in (*_DESCRIBING, *_TRACKERS, "model", "adapter", WEIGHTS, "metrics.jsonl", "checkpoints"):
+            for name in (*_DESCRIBING, *_TRACKERS, *_LARGE):
                 remove(self.path / name)
         except OSError as error:
             raise InputError(
@@ -77,6 +104,7 @@ class RunFolder:
 
     def write(self, name: str, text: str) -> None:
         """A small text file of the run, whole or not at all."""
+        self.check_place()
         try:
             write_atomic(self.path / name, text)
         except OSError as error:
@@ -96,10 +124,10 @@ class RunFolder:
         self.write("summary.json", json.dumps(for_json(summary), indent=2) + "\n")
 
     def _release(self) -> None:
-        if self._lock is not None:
+        for lock in self._locks:
             with contextlib.suppress(OSError):
-                os.close(self._lock)
-            self._lock = None
+                os.close(lock)
+        self._locks = []
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

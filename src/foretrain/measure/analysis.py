@@ -124,8 +124,11 @@ def _arm(plan: Plan, arm: Arm, curve: Curve | None, derived: Any = None) -> dict
             seconds = steps * seconds_per_step(plan, seed)
             ratios.append(0.0 if same else math.log(seconds / results[seed]["seconds"]))
     tries = sum(result.get(name, 0) for result in results.values() for name in ("kept", "refused", "rolled_back"))
-    if results and not tries and _moves(plan, arm):
-        notes.append("made no move: what it shows is overhead")
+    idle = bool(results) and not tries and _moves(plan, arm)
+    identical = idle and len(paired) == len(results) and all(_equal(results[seed], plain[seed]) for seed in paired)
+    if idle:
+        shown = "the same run as plain's, to the bit" if identical else "what it shows is overhead"
+        notes.append(f"made no move: {shown}")
     if len(paired) < len(results):
         notes.append(f"compared in {len(paired)} of {len(results)} seeds: in the others the plain loop failed")
     same_length = arm.budget == 1.0 and not derived
@@ -142,6 +145,7 @@ def _arm(plan: Plan, arm: Arm, curve: Curve | None, derived: Any = None) -> dict
         "learning_rate": next(iter(results.values()))["learning_rate"] if results else None,
         "n": len(results),
         "failed": failed,
+        "identical": identical,
         "seeds": paired,
         "loss_mean": _mean([r["loss"] for r in results.values()]),
         "loss_deviation": _deviation([r["loss"] for r in results.values()]),
@@ -155,6 +159,11 @@ def _arm(plan: Plan, arm: Arm, curve: Curve | None, derived: Any = None) -> dict
         "doubts": doubts,
         "note": "; ".join(notes + doubts),
     }
+
+
+def _equal(one: Result, other: Result) -> bool:
+    """The same steps to the same losses, to the bit."""
+    return all(one.get(name) == other.get(name) for name in ("loss", "held_out_loss", "backward_passes", "tokens"))
 
 
 def _moves(plan: Plan, arm: Arm) -> bool:
@@ -187,6 +196,12 @@ def _verdict(plan: Plan, claim: dict[str, Any] | None) -> tuple[str, str]:
         return "no gain shown", f"No gain shown: {claim['note'] or 'nothing can be compared'}."
     ratio, n = claim["speedup"], len(claim["speedups"])
     times = f"{ratio['mean']:.3f}x as fast as the equally tuned plain loop to the same loss"
+    if claim["identical"] and not claim["failed"] and (n < 3 or ratio["high"] >= 1):
+        return "identical", (
+            f"Identical runs: {claim['label']} made no move and ended at the plain loop's loss, to the bit, with "
+            f"{_count(n, 'seed')}; the time differs by noise. How much may be spent on trying moves is "
+            "audit.time_budget."
+        )
     if n < 3:
         few = f"Too few for a proof: {claim['label']} was {times} with {_count(n, 'seed')}. Use --seeds 3."
         return "one run", few

@@ -27,8 +27,8 @@ PAGE = "report.html"
 class Watcher(Protocol):
     """Told how a comparison goes on. `ComparisonConsole` is one."""
 
-    def planned(self, steps_left: int) -> None:
-        """Optimizer steps still to do, as far as known."""
+    def planned(self, steps_left: int, runs: tuple[int, int]) -> None:
+        """Optimizer steps still to do, and how many runs are done of how many, as far as known."""
 
     def begins(self, spec: Spec) -> None: ...
 
@@ -97,7 +97,7 @@ class Comparison:
                 if self.find(spec) is not None:  # another arm's run a moment ago was this one, too
                     continue
                 if watcher is not None:
-                    watcher.planned(self.plan.steps_left())
+                    watcher.planned(self.plan.steps_left(), self.counted())
                     watcher.begins(spec)
                 result = carry_out(self.task, spec, self.base, warmed, watcher.happens if watcher else None)
                 check_pairing([*self._results.values(), result])
@@ -105,6 +105,11 @@ class Comparison:
                 if watcher is not None:
                     watcher.ended(spec, result)
         return True
+
+    def counted(self) -> tuple[int, int]:
+        """Runs that are done, and all of them. One run may serve several arms."""
+        found = {self._key(spec): self.find(spec) is not None for spec in self.plan.specs()}
+        return sum(found.values()), len(found) + self.plan.unknown_runs()
 
     def keep(self, spec: Spec, result: Result) -> None:
         key = self._key(spec)

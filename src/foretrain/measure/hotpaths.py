@@ -366,8 +366,10 @@ def _all() -> list[Benchmark]:
     ]
     host, weights, training, serving = "host", "weights", "training", "serving"
     others = [
-        Benchmark("state encode", host, "the 64 numbers of the training state", _encode),
-        Benchmark("confidence estimate", host, "probability that a move will be kept", _confidence_estimate),
+        Benchmark("state encode", host, "the 64 numbers of the training state; aim: 100 µs", _encode),
+        Benchmark(
+            "confidence estimate", host, "probability that a move will be kept; aim: 10 µs", _confidence_estimate
+        ),
         Benchmark("confidence learn", host, "take in an outcome, 200 remembered", _confidence_learn),
         Benchmark("history score", host, "score a forecast against what followed", _score_history),
         Benchmark("history loss", host, "take a loss into the guard's baseline", _loss_history),

@@ -201,7 +201,20 @@ class Plan:
         )
         known = sum(spec.max_steps for spec in self.specs() if self.find(spec) is None)
         unknown = sum(1 for seed in self.seeds if not self.round(seed))
-        return round(known + unknown * per_round)
+        return round(known + unknown * per_round + self._underivable() * self.base.max_steps)
+
+    def unknown_runs(self) -> int:
+        """Runs that `specs` does not name yet, because they depend on results to come. A guess, and rather too many."""
+        unknown = [seed for seed in self.seeds if not self.round(seed)]
+        per_round = len(self.claims) + len(self.controls) + len(set(self.options.budgets)) + 2 * self.options.controls
+        swept = len(self._swept()) if self.seeds[0] in unknown else 0  # the sweep has one of each already
+        return len(unknown) * per_round - swept + self._underivable()
+
+    def _underivable(self) -> int:
+        """Plain loops whose length is not known yet, in rounds that are."""
+        rounds = [seed for seed in self.seeds if self.options.controls and self.round(seed)]
+        first = self.claims[0], PLAIN
+        return 2 * sum(any(self.find(self._spec(arm, seed)) is None for arm in first) for seed in rounds)
 
     def spec(self, arm: Arm, seed: int) -> Spec:
         """The run of an arm at its best learning rate."""

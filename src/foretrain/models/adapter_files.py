@@ -5,18 +5,18 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from foretrain.errors import CheckpointError, ConfigError, SaveError
-from foretrain.files import explain_failed_write, make_folder, sync_file
-from foretrain.models import huggingface, lora
+from foretrain.files import explain_failed_write, give_usual_mode, make_folder, sync_file, write_atomic, write_synced
+from foretrain.models import base_weights, huggingface, lora
 from foretrain.models.gpt2 import GPT2
 from foretrain.models.lora import LoraSettings
 
@@ -40,6 +40,8 @@ class Adapter:
     settings: LoraSettings
     tensors: dict[str, Tensor] = field(repr=False)
     base_model_name: str = ""
+    base_checksum: str = ""
+    """Of the weights it was trained on, as `base_weights.checksum` makes it; empty: unknown."""
 
     @property
     def layers(self) -> list[str]:
@@ -52,8 +54,13 @@ def adapter_of(model: nn.Module, base_model_name: str = "") -> Adapter:
     return Adapter(lora.attachment(model).settings, lora.adapter_state(model), base_model_name)
 
 
-def save_adapter(model: nn.Module, folder: str | Path, base_model_name: str = "") -> Path:
-    """Write the attached adapter for `peft.PeftModel.from_pretrained`; our GPT-2 gets Hugging Face's names."""
+def save_adapter(
+    model: nn.Module, folder: str | Path, base_model_name: str = "", beside: Mapping[str, str] | None = None
+) -> Path:
+    """Write the attached adapter for `peft.PeftModel.from_pretrained`; our GPT-2 gets Hugging Face's names.
+
+    beside: further text files of the folder, by name, such as the tokenizer's.
+    """
     folder = Path(folder)
     foreign = isinstance(model, GPT2) and huggingface.is_exportable(model)
     layers = lora.adapted_layers(model)
@@ -78,7 +85,8 @@ def save_adapter(model: nn.Module, folder: str | Path, base_model_name: str = ""
             [_module_name(path, foreign) for path in layers], [_module_name(path, foreign) for path in outside]
         ),
     }
-    _write(folder, json.dumps(config, indent=2) + "\n", tensors)
+    metadata = {"format": "pt", base_weights.KEY: base_weights.checksum(model, lora.adapter_state(model))}
+    _write(folder, json.dumps(config, indent=2) + "\n", tensors, metadata, beside or {})
     return folder
 
 
@@ -104,16 +112,22 @@ def _peft_targets(chosen: list[str], everything: list[str]) -> list[str] | str:
     return f"(?:{'|'.join(map(re.escape, chosen))})"
 
 
-def _write(folder: Path, config: str, tensors: dict[str, Tensor]) -> None:
+def _write(
+    folder: Path, config: str, tensors: dict[str, Tensor], metadata: dict[str, str], beside: Mapping[str, str]
+) -> None:
     """Both files whole beside the old ones first; the configuration leaves first and comes last: no mix is read."""
     new_config, new_weights = folder / f".tmp-{CONFIG}", folder / f".tmp-{WEIGHTS}"
     try:
         make_folder(folder)
-        new_config.write_text(config, encoding="utf-8")
-        save_file(tensors, new_weights, metadata={"format": "pt"})
+        write_synced(new_config, config)
+        new_weights.unlink(missing_ok=True)  # it may be a link
+        save_file(tensors, new_weights, metadata=metadata)
+        give_usual_mode(new_weights)
         for path in (new_config, new_weights):
             sync_file(path)
         (folder / CONFIG).unlink(missing_ok=True)
+        for name, text in beside.items():
+            write_atomic(folder / name, text)
         new_weights.replace(folder / WEIGHTS)
         new_config.replace(folder / CONFIG)
         sync_file(folder)
@@ -139,9 +153,11 @@ def read_adapter(folder: str | Path) -> Adapter:
         )
     except (ConfigError, TypeError, ValueError) as error:
         raise CheckpointError(f"{folder / CONFIG} cannot be used: {error}") from None
-    tensors = {_own_tensor_name(name, folder): value for name, value in _read_weights(folder).items()}
+    weights, base_checksum = _read_weights(folder)
+    tensors = {_own_tensor_name(name, folder): value for name, value in weights.items()}
     layers = _check_tensors(tensors, settings, folder / WEIGHTS)
-    return Adapter(replace(settings, targets=layers), tensors, str(config.get("base_model_name_or_path") or ""))
+    name = str(config.get("base_model_name_or_path") or "")
+    return Adapter(replace(settings, targets=layers), tensors, name, base_checksum)
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -168,7 +184,8 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _read_weights(folder: Path) -> dict[str, Tensor]:
+def _read_weights(folder: Path) -> tuple[dict[str, Tensor], str]:
+    """The tensors, and the checksum of what they belong to."""
     path = folder / WEIGHTS
     if not path.is_file():
         old = folder / "adapter_model.bin"
@@ -177,7 +194,8 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
             advice = f"{old.name} is a pickle and is never opened; save the adapter again with safe_serialization=True"
         raise CheckpointError(f"{path} does not exist; {advice}")
     try:
-        return load_file(path)
+        with safe_open(path, framework="pt") as file:
+            return load_file(path), (file.metadata() or {}).get(base_weights.KEY, "")
     except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(f"{path} is not a readable safetensors file ({error})") from None
 
@@ -237,8 +255,10 @@ def fitted(adapter: Adapter, model: nn.Module, layers: dict[str, nn.Module]) -> 
     return replace(own, settings=replace(adapter.settings, targets=tuple(own.layers)))
 
 
-def load_adapter(model: nn.Module, adapter: Adapter | str | Path) -> list[str]:
-    """Attach a saved adapter to exactly its layers; where it does not fit, the model stays as it was."""
+def load_adapter(model: nn.Module, adapter: Adapter | str | Path, any_base: bool = False) -> list[str]:
+    """Attach a saved adapter to exactly its layers; where it does not fit, the model stays as it was.
+
+    any_base: also to other weights than those it was trained on."""
     lora.refuse_adapted(model)
     if not isinstance(adapter, Adapter):
         adapter = read_adapter(adapter)
@@ -247,6 +267,8 @@ def load_adapter(model: nn.Module, adapter: Adapter | str | Path) -> list[str]:
     names = lora.attach_to(model, {path: everything[path] for path in adapter.layers}, adapter.settings, seed=0)
     try:
         lora.load_adapter_state(model, adapter.tensors)
+        if adapter.base_checksum and not any_base:
+            base_weights.check(adapter.base_checksum, base_weights.checksum(model, adapter.tensors))
     except CheckpointError:
         lora.detach(model)
         raise

@@ -1,4 +1,4 @@
-"""The same weights as Hugging Face's `GPT2LMHeadModel`, both ways, safetensors only."""
+"""The same model as Hugging Face's `GPT2LMHeadModel`, both ways, safetensors only."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from foretrain.data.handover import tokenizer_files
+from foretrain.data.tokenizers import Tokenizer
 from foretrain.errors import CheckpointError
+from foretrain.files import give_usual_mode
 from foretrain.models.gpt2 import GPT2
 
 _NAMES = {
@@ -126,13 +129,16 @@ def _check_config(model: GPT2, path: Path) -> None:
             )
 
 
-def save(model: GPT2, folder: str | Path) -> Path:
-    """Write `config.json` and `model.safetensors`; `GPT2LMHeadModel.from_pretrained(folder)` loads them."""
+def save(model: GPT2, folder: str | Path, tokenizer: Tokenizer | None = None, chat_template: str = "") -> Path:
+    """Write what `GPT2LMHeadModel`, `AutoTokenizer` and `pipeline("text-generation")` load: weights and settings, and
+    the tokenizer if there is one. Generation ends where `TextGenerator` ends: at the end of text, or of the context."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     shape = model.shape
+    end = None if tokenizer is None else tokenizer.end_of_text
     weights = {name: value.cpu() for name, value in to_huggingface(model).items()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    give_usual_mode(folder / "model.safetensors")
     config = {
         "model_type": "gpt2",
         "architectures": ["GPT2LMHeadModel"],
@@ -145,11 +151,18 @@ def save(model: GPT2, folder: str | Path) -> Path:
         "attn_pdrop": shape.dropout,
         "embd_pdrop": shape.dropout,
         "resid_pdrop": shape.dropout,
-        "bos_token_id": None,
-        "eos_token_id": None,
+        "bos_token_id": end,
+        "eos_token_id": end,
         "tie_word_embeddings": True,
     }
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    generation = {"max_length": shape.context + 1}  # the last token is not read again
+    if end is not None:
+        generation |= {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end}
+    files = {} if tokenizer is None else tokenizer_files(tokenizer, shape.context, chat_template)
+    for name, values in (("config.json", config), ("generation_config.json", generation)):
+        files[name] = json.dumps(values, indent=2) + "\n"
+    for name, text in files.items():
+        (folder / name).write_text(text, encoding="utf-8")
     return folder
 
 

@@ -87,6 +87,11 @@ class LoraLinear(AdaptedLinear):
         return self._original is not None
 
     @property
+    def original(self) -> Tensor | None:
+        """The base weight as it was before it was merged."""
+        return self._original
+
+    @property
     def weight(self) -> Tensor:
         """The adapted weight, for code that reads the weight instead of calling the layer."""
         weight = cast("Tensor", self.base.weight)

@@ -33,6 +33,8 @@ def within_budget(
     changes = changed_values(config, found.choice.settings)
     for name, (before, after) in changes.items():
         say(f"memory.budget = {config.memory.budget}: {name} is {after} instead of {before}")
+    if "hybrid.mode" in changes:
+        say('note: prediction has not paid for language models at full weights; hybrid.mode = "leap" keeps it')
     if changes.keys() & CHANGE_RESULTS:
         say("note: what is computed changes a little, by " + " and ".join(sorted(changes.keys() & CHANGE_RESULTS)))
     say(f"memory.budget = {config.memory.budget}: {format_size(found.estimate.needed)} will be needed at the peak")

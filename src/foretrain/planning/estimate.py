@@ -9,6 +9,8 @@ from functools import lru_cache
 import torch
 
 from foretrain.config import Config
+from foretrain.control.gate import no_audit_is_affordable
+from foretrain.control.pilot import NEED_A_REASON
 from foretrain.dynamics.hosted import HOSTED_ROWS, elements_at_once
 from foretrain.dynamics.records import DIRECTIONS
 from foretrain.dynamics.trajectory import Layout, basis_type
@@ -127,10 +129,23 @@ def pass_of(config: Config, target: Target, precision: str = "same", rows: int =
     )
 
 
+def tries_nothing(config: Config, target: Target) -> bool:
+    """Nothing will be predicted, as far as can be known before the run: directions are not even kept.
+
+    (Where every batch gives the same loss the run finds out that moves can be judged, and makes room for them.)
+    """
+    if config.hybrid.mode == "off":
+        return True
+    judged = target.adapters and config.hybrid.probe_examples  # by held-out examples
+    large = all_parameters(config, target).elements > NEED_A_REASON
+    return large and not judged and no_audit_is_affordable(config, config.max_steps)
+
+
 def estimate(config: Config, target: Target) -> Estimate:
     """All phases. Nothing of the size of the model is made."""
     parameters = all_parameters(config, target)
     in_backward, hybrid = config.engine.update_in_backward, config.hybrid.mode != "off"
+    tries = not tries_nothing(config, target)
     state, learned = parameters.optimizer_state(config.optimizer), parameters.learned
     gradients = 0 if in_backward else learned
     snapshot = _snapshot(config, learned, state)
@@ -144,7 +159,7 @@ def estimate(config: Config, target: Target) -> Estimate:
     if config.predictor.beta > 0:
         always["look-ahead"] = 2 * learned
     if hybrid:
-        always["basis"] = _basis(config, target, parameters)
+        always["basis"] = _basis(config, target, parameters, tries)
         always["snapshot"] = 0 if pinned else snapshot
         always["quasi-Newton pairs"] = _pairs(config, target, learned)
     work = pass_of(config, target)
@@ -159,7 +174,7 @@ def estimate(config: Config, target: Target) -> Estimate:
     phases = {"full": always | step}
     probed = min(config.batch_size, config.hybrid.probe_examples) if target.adapters else 0
     alone = pass_of(config, target, config.precision.predict, probed).forward_alone
-    if hybrid:
+    if tries:
         rest = dict(always)
         leaves = target.cuda and config.memory.offload
         if leaves and not config.memory.lookahead:  # else it comes back beside the last probe
@@ -180,7 +195,7 @@ def estimate(config: Config, target: Target) -> Estimate:
         _pool(config, target, step),
         moment.name,
         PAGES if target.cuda else 0,
-        _host(config, target, parameters, snapshot, state) if hybrid and target.cuda else 0,
+        _host(config, target, parameters, snapshot, state, tries) if hybrid and target.cuda else 0,
     )
 
 
@@ -191,15 +206,15 @@ def _snapshot(config: Config, learned: int, state: int) -> int:
     return size + (2 * learned if config.predictor.beta > 0 else 0)
 
 
-def _host(config: Config, target: Target, parameters: Parameters, snapshot: int, state: int) -> int:
+def _host(config: Config, target: Target, parameters: Parameters, snapshot: int, state: int, tries: bool) -> int:
     """What `memory.snapshots`, `memory.basis` and `memory.offload` keep in main memory."""
     size = 0
-    if config.memory.basis == "pinned":
+    if config.memory.basis == "pinned" and tries:
         size += _directions(config, parameters, HOSTED_ROWS)
     if config.memory.snapshots == "pinned":
-        audited = snapshot + 2 * parameters.learned if config.audit.time_budget > 0 else 0
+        audited = snapshot + 2 * parameters.learned if tries and config.audit.time_budget > 0 else 0
         return size + snapshot + audited
-    return size + (state if config.memory.offload else 0)
+    return size + (state if config.memory.offload and tries else 0)
 
 
 @lru_cache(maxsize=64)
@@ -210,12 +225,12 @@ def row_size(parameters: Parameters) -> tuple[int, int]:
     return layout.size, layout._membership.numel() * layout._membership.element_size()
 
 
-def _basis(config: Config, target: Target, parameters: Parameters) -> int:
-    """The directions, if they are on the device, and the matrix that sums their groups."""
+def _basis(config: Config, target: Target, parameters: Parameters, held: bool) -> int:
+    """The directions, if they are kept, and on the device, and the matrix that sums their groups."""
     if not parameters.trained:
         return 0
-    on_host = target.cuda and config.memory.basis == "pinned"
-    return row_size(parameters)[1] + (0 if on_host else _directions(config, parameters, 2 * len(DIRECTIONS) + 2))
+    elsewhere = not held or (target.cuda and config.memory.basis == "pinned")
+    return row_size(parameters)[1] + (0 if elsewhere else _directions(config, parameters, 2 * len(DIRECTIONS) + 2))
 
 
 def _directions(config: Config, parameters: Parameters, rows: int) -> int:

@@ -7,7 +7,7 @@ from itertools import product
 from typing import Any
 
 from foretrain.config import Config
-from foretrain.planning.estimate import Target
+from foretrain.planning.estimate import Target, tries_nothing
 
 RECOMPUTING = 0.28
 """Of the part of a step that is spent in blocks, when all of them are recomputed. One more forward pass would be 1/3;
@@ -32,6 +32,7 @@ sum is proposed."""
 SHARES = (False, 0.25, 0.5, 0.75, True)
 """Of blocks that are recomputed."""
 EXPLANATIONS = {
+    "hybrid.mode": "no prediction, which has not paid for such models, and no snapshots for emergencies",
     "accumulation_steps": "smaller parts of each batch go through the model at once; the result is the same",
     "engine.activation_checkpointing": "blocks are computed again in the backward pass instead of being kept",
     "engine.fused_loss": "logits are computed in slices and never all exist",
@@ -76,7 +77,8 @@ def value_of(config: Config, name: str) -> Any:
 def _options(config: Config, given: frozenset[str], target: Target) -> dict[str, list[Any]]:
     """What each lever may be, its present value first."""
     divisors = [n for n in range(config.accumulation_steps, config.batch_size + 1) if config.batch_size % n == 0]
-    leaves = target.cuda and config.hybrid.mode != "off"  # without a GPU there is only main memory
+    kept = target.cuda and config.hybrid.mode != "off"  # without a GPU there is only main memory
+    leaves = target.cuda and not tries_nothing(config, target)
     narrow = config.optimizer.type in ("adamw", "muon")
     # Updates in the backward pass cannot clip, and cannot take back what overflowed.
     clips = config.optimizer.gradient_clip_norm > 0 and "optimizer.gradient_clip_norm" in given
@@ -88,7 +90,7 @@ def _options(config: Config, given: frozenset[str], target: Target) -> dict[str,
         "engine.loss_rows": [4096, 1024] if target.cuda and target.length * config.batch_size > 1024 else [],
         "optimizer.state_type": ["bf16", "8bit"] if narrow else [],
         "engine.update_in_backward": [True] if in_backward else [],
-        "memory.snapshots": ["pinned"] if leaves else [],
+        "memory.snapshots": ["pinned"] if kept else [],
         "memory.basis": ["pinned"] if leaves else [],
         "memory.offload": [True] if leaves and config.engine.cuda_graph is not True else [],
         "memory.lookahead": [0] if leaves else [],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from foretrain.config import Config
@@ -57,7 +57,36 @@ class Plan:
 
 
 def plan(config: Config, target: Target, budget: int, given: frozenset[str]) -> Plan:
-    """The fastest allowed settings whose estimate is within the budget. Raises NothingFitsError otherwise."""
+    """The fastest allowed settings whose estimate is within the budget. Raises NothingFitsError otherwise.
+
+    Where it does not fit as it is and prediction does not pay, that is the first to go.
+    """
+    if not gives_up_prediction(config, target, given) or estimate(config, target).needed <= budget:
+        return with_prediction(config, target, budget, given)
+    off = {"hybrid.mode": "off"}
+    try:
+        found = with_prediction(with_settings(config, off), target, budget, given)
+    except NothingFitsError as error:
+        error.smallest = _with(off, error.smallest, config, target)
+        raise
+    return _with(off, found, config, target)
+
+
+def gives_up_prediction(config: Config, target: Target, given: frozenset[str]) -> bool:
+    """Whether a plan may switch prediction off. It has paid for no language model at full weights (docs/results.md);
+    adapters' leaps are judged on held-out examples and need little memory."""
+    return config.hybrid.mode != "off" and "hybrid.mode" not in given and not target.adapters
+
+
+def _with(off: dict[str, Any], found: Plan, config: Config, target: Target) -> Plan:
+    """The plan, as one of the configuration before `off`, which costs nothing."""
+    choice = found.choice
+    whole = Choice(off | choice.settings, choice.cost, dict.fromkeys(off, 0.0) | choice.costs)
+    return replace(found, choice=whole, before=estimate(config, target))
+
+
+def with_prediction(config: Config, target: Target, budget: int, given: frozenset[str]) -> Plan:
+    """The same with `hybrid.mode` as it is."""
     before = estimate(config, target)
     smallest: Plan | None = None
     for choice in choices(config, given, target):

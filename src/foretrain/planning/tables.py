@@ -42,12 +42,18 @@ def lever_table(plan: Plan) -> Table:
 
 
 def needed_line(estimate: Estimate) -> str:
+    """What the device must have; main memory in a line of its own."""
     line = (
-        f"peak {format_size(estimate.peak)}; with {RESERVE:.0%}"
+        f"device memory: peak {format_size(estimate.peak)}; with {RESERVE:.0%}"
         + (f" and {format_size(estimate.pages)}" if estimate.pages else "")
         + f" for what the allocator cannot hand out and what a recorded step keeps: {format_size(estimate.needed)}"
     )
-    return f"{line}; and {format_size(estimate.host)} of main memory, locked" if estimate.host else line
+    return f"{line}\n{host_line(estimate)}" if estimate.host else line
+
+
+def host_line(estimate: Estimate) -> str:
+    """What this machine's own memory must have beside the process itself."""
+    return f"main memory: {format_size(estimate.host)}, locked, beside what the process itself takes"
 
 
 def _word(value: Any) -> str:

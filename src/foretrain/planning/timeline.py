@@ -6,16 +6,19 @@ import math
 from functools import lru_cache
 from typing import NamedTuple
 
+import torch
+
 from foretrain.config import OptimizerConfig
 from foretrain.engine.in_backward import waiting_bytes
+from foretrain.engine.muon import iteration_type
 from foretrain.engine.narrow import AT_ONCE
 from foretrain.models.gpt2 import recomputed_blocks
 from foretrain.planning.activations import Pass
 from foretrain.planning.parameters import FP32, Parameters
 
-MUON_BYTES = 20
-"""Per element of all matrices of one shape: gradient, momentum and update in fp32 (12), and the orthogonalised step in
-fp32 twice (8), as `engine/muon.py` has them at once."""
+MUON_BYTES = 12
+"""Per element of all matrices of one shape: gradient, momentum and update in fp32. The iteration that follows needs no
+more in bf16, as `engine/muon.py` has them at once."""
 
 
 class Moment(NamedTuple):
@@ -97,7 +100,14 @@ def update_buffers(optimizer: OptimizerConfig, parameters: Parameters, cuda: boo
     narrow = 5 * FP32 * widened
     if optimizer.type != "muon":
         return narrow  # fused updates work in place; narrow averages are widened, a piece at a time
-    sizes = list(parameters.by_shape.values())
+    sizes = parameters.by_shape
     if waiting is not None:
-        sizes = [min(size, math.prod(shape) + waiting // FP32) for shape, size in parameters.by_shape.items()]
-    return max(narrow, MUON_BYTES * max(sizes, default=0))
+        sizes = {shape: min(size, math.prod(shape) + waiting // FP32) for shape, size in sizes.items()}
+    narrow_iteration = iteration_type(torch.device("cuda" if cuda else "cpu")) == "bf16"
+    return max(narrow, *(muon_bytes(shape, narrow_iteration) * size for shape, size in sizes.items()), 0)
+
+
+def muon_bytes(shape: tuple[int, ...], narrow_iteration: bool) -> int:
+    """Per element of all matrices of this shape. In fp32 an iteration needs more: its input, two states, two products
+    of a matrix with its transpose, which are squares of the shorter side."""
+    return MUON_BYTES if narrow_iteration else MUON_BYTES + math.ceil(2 * FP32 * min(shape) / max(shape))

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import EllipsisType
 from typing import cast
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from foretrain.errors import CheckpointError, ConfigError
-from foretrain.models import lora
+from foretrain.models import base_weights, lora
 from foretrain.models.adapter_files import Adapter, fitted, read_adapter
 
 NONE = 0
@@ -186,9 +187,13 @@ class AdapterRegistry:
         with self._lock:
             return [Resident(name, e.rank, e.layers, name == self._active) for name, e in self._entries.items()]
 
-    def load(self, name: str, adapter: Adapter | str | Path) -> None:
-        """Bring an adapter into memory; requests in progress go on meanwhile. A refused one changes nothing."""
+    def load(self, name: str, adapter: Adapter | str | Path, any_base: bool = False) -> None:
+        """Bring an adapter into memory; requests in progress go on meanwhile. A refused one changes nothing.
+
+        any_base: also one that was trained on other weights than the model's."""
         own = self._checked(name, read_adapter(adapter) if not isinstance(adapter, Adapter) else adapter)
+        if own.base_checksum and not any_base:
+            base_weights.check(own.base_checksum, self._base_checksum)
         with self._lock:
             if name in self._entries:
                 raise ConfigError(f"adapter {name!r} is loaded already; unload it first or choose another name")
@@ -201,6 +206,10 @@ class AdapterRegistry:
                 )
             self._fill(free, own)
             self._entries[name] = _Entry(free, own.settings.rank, own.settings.targets)
+
+    @cached_property
+    def _base_checksum(self) -> str:
+        return base_weights.checksum(self.model)
 
     def _checked(self, name: str, adapter: Adapter) -> Adapter:
         if not name:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Literal, Protocol
 
-from foretrain.data.tokenizers import BPETokenizer, ByteTokenizer, CharacterTokenizer, Tokenizer
+from foretrain.data.tokenizers import BYTE_OF, BPETokenizer, ByteTokenizer, CharacterTokenizer, Tokenizer
 
 FinishReason = Literal["eos", "stop", "length", "context"]
 """The model ended the text; a stop token or string came; max_tokens are written; model.context is full."""
@@ -93,10 +93,7 @@ def decoder_factory(tokenizer: Tokenizer) -> Callable[[], Decoder]:
 
 
 def _byte_level_bytes(tokenizer: BPETokenizer) -> Callable[[int], bytes]:
-    """GPT-2 writes each byte as one visible character: itself where it is one, the next free one from 256 on if not."""
-    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in visible]
-    byte_of = {chr(byte): byte for byte in visible} | {chr(256 + place): byte for place, byte in enumerate(others)}
+    """What each token stands for; special ones for nothing."""
     special = {number for number, token in tokenizer.inner.get_added_tokens_decoder().items() if token.special}
 
     @cache
@@ -104,8 +101,8 @@ def _byte_level_bytes(tokenizer: BPETokenizer) -> Callable[[int], bytes]:
         written = None if token in special else tokenizer.inner.id_to_token(token)
         if written is None:
             return b""
-        if all(character in byte_of for character in written):
-            return bytes(byte_of[character] for character in written)
+        if all(character in BYTE_OF for character in written):
+            return bytes(BYTE_OF[character] for character in written)
         return bytes(written.encode())
 
     return token_bytes

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from rich.console import Console
@@ -13,6 +14,8 @@ from rich.table import Table
 from foretrain import events
 from foretrain.schema import Level
 from foretrain.show import narration
+from foretrain.show.console import duration
+from foretrain.show.numbers import loss_text
 from foretrain.show.screen import screen
 
 
@@ -22,7 +25,13 @@ class ComparisonConsole:
     level: "quiet" shows runs that failed, and no others; "verbose" also what happens in each.
     """
 
-    def __init__(self, console: Console | None = None, level: Level = "normal") -> None:
+    def __init__(
+        self, console: Console | None = None, level: Level = "normal", clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._clock = clock
+        self._started = clock()
+        self._left = 0
+        self._place = ""
         self._console = console or screen("stderr")
         self._level = level
         self._progress = Progress(
@@ -43,12 +52,17 @@ class ComparisonConsole:
         if self._live:
             self._progress.start()
 
-    def planned(self, steps_left: int) -> None:
+    def planned(self, steps_left: int, runs: tuple[int, int]) -> None:
+        done, total = runs
+        if not self._place and self._level != "quiet":
+            already = f", {done} of them done before" if done else ""
+            self.say(f"about {total} runs{already}; {steps_left:,} steps to do")
+        self._left, self._place = steps_left, f"run {done + 1} of about {total}: "
         self._progress.update(self._bar, total=self._done + steps_left, completed=self._done)
 
     def begins(self, spec: Any) -> None:
         self._run_steps = spec.max_steps
-        self._progress.update(self._bar, description=_name(spec))
+        self._progress.update(self._bar, description=self._place + _name(spec))
 
     def happens(self, event: events.Event) -> None:
         if isinstance(event, events.Progress):
@@ -58,11 +72,14 @@ class ComparisonConsole:
 
     def ended(self, spec: Any, result: Mapping[str, Any]) -> None:
         self._done += self._run_steps
+        self._left = max(0, self._left - self._run_steps)
         if self._level == "quiet" and result["loss"] is not None:
             return
-        outcome = f"failed: {result['failed']}" if result["loss"] is None else f"loss {result['loss']:.4f}"
+        outcome = f"failed: {result['failed']}" if result["loss"] is None else f"loss {loss_text(result['loss'])}"
         seconds = "" if result["loss"] is None else f", {result['seconds']:.1f} s"
-        self.say(f"{_name(spec)}: {outcome}{seconds}")
+        left = (self._clock() - self._started) / max(1, self._done) * self._left
+        more = f"; about {duration(left)} left" if self._left and not self._live else ""  # else the bar says it
+        self.say(f"{self._place}{_name(spec)}: {outcome}{seconds}{more}")
 
     def say(self, text: str) -> None:
         self._console.print(text, markup=False, soft_wrap=True)
@@ -102,15 +119,16 @@ def _arms(arms: list[dict[str, Any]], wide: bool) -> Table:
     for heading in ("rate", "seeds", "loss", "seconds", "speed-up to equal loss", *more):
         table.add_column(heading, justify="right", no_wrap=True)
     for arm in arms:
-        seen = arm["smallest_detectable"]
+        same = arm.get("identical")
+        seen = None if same else arm["smallest_detectable"]
         extra = (f"{arm['backward_passes_mean']:,.0f}", "" if seen is None else f"{seen - 1:.1%}")
         table.add_row(
             arm["label"],
             f"{arm['learning_rate']:.3g}",
             str(arm["n"]),
-            _with_deviation(arm["loss_mean"], arm["loss_deviation"]) if wide else f"{arm['loss_mean']:.4f}",
+            _with_deviation(arm["loss_mean"], arm["loss_deviation"]) if wide else loss_text(arm["loss_mean"]),
             f"{arm['seconds_mean']:.1f}",
-            _ratio(arm["speedup"]),
+            "identical" if same else _ratio(arm["speedup"]),
             *(extra if wide else ()),
         )
     return table
@@ -125,7 +143,7 @@ def _ladder(rungs: list[dict[str, Any]]) -> Table:
         table.add_row(
             rung["rung"],
             str(rung["n"]),
-            f"{rung['loss_mean']:.4f}",
+            loss_text(rung["loss_mean"]),
             f"{rung['seconds_mean']:.1f}",
             _ratio(rung["speedup"]),
             f"{rung['cumulative']:.2f}x",
@@ -134,7 +152,7 @@ def _ladder(rungs: list[dict[str, Any]]) -> Table:
 
 
 def _with_deviation(mean: float, deviation: float | None) -> str:
-    return f"{mean:.4f}" if deviation is None else f"{mean:.4f} ± {deviation:.4f}"
+    return loss_text(mean) if deviation is None else f"{loss_text(mean)} ± {deviation:.2g}"
 
 
 def _ratio(ratio: Mapping[str, Any] | None) -> str:

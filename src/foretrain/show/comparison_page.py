@@ -142,6 +142,7 @@ def _arm(comparison: Comparison, arm: Mapping[str, Any], row: Ratio, bounds: tup
     said = [str(arm[key]) for key in ("meaning", "note") if arm.get(key)]
     about = "".join(_small(text) for text in said)
     speedup = "1" if arm["arm"] == "plain" and row.mean is None else _interval(arm["speedup"], ".3f", "×")
+    speedup = f'identical<div class="small">{speedup}</div>' if arm.get("identical") else speedup
     forest = (
         interval_cell(row, bounds, _FOREST) if row.mean is not None else interval_cell(Ratio("", None), bounds, _FOREST)
     )

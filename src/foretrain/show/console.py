@@ -21,6 +21,7 @@ from foretrain.events import (
     Moved,
     PhaseChanged,
     Progress,
+    RateTrial,
     Recovered,
     RunEnded,
     RunStarted,
@@ -29,6 +30,8 @@ from foretrain.events import (
 )
 from foretrain.schema import Level
 from foretrain.show import narration
+from foretrain.show.numbers import duration as duration  # noqa: PLC0414 - others take it from here
+from foretrain.show.numbers import loss_text
 from foretrain.show.screen import screen
 from foretrain.show.settings import assignments
 from foretrain.show.trouble import findings_in_words, rollbacks_in_words, trouble_in_words
@@ -37,6 +40,7 @@ _LINES_PER_RUN = 40
 _MOVES_PER_RUN = 12
 """Lines about single moves, unless the run is verbose; all of them are in `metrics.jsonl`."""
 _BAR = 10
+GLOSSARY = "docs/glossary.md"
 
 
 def short(number: float) -> str:
@@ -45,14 +49,6 @@ def short(number: float) -> str:
         if abs(number) >= size:
             return f"{number / size:.3g}{unit}"
     return f"{number:.3g}"
-
-
-def duration(seconds: float) -> str:
-    """Minutes and seconds, or hours and minutes."""
-    seconds = round(seconds)
-    if seconds >= 3600:
-        return f"{seconds // 3600}h{seconds % 3600 // 60:02d}m"
-    return f"{seconds // 60}:{seconds % 60:02d}"
 
 
 class Console:
@@ -86,8 +82,17 @@ class Console:
         self._next_line = 0
         self._val = math.nan
         self._moves = 0
+        self._others = 0
+        """Steps at other learning rates that are still to come."""
+        self._paused = math.nan
+        """Since when other learning rates are tried: no time of this run's steps."""
+        self._trials = 0.0
+        """Seconds that they took."""
+        self._tried = False
+        """A move was begun: from then on prediction has a place in the lines."""
 
     def __call__(self, event: Event) -> None:
+        self._tried = self._tried or _shows_prediction(event)
         if self.level == "quiet":
             if narration.needs_attention(event):
                 self._tell(event)
@@ -97,11 +102,15 @@ class Console:
                 self._start(event)
             case Progress():
                 self._progress(event)
+            case RateTrial():
+                self._trial(event)
             case RunEnded():
                 self.close()
                 if event.reason != "failed" and self.table:
                     self._print(f"[italic]run {event.reason}[/]")
-                    self.console.print(summary_table(event.summary))
+                    self.console.print(summary_table(event.summary, self.level == "verbose"))
+                    for text in closing_lines(event.summary):
+                        self._print(escape(text))
             case Evaluated():
                 self._val = event.loss
                 if self._bar is None or self.level == "verbose":
@@ -115,7 +124,7 @@ class Console:
             case CheckpointSaved():
                 return self._bar is None
             case PhaseChanged():
-                return self._moves < _MOVES_PER_RUN
+                return self._tried and self._moves < _MOVES_PER_RUN
             case Moved():
                 return self._moves < _MOVES_PER_RUN
         return not narration.is_detail(event)
@@ -160,6 +169,10 @@ class Console:
         self._bar.start()
 
     def _progress(self, event: Progress) -> None:
+        if not math.isnan(self._paused):
+            self._trials += self.clock() - self._paused
+            self._began += self.clock() - self._paused
+            self._paused, self._others = math.nan, 0
         if math.isnan(self._began):
             self._began, self._step = self.clock(), event.step
         self._done += max(0, event.step - self._step)
@@ -173,15 +186,31 @@ class Console:
             width = len(str(self._max_steps))
             self._print(f"step {event.step:>{width}}/{self._max_steps} {share:3.0f}% | {self._numbers(event)}")
 
+    def _trial(self, event: RateTrial) -> None:
+        """The first rate is tried by the run's own steps, which are shown as always."""
+        if event.others:
+            self._others = event.others
+            self._tell(event)
+            return
+        if math.isnan(self._paused):
+            self._paused = self.clock()
+        if self._bar is not None:
+            words = f"trying learning rate {event.learning_rate:.2g}, step {event.done} of {event.steps}"
+            self._bar.update(self._task, numbers=words)
+        elif event.done == 1:
+            self._tell(event)
+
     def _numbers(self, event: Progress, room: int | None = None) -> str:
         """Phase, loss and time left, and of the rest what there is room for, in order of weight."""
         phase = event.phase if room is not None else f"{event.phase:<7}"
-        loss = f"{phase} | loss {event.loss:.4f}"
+        told = self._tried or self.level == "verbose"
+        loss = f"{phase} | loss {loss_text(event.loss)}" if told else f"loss {loss_text(event.loss)}"
         ends = f" | eta {self._eta(event)}"
-        val = "" if math.isnan(self._val) else f" | val {self._val:.4f}"
+        val = "" if math.isnan(self._val) else f" | val {loss_text(self._val)}"
         speed = f" | {speed_in_words(short(event.tokens_per_second), self._unit)}"
         rate = f" | lr {event.learning_rate:.2e}"
-        parts = {"forecast": _forecast(event), "val": val, "moves": _moves(event), "speed": speed, "rate": rate}
+        forecast, moves = (_forecast(event), _moves(event)) if told else ("", "")
+        parts = {"forecast": forecast, "val": val, "moves": moves, "speed": speed, "rate": rate}
         if room is not None:
             room -= len(loss) + len(ends)
             for name in ("val", "speed", "moves", "forecast", "rate"):
@@ -191,9 +220,11 @@ class Console:
         return loss + "".join(parts.values()) + ends
 
     def _eta(self, event: Progress) -> str:
-        """By the time that steps have taken since the first progress, with all evaluations and saves between them."""
-        per_step = (self.clock() - self._began) / self._done if self._done else event.seconds / max(1, event.step)
-        return duration(per_step * (self._max_steps - event.step))
+        """By the time that steps have taken since the first progress, with all evaluations and saves between them.
+        Other learning rates that are tried come on top."""
+        own = max(0.0, event.seconds - self._trials)
+        per_step = (self.clock() - self._began) / self._done if self._done else own / max(1, event.step)
+        return duration(per_step * (self._max_steps - event.step + self._others))
 
     def close(self) -> None:
         if self._bar is not None:
@@ -201,10 +232,22 @@ class Console:
             self._bar = None
 
 
+def _shows_prediction(event: Event) -> bool:
+    """Whether from this event on something is predicted, or was in an earlier part of the run."""
+    match event:
+        case Moved():
+            return True
+        case PhaseChanged():
+            return event.phase == "predict"
+        case Progress():
+            return event.kept + event.refused > 0 or event.phase in ("predict", "correct")
+    return False
+
+
 def result_line(summary: Mapping[str, Any]) -> str:
     """The end of a run in one line, for a quiet one."""
     losses = {"held-out loss": summary.get("final_val_loss"), "training loss": summary.get("final_train_loss")}
-    known = [f"{name} {loss:.4f}" for name, loss in losses.items() if loss is not None][:1]
+    known = [f"{name} {loss_text(loss)}" for name, loss in losses.items() if loss is not None][:1]
     if "accuracy" in summary:
         known.append(f"accuracy {summary['accuracy']:.1%}")
     if "exact_match" in summary:
@@ -214,17 +257,18 @@ def result_line(summary: Mapping[str, Any]) -> str:
     return f"{summary['reason']}: {', '.join(known)}" + (f"; {trouble}" if trouble else "")
 
 
-def summary_table(summary: Mapping[str, Any]) -> Table:
-    """The end of a run in one table."""
+def summary_table(summary: Mapping[str, Any], verbose: bool = False) -> Table:
+    """The end of a run in one table. What leaps reached comes first; what was idle is left out, unless verbose."""
     table = Table(show_header=False)
     unit = str(summary.get("unit") or "tokens")
     rows = {
+        "result": (summary.get("exact") or {}).get("sentence"),
         "held-out loss": _number(summary.get("final_val_loss")),
         "best held-out loss": _number(summary.get("best_val_loss")),
         **{name: f"{value:.4g}" for name, value in (summary.get("metrics") or {}).items()},
         "training loss": _number(summary.get("final_train_loss")),
-        "steps": _steps(summary),
-        "backward passes": f"{summary['backward_passes']:,}",
+        "steps": _steps(summary, _tried(summary) or verbose),
+        "backward passes": _passes(summary),
         unit: f"{summary['tokens']:,}",
         "training time": f"{duration(summary['seconds'])} ({summary['seconds']:.1f} s)",
         "total time": _total(summary.get("total_seconds")),
@@ -235,7 +279,7 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
         "peak GPU memory": f"{summary['peak_memory_mb']:,.0f} MB" if summary.get("peak_memory_mb") else None,
         "memory": _memory(summary.get("memory") or {}),
         "out of memory": _made_smaller(summary.get("out_of_memory") or {}),
-        **_prediction(summary),
+        **_prediction(summary, verbose),
     }
     for name, value in rows.items():
         if value is not None:
@@ -244,19 +288,25 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
 
 
 def _number(value: float | None) -> str | None:
-    return None if value is None else f"{value:.4f}"
+    return None if value is None else loss_text(value)
 
 
 def _total(seconds: float | None) -> str | None:
     return None if seconds is None else f"{duration(seconds)} with start-up, evaluation and saving"
 
 
-def _steps(summary: Mapping[str, Any]) -> str:
-    """800 = 100 warm-up + 640 full + 40 predicted + 20 correcting."""
+def _steps(summary: Mapping[str, Any], in_parts: bool) -> str:
+    """800 = 100 warm-up + 640 full + 40 predicted + 20 correcting; of a run that only took full steps the sum."""
     words = {"warmup": "warm-up", "full": "full", "predict": "predicted", "correct": "correcting"}
     parts = [f"{count:,} {words[phase]}" for phase, count in summary["steps"].items() if count]
     total = f"{summary['global_step']:,}"
-    return f"{total} = {' + '.join(parts)}" if len(parts) > 1 else total
+    return f"{total} = {' + '.join(parts)}" if in_parts and len(parts) > 1 else total
+
+
+def _passes(summary: Mapping[str, Any]) -> str | None:
+    """Of a run in which they are not the steps."""
+    passes = summary["backward_passes"]
+    return None if passes == summary["global_step"] else f"{passes:,}"
 
 
 def _memory(phases: Mapping[str, Mapping[str, int]]) -> str | None:
@@ -288,20 +338,38 @@ def _times(count: int) -> str:
     return "once" if count == 1 else f"{count} times"
 
 
-def _prediction(summary: Mapping[str, Any]) -> dict[str, str | None]:
-    """What the summary says of prediction; nothing for a plain run."""
-    if "moves" not in summary:
+def _tried(summary: Mapping[str, Any]) -> bool:
+    """Whether a move was made, whatever became of it."""
+    return any((summary.get("moves") or {}).values())
+
+
+def closing_lines(summary: Mapping[str, Any]) -> list[str]:
+    """What is said below the table: where the words are explained that it used."""
+    return [f"what a move, a leap, an audit and other words mean: {GLOSSARY}"] if _tried(summary) else []
+
+
+def _prediction(summary: Mapping[str, Any], verbose: bool) -> dict[str, str | None]:
+    """What the summary says of prediction: nothing for a plain run, one sentence where nothing was tried."""
+    audit, moves = summary.get("audit"), summary.get("moves")
+    if not audit or not moves:
         return {}
-    moves = ", ".join(f"{count} {verdict.replace('_', ' ')}" for verdict, count in summary["moves"].items())
-    forecasts = [f"{horizon} steps: {_scores(values)}" for horizon, values in summary["forecast"].items()]
-    error = summary["confidence"]["calibration_error"]
-    return {
-        "moves": moves,
-        "forecasts": "\n".join(forecasts) or None,
-        "calibration error": None if error is None else f"{error:.3f} ({summary['confidence']['outcomes']} outcomes)",
-        "predictability": summary["predictability"]["verdict"],
-        "audited gain": summary["audit"]["sentence"],
-    }
+    exact = bool(summary.get("exact"))
+    tried = _tried(summary)
+    told = {"moves": _counted(moves) if tried or verbose else None}
+    if verbose or (tried and not exact):  # leaps judged by the exact loss rest on no forecast
+        forecasts = [f"{horizon} steps: {_scores(values)}" for horizon, values in summary["forecast"].items()]
+        error, outcomes = summary["confidence"]["calibration_error"], summary["confidence"]["outcomes"]
+        told["forecasts"] = "\n".join(forecasts) or None
+        told["calibration error"] = None if error is None else f"{error:.3f} ({outcomes} outcomes)"
+        told["predictability"] = summary["predictability"]["verdict"]
+    if not exact or verbose or audit["gain_percent"] is not None:  # else the first row says what they were worth
+        told["prediction"] = str(audit["sentence"]).removeprefix("prediction was ")
+    return told
+
+
+def _counted(moves: Mapping[str, int]) -> str:
+    """3 kept, 1 rolled back."""
+    return ", ".join(f"{count} {verdict.replace('_', ' ')}" for verdict, count in moves.items() if count) or "none"
 
 
 def _scores(values: Mapping[str, Any]) -> str:
@@ -315,12 +383,13 @@ def _forecast(event: Progress) -> str:
     """The smoothed loss as it is and as it was forecast a window ago."""
     if event.predicted_loss is None or event.smoothed_loss is None:
         return ""
-    return f" (mean {event.smoothed_loss:.3f}, predicted {event.predicted_loss:.3f})"
+    return f" (mean {loss_text(event.smoothed_loss)}, predicted {loss_text(event.predicted_loss)})"
 
 
 def _moves(event: Progress) -> str:
-    if event.confidence is None or event.phase == "warmup":
+    if event.confidence is None and not event.kept + event.refused:
         return ""
     percent = event.gain_percent
     gain = "" if percent is None else f", saved {percent:.0f} %" if percent > 0 else f", cost {-percent:.0f} %"
-    return f" | confidence {event.confidence:.2f}, {event.kept} kept, {event.refused} refused{gain}"
+    confidence = "" if event.confidence is None else f"confidence {event.confidence:.2f}, "
+    return f" | {confidence}{event.kept} kept, {event.refused} refused{gain}"

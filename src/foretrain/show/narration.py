@@ -15,12 +15,14 @@ from foretrain.events import (
     Moved,
     Notice,
     PhaseChanged,
+    RateTrial,
     RateTried,
     Recovered,
     Resumed,
     Tuned,
     in_words,
 )
+from foretrain.show.numbers import loss_text
 from foretrain.show.settings import assignments
 
 
@@ -47,10 +49,10 @@ def line(event: Event, verbose: bool = False) -> str | None:
         case Evaluated():
             best = " (best so far)" if event.best else ""
             metrics = "".join(f", {escape(name)} {value:.4g}" for name, value in event.metrics.items())
-            return f"step {event.step}: held-out loss {event.loss:.4f}{best}{metrics}"
+            return f"step {event.step}: held-out loss {loss_text(event.loss)}{best}{metrics}"
         case CheckpointSaved():
             took = f" in {event.seconds:.2f} s" if verbose else ""
-            return f"step {event.step}: saved {escape(event.path)} ({event.megabytes:.1f} MB{took})"
+            return f"step {event.step}: saved {escape(event.path)} ({event.megabytes:.1f} MB{_parts(event)}{took})"
         case CheckpointRejected():
             return f"[yellow]warning:[/] damaged checkpoint put aside as {escape(event.path)}: {escape(event.reason)}"
         case Resumed():
@@ -59,9 +61,14 @@ def line(event: Event, verbose: bool = False) -> str | None:
             return f"step {event.step}: [bold]{event.phase.upper()}[/] ({escape(event.reason)})"
         case Moved():
             return _move(event, verbose)
+        case RateTrial():
+            which = (
+                f"first, for {event.steps} steps, then others" if event.others else f"on the same {event.steps} steps"
+            )
+            return f"learning rate: trying {event.learning_rate:.2g} {which}"
         case RateTried():
             found = ", the best so far" if event.best else ""
-            rate, loss = f"learning rate {event.learning_rate:.2g}", f"held-out loss {event.loss:.4f}"
+            rate, loss = f"learning rate {event.learning_rate:.2g}", f"held-out loss {loss_text(event.loss)}"
             return f"{rate}: {loss} after {event.steps} steps{found}"
         case Recovered() if event.action == "out_of_memory":
             return f"[yellow]warning:[/] {escape(event.text)}"  # it says when and in which phase
@@ -84,11 +91,18 @@ def line(event: Event, verbose: bool = False) -> str | None:
     return None
 
 
+def _parts(event: CheckpointSaved) -> str:
+    """What a checkpoint is made of, where that is mostly not the model."""
+    if event.prediction_megabytes <= event.megabytes / 2:
+        return ""
+    return f": {event.weights_megabytes:.1f} weights, {event.prediction_megabytes:.1f} for prediction"
+
+
 def _move(event: Moved, verbose: bool) -> str:
     how = "audited move" if event.audited else "move"
-    result = f"loss {event.anchor:.4f} -> {event.loss:.4f}, worth {_whole(event.worth_steps)} steps"
+    result = f"loss {loss_text(event.anchor)} -> {loss_text(event.loss)}, worth {_whole(event.worth_steps)} steps"
     if event.verdict == "refused":
-        result = f"loss before {event.anchor:.4f}"
+        result = f"loss before {loss_text(event.anchor)}"
     colour = "green" if event.verdict in ("kept", "shrunk") else "yellow"
     reason = f": {escape(event.reason)}" if verbose and event.reason else ""
     return (

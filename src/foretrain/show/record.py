@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from foretrain.show.looks import layer_measures
 from foretrain.show.scales import finite
 
 Fields = Mapping[str, Any]
+_PROGRESS = (
+    *("loss", "gradient_norm", "learning_rate", "tokens_per_second", "phase"),
+    *("predicted_loss", "smoothed_loss", "confidence", "gain_percent"),
+)
+"""What is kept of a progress entry: a long run has hundreds of thousands of them."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,10 @@ class RunRecord:
     memory: list[Entry] = field(default_factory=list)
     health: list[Entry] = field(default_factory=list)
     _saved: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    _reached: int = 0
+    """The step that the log is at."""
+    _told_until: int = 0
+    """The last step of which the log told anything."""
 
     @property
     def unit(self) -> str:
@@ -61,27 +70,34 @@ class RunRecord:
 
     def _take(self, kind: str, fields: Fields) -> None:
         step = int(finite(fields.get("step")) or 0)
+        self._told_until = max(self._told_until, step)
         entry = Entry(kind, step, self._now(step), fields)
         match kind:
             case "RunStarted":
                 if step == 0:
                     self._forget()
-                self.started, self.ended, self.summary = fields, None, {}
+                self.started, self.ended, self.summary, self._reached = fields, None, {}, step
             case "Progress":
-                entry = Entry(kind, step, finite(fields.get("seconds")) or entry.seconds, fields)
+                known = {name: fields[name] for name in _PROGRESS if name in fields}
+                entry = Entry(kind, step, finite(fields.get("seconds")) or entry.seconds, known)
+                self._set_clock(max(entry.seconds, self.seconds))
                 self._went_back(step)
                 self.progress.append(entry)
+                self._reached = self._told_until = step
             case "Evaluated":
-                self.evaluations = [one for one in self.evaluations if one.step < step]
+                while self.evaluations and self.evaluations[-1].step >= step:
+                    self.evaluations.pop()
                 self.evaluations.append(entry)
             case "CheckpointSaved":
                 self._saved[step] = tuple(len(entries) for entries in self._lists())
             case "Resumed":
+                again = max(0, self._told_until - step)
                 self._resume(step)
-                self.decisions.append(entry)
+                self._reached = self._told_until = step
+                self.decisions.append(Entry(kind, step, self._now(step), {**fields, "done_again": again}))
             case "PhaseChanged" | "Moved" | "Recovered" | "Tuned" | "RateTried" | "Notice" | "CheckpointRejected":
                 if kind == "Notice":
-                    entry = Entry(kind, self.step, self.seconds, fields)
+                    entry = Entry(kind, self.step, self._now(self.step), fields)
                 elif fields.get("action") == "roll_back":  # it tells where to, and is shown where from
                     at = finite(fields.get("at")) or (self.progress[-1].step if self.progress else 0)
                     entry = Entry(kind, max(step, int(at)), entry.seconds, fields)
@@ -102,7 +118,7 @@ class RunRecord:
     def step(self) -> int:
         if self.ended is not None:
             return int(finite(self.ended.get("step")) or 0)
-        return self.progress[-1].step if self.progress else int(finite(self.started.get("step")) or 0)
+        return max(self._reached, self.progress[-1].step if self.progress else 0)
 
     @property
     def seconds(self) -> float:
@@ -112,6 +128,18 @@ class RunRecord:
     def state(self) -> str:
         """ "running", or how it ended: "finished", "interrupted", "stopped early", "failed"."""
         return "running" if self.ended is None else str(self.ended.get("reason"))
+
+    @property
+    def tried(self) -> bool:
+        """Whether a predicted move was made, whatever became of it."""
+        counts = self.summary.get("moves")
+        known = counts.values() if isinstance(counts, Mapping) else ()
+        return any(finite(count) for count in known) or any(entry.kind == "Moved" for entry in self.decisions)
+
+    @property
+    def predicts(self) -> bool:
+        """Whether prediction was on at all."""
+        return self.tried or "moves" in self.summary or self.last("confidence") is not None
 
     def of_kind(self, *kinds: str) -> list[Entry]:
         return [entry for entry in self.decisions if entry.kind in kinds]
@@ -128,12 +156,21 @@ class RunRecord:
         return [Entry("PhaseChanged", 0, 0.0, {"phase": first, "reason": ""}), *self.of_kind("PhaseChanged")]
 
     def _now(self, step: int) -> float:
-        """Time of the run at a step that comes after the last progress: at the pace so far."""
+        """Time of the run at a step that comes after the last progress: at the pace so far. It never goes back."""
+        told = self.decisions[-1].seconds if self.decisions else 0.0
         if not self.progress:
-            return 0.0
+            return told
         last = self.progress[-1]
         pace = last.seconds / last.step if last.step > 0 else 0.0
-        return last.seconds + pace * max(0, min(step - last.step, last.step))
+        return max(told, last.seconds + pace * max(0, min(step - last.step, last.step)))
+
+    def _set_clock(self, seconds: float) -> None:
+        """The clock was read: no time that was guessed since its last reading is later than this one."""
+        for entries in (self.evaluations, self.decisions, self.memory, self.health):
+            for place in range(len(entries) - 1, -1, -1):
+                if entries[place].seconds <= seconds:
+                    break
+                entries[place] = replace(entries[place], seconds=seconds)
 
     # --- going back ---------------------------------------------------------------------------------------------------
 
@@ -144,6 +181,7 @@ class RunRecord:
         for entries in self._lists():
             entries.clear()
         self._saved.clear()
+        self._told_until = 0
 
     def _went_back(self, step: int) -> None:
         """A rollback: what lies ahead of this step now did not last."""

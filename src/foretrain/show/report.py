@@ -17,12 +17,12 @@ def write_report(folders: Sequence[Path], target: Path) -> int:
     from foretrain.show.follow import read_runs
     from foretrain.show.report_page import page
 
-    text = page(read_runs(list(folders)))
+    text = page(read_runs(list(folders)), target.parent)
     try:
         write_atomic(target, text)
     except OSError as error:
         raise InputError(f"{target}: cannot be written ({error.strerror}); name another file with --out") from None
-    return len(text.encode())
+    return len(text.encode("utf-8", "backslashreplace"))
 
 
 class ReportWriter:

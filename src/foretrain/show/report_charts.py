@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from foretrain.show.downsample import places_to_keep, rounded
 from foretrain.show.record import Entry, RunRecord
-from foretrain.show.scales import finite
+from foretrain.show.scales import finite, frame, spans_widely
 from foretrain.show.settings import assignments
 
 POINTS = 2400
@@ -23,6 +23,8 @@ _ENOUGH = 10
 _SHARE = 0.9
 _PAUSE = 3
 """Entries without a forecast after which the curve is cut."""
+METRICS = 4
+"""Charts of measures of the user's own; each has a card at the top, however many there are."""
 _WORTH_SEEING = ("full", "warmup", "correct", "predict")
 """Phases, the later the more worth seeing where several share a pixel."""
 
@@ -34,23 +36,41 @@ def charts(records: Sequence[RunRecord]) -> dict[str, Any]:
     limit = max(300, POINTS // len(records))
     drawn: dict[str, Callable[[RunRecord, int], list[dict[str, Any]]]] = {
         "loss": _loss,
+        "rate": _rate,
+        "gradient": _gradient,
         "forecast": _forecast,
         "confidence": _confidence,
-        "gradient": _gradient,
         "speed": _speed,
     }
-    return {
-        name: {
-            "runs": [
-                {"name": record.name, "series": [one for one in series(record, limit) if one["values"]]}
-                for record in records
-            ]
-        }
-        for name, series in drawn.items()
-    } | {"shared": {"runs": [_shared(record) for record in records]}}
+    named = _metric_names(records)
+    drawn |= {f"metric-{place}": _metric(named[place] if place < len(named) else None) for place in range(METRICS)}
+    made: dict[str, dict[str, Any]] = {}
+    for name, series in drawn.items():
+        runs = [
+            {"name": record.name, "series": [one for one in series(record, limit) if one["values"]]}
+            for record in records
+        ]
+        made[name] = {"runs": runs}
+        if name == "loss" or name.startswith("metric"):
+            made[name]["log"] = spans_widely(_curves(runs, "thin", "bold"))
+    made["forecast"]["frame"] = frame(_curves(made["forecast"]["runs"], "plain"))
+    return made | {"shared": {"runs": [_shared(record) for record in records], "prediction": prediction(records)}}
 
 
-def _series(label: str, style: str, entries: Sequence[Entry], value: Value, limit: int, **more: Any) -> dict[str, Any]:
+def _curves(runs: Sequence[Mapping[str, Any]], *styles: str) -> list[list[float]]:
+    """The numbers of every curve drawn in one of these styles."""
+    curves = (one["values"] for run in runs for one in run["series"] if one["style"] in styles)
+    return [[value for value in values if value is not None] for values in curves]
+
+
+def prediction(records: Sequence[RunRecord]) -> str:
+    """Of the runs of a page together: "tried", "idle" (on, but nothing was tried) or "off"."""
+    if any(record.tried for record in records):
+        return "tried"
+    return "idle" if any(record.predicts for record in records) else "off"
+
+
+def _series(label: str, style: str, entries: Sequence[Entry], value: Value, limit: int) -> dict[str, Any]:
     values = [value(entry) for entry in entries]
     if all(number is None for number in values):
         entries, values = [], []
@@ -61,7 +81,6 @@ def _series(label: str, style: str, entries: Sequence[Entry], value: Value, limi
         "steps": [entries[place].step for place in kept],
         "seconds": [rounded(entries[place].seconds) for place in kept],
         "values": [rounded(values[place]) for place in kept],
-        **more,
     }
 
 
@@ -75,7 +94,6 @@ def _loss(record: RunRecord, limit: int) -> list[dict[str, Any]]:
         _series("training", "thin", record.progress, _named("loss"), limit),
         _series("taken back", "dots", undone, _named("loss"), limit // 4),
         _series("held out", "bold", record.evaluations, _named("loss"), limit),
-        _series("predicted", "dashed", _forecasts(record), _named("predicted_loss"), limit),
     ]
 
 
@@ -83,8 +101,12 @@ def _forecasts(record: RunRecord) -> list[Entry]:
     """Only where something was forecast and came, with one gap where there was nothing for a while."""
     found: list[Entry] = []
     missing: list[Entry] = []
+    before: float | None = None
     for entry in record.progress:
-        if finite(entry.fields.get("predicted_loss")) is None or finite(entry.fields.get("smoothed_loss")) is None:
+        predicted, mean = finite(entry.fields.get("predicted_loss")), finite(entry.fields.get("smoothed_loss"))
+        stale = mean == before and entry.fields.get("phase") in ("predict", "correct")  # a chain has no new mean
+        before = mean
+        if predicted is None or mean is None or stale:
             missing.append(entry)
             continue
         if found and len(missing) > _PAUSE:
@@ -110,7 +132,7 @@ def _forecast(record: RunRecord, limit: int) -> list[dict[str, Any]]:
             edges.append(Entry("edge", entry.step, entry.seconds, bounds))
         past.append(abs(predicted - actual) / max(abs(predicted), 1e-12))
     return [
-        _series("actual", "plain", entries, _named("smoothed_loss"), limit),
+        _series("mean loss", "plain", entries, _named("smoothed_loss"), limit),
         _series("predicted", "dashed", entries, _named("predicted_loss"), limit),
         _series("lower 90 %", "edge", edges, _named("low"), limit),
         _series("upper 90 %", "edge", edges, _named("high"), limit),
@@ -121,11 +143,26 @@ def _confidence(record: RunRecord, limit: int) -> list[dict[str, Any]]:
     return [_series("confidence", "plain", record.progress, _named("confidence"), limit)]
 
 
+def _rate(record: RunRecord, limit: int) -> list[dict[str, Any]]:
+    return [_series("learning rate", "plain", record.progress, _named("learning_rate"), limit)]
+
+
 def _gradient(record: RunRecord, limit: int) -> list[dict[str, Any]]:
-    return [
-        _series("gradient norm", "plain", record.progress, _named("gradient_norm"), limit),
-        _series("learning rate", "dashed", record.progress, _named("learning_rate"), limit, scale="rate"),
-    ]
+    return [_series("gradient norm", "plain", record.progress, _named("gradient_norm"), limit)]
+
+
+def _metric_names(records: Sequence[RunRecord]) -> list[str]:
+    """In the order in which they came."""
+    told = (entry.fields.get("metrics") for record in records for entry in record.evaluations)
+    return list(dict.fromkeys(str(name) for found in told if isinstance(found, Mapping) for name in found))
+
+
+def _metric(name: str | None) -> Callable[[RunRecord, int], list[dict[str, Any]]]:
+    def value(entry: Entry) -> float | None:
+        found = entry.fields.get("metrics")
+        return finite(found.get(name)) if isinstance(found, Mapping) else None
+
+    return lambda record, limit: [_series(name, "bold", record.evaluations, value, limit)] if name else []
 
 
 def _speed(record: RunRecord, limit: int) -> list[dict[str, Any]]:

@@ -9,8 +9,26 @@ from typing import Any
 from foretrain.show.charts import Axis, Series, plot
 from foretrain.show.looks import is_list
 from foretrain.show.record import RunRecord
-from foretrain.show.report_text import mapping, number, percent, table
+from foretrain.show.report_cards import moves
+from foretrain.show.report_text import mapping, number, percent, signs, table
 from foretrain.show.scales import finite
+
+_LOWEST = -1.0
+"""R² that the chart shows; what is below stands on its lower edge."""
+
+
+def said_of_prediction(record: RunRecord) -> str:
+    """What it was worth in the words of the run, or why it was not tried."""
+    if not record.predicts:
+        return "<p>Prediction was off.</p>"
+    summed_up = (mapping(record.summary.get(name)).get("sentence") for name in ("exact", "audit"))
+    sentence = next((str(told) for told in summed_up if told), "").removesuffix(".")
+    if not sentence:
+        sentence = "what they are worth is told at the end of the run" if record.tried else "not tried yet"
+    kept, others = moves(record)
+    counts = ", ".join(part for part in (f"{kept:,} kept", others) if part)
+    made = f"Predicted moves: {counts}. " if record.tried else ""
+    return f"<p>{escape(made)}{escape(signs(sentence[:1].upper() + sentence[1:]))}.</p>"
 
 
 def horizons(record: RunRecord) -> str:
@@ -29,13 +47,13 @@ def horizons(record: RunRecord) -> str:
         error = finite(q.get("loss_error"))
         rows.append([escape(horizon), *cells, number(q.get("norm_ratio"), ".2f"), percent(error)])
     curves = [_curve(forecast, "r2", "forecast", 1), _curve(forecast, "repeat_r2", "repeating the last move", 2)]
-    lowest = min(
-        (value for one in curves for _, given in one.points if (value := finite(given)) is not None), default=0
-    )
+    scores = [finite(_known(quality).get(name)) for quality in forecast.values() for name in ("r2", "repeat_r2")]
+    below = any(score is not None and score < _LOWEST for score in scores)
+    edge = "; below −1 on the edge" if below else ""
     chart = plot(
         curves,
         Axis("steps ahead"),
-        Axis("R² (1: exact, 0: no better than standing still)", low=-1.0 if lowest < -1 else None, high=1.0),
+        Axis(f"R² (1: exact, 0: no better than standing still{edge})", low=_LOWEST if below else None, high=1.0),
         label="Share of the weights' motion that was forecast, by steps ahead; the numbers are in the table",
         width=520,
         height=300,
@@ -48,8 +66,12 @@ def horizons(record: RunRecord) -> str:
 
 
 def _curve(forecast: Mapping[str, Any], name: str, label: str, look: int) -> Series:
-    points = [(_steps_ahead(horizon), _known(quality).get(name)) for horizon, quality in forecast.items()]
-    return Series(label, points, look)
+    """Values below the frame are drawn on its edge; the table has all."""
+    steps = [_steps_ahead(horizon) for horizon in forecast]
+    known = [finite(_known(quality).get(name)) for quality in forecast.values()]
+    points = [(step, None if value is None else max(value, _LOWEST)) for step, value in zip(steps, known, strict=True)]
+    tips = ["" if value is None else signs(f"{label}: {value:.4g}") for value in known]
+    return Series(label, points, look, tips=tips)
 
 
 def _known(quality: object) -> Mapping[str, Any]:

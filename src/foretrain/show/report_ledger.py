@@ -6,11 +6,13 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+from foretrain.show.numbers import loss_text
 from foretrain.show.record import Entry, RunRecord
 from foretrain.show.report_charts import move_words, recovery_words
-from foretrain.show.report_text import clock, framed, loss_words
+from foretrain.show.report_text import clock, framed
 from foretrain.show.scales import finite, rate
 from foretrain.show.settings import assignments
+from foretrain.show.trouble import counted
 
 ROWS = 4000
 """In a page; the others are in `metrics.jsonl`."""
@@ -18,17 +20,15 @@ SHOWN = 100
 """At first, and more when asked for; also how many are sent together to a page that is live."""
 _FILTERS = {"all": "everything", "move": "moves", "phase": "phases", "recovery": "recoveries"}
 _ORDERS = {"first": "oldest first", "last": "newest first"}
-_COLUMNS = {
-    "step": "number",
-    "time": "number",
-    "decision": "decision",
+_FIRST = {"step": "number", "time": "number", "decision": "decision"}
+_OF_MOVES = {
     "loss before": "number extra",
     "loss after": "number extra",
     "confidence": "number extra",
     "worth": "number extra",
-    "reason": "reason",
 }
-"""Names and classes; a narrow screen has no room for what is extra."""
+"""Names and classes of columns; a narrow screen has no room for what is extra."""
+_LAST = {"reason": "reason"}
 
 
 def ledger_rows(records: Sequence[RunRecord]) -> dict[str, Any]:
@@ -37,10 +37,11 @@ def ledger_rows(records: Sequence[RunRecord]) -> dict[str, Any]:
     entries = [(record.name, entry) for record in records for entry in record.decisions]
     kept = _most_telling(entries)
     several = len(records) > 1
-    rows = [_row(entry, [name] if several else []) for name, entry in kept]
+    moves = _OF_MOVES if any(entry.kind == "Moved" for _, entry in entries) else {}
+    rows = [_row(entry, [name] if several else [], bool(moves)) for name, entry in kept]
     blocks = {f"rows/{start // SHOWN}": rows[start : start + SHOWN] for start in range(0, len(rows), SHOWN)}
     order = "last" if any(record.state == "running" for record in records) else "first"
-    columns = {"run": "run", **_COLUMNS} if several else _COLUMNS
+    columns = ({"run": "run"} if several else {}) | _FIRST | moves | _LAST
     told = {"rows": len(rows), "left": len(entries) - len(rows), "order": order, "shown": SHOWN}
     return {"ledger": {**told, "columns": columns}, **blocks}
 
@@ -94,14 +95,16 @@ def _most_telling(entries: list[tuple[str, Entry]]) -> list[tuple[str, Entry]]:
     return [entries[place] for place in sorted(chosen)]
 
 
-def _row(entry: Entry, first: list[str]) -> list[str]:
+def _row(entry: Entry, first: list[str], moves: bool) -> list[str]:
+    """moves: there are columns for the numbers of moves."""
     fields = entry.fields
     mark, decision, reason = _said(entry)
-    numbers = [""] * 4
+    numbers = [""] * len(_OF_MOVES) if moves else []
     if entry.kind == "Moved":
-        forms = {"anchor": ".5g", "loss": ".5g", "confidence": ".2f", "worth_steps": "+,.0f"}
+        forms = {"anchor": "", "loss": "", "confidence": ".2f", "worth_steps": "+,.0f"}
         known = [(finite(fields.get(name)), form) for name, form in forms.items()]
-        numbers = ["–" if value is None else f"{value:{form}}".replace("-", "−") for value, form in known]
+        texts = ["–" if value is None else f"{value:{form}}" if form else loss_text(value) for value, form in known]
+        numbers = [text.replace("-", "−") for text in texts]
     kind = {"Moved": "move", "PhaseChanged": "phase"}.get(entry.kind, "recovery")
     return [kind, mark, *first, f"{entry.step:,}", clock(entry.seconds), decision, *numbers, reason]
 
@@ -124,10 +127,13 @@ def _said(entry: Entry) -> tuple[str, str, str]:
         case "RateTried":
             tried, loss = finite(fields.get("learning_rate")) or 0.0, finite(fields.get("loss"))
             best = ", the best so far" if fields.get("best") else ""
-            reached = "no number" if loss is None else f"held-out loss {loss_words(loss)}"
+            reached = "no number" if loss is None else f"held-out loss {loss_text(loss)}"
             return "", f"learning rate {rate(tried)} tried", f"{reached} after {fields.get('steps')} steps{best}"
         case "Resumed":
-            return "", "resumed", "went on from a checkpoint; what came after it was done again"
+            again = int(finite(fields.get("done_again")) or 0)
+            told = f"; {counted(again, 'step')} after it {'was' if again == 1 else 'were'} done again" if again else ""
+            return "", "resumed", f"went on from a checkpoint{told}"
         case "CheckpointRejected":
             return "", "checkpoint put aside", str(fields.get("reason", ""))
-    return "", str(fields.get("level", "note")), str(fields.get("message", ""))
+    level = str(fields.get("level", "note"))
+    return "", "note" if level == "info" else level, str(fields.get("message", ""))

@@ -10,50 +10,46 @@ from dataclasses import dataclass
 from functools import cache
 from html import escape
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 from foretrain.show.markup import STYLE
 from foretrain.show.record import RunRecord
-from foretrain.show.report_charts import charts
+from foretrain.show.report_charts import METRICS, charts
 from foretrain.show.report_curves import curve_tables
 from foretrain.show.report_health import heat_map
+from foretrain.show.report_lead import share_done
 from foretrain.show.report_ledger import ledger, ledger_rows
 from foretrain.show.report_sections import sections
+from foretrain.show.report_words import key, words
 
 _NAVIGATION = {
     "loss": "Loss",
-    "decisions": "Decisions",
     "findings": "Findings",
-    "forecasts": "Forecasts",
-    "confidence": "Confidence",
+    "decisions": "Decisions",
+    "prediction": "Prediction",
     "health": "Layers",
     "resources": "Memory and speed",
     "setup": "Configuration",
+    "words": "Words",
 }
 _SCRIPTS = ("page", "charts", "heat", "ledger", "live")
 HEAT_COLUMNS = 160
 """Of all runs together."""
-_PHASES = {"warmup": "warm-up", "full": "full", "predict": "predict", "correct": "correct"}
-_MARKS = {
-    "kept": "move kept",
-    "shrunk": "shrunk",
-    "refused": "refused",
-    "rolled back": "rolled back",
-    "recovery": "recovery",
-    "not finite": "loss not finite",
-}
 _CHARTS = {
-    "loss": ("Loss over the run: training, held out, and as predicted.", ""),
+    "loss": ("Loss over the run: training and held out.", ""),
+    "rate": ("Learning rate over the run.", ""),
+    "gradient": ("Gradient norm over the run.", ""),
     "forecast": (
-        "Predicted against actual loss.",
+        "Predicted against actual loss, each the mean of a window of steps.",
         "What the predictor said a window before, and what came. The band is as wide as 90 % of the errors before it.",
     ),
     "confidence": (
         "Confidence over the run.",
         "How likely the run thinks the next predicted move is to be kept. Below the threshold it does not try.",
     ),
-    "gradient": ("Gradient norm and learning rate over the run.", ""),
     "speed": ("Speed over the run.", ""),
+    **{f"metric-{place}": ("A measure of the user's own, on held-out data.", "") for place in range(METRICS)},
 }
 """What each chart shows, for those who cannot see it; and how to read it."""
 _HINT = (
@@ -71,18 +67,21 @@ class Parts:
     charts: dict[str, Any]
 
 
-def parts(records: Sequence[RunRecord]) -> Parts:
+def parts(records: Sequence[RunRecord], beside: Path | None = None) -> Parts:
+    """beside: the folder in which the page will lie, for links to the files of its runs."""
     names = ", ".join(record.name for record in records)
+    if len(records) == 1 and (share := share_done(records[0])) is not None:
+        names = f"{100 * share:.0f} % · {names}"
     columns = max(40, HEAT_COLUMNS // len(records))
     heat = [found for record in records if (found := heat_map(record, columns))]
     curves = charts(records)
-    texts = sections(records) | curve_tables(curves)
+    texts = sections(records, beside) | curve_tables(curves) | {"key": key(curves["shared"])}
     return Parts(f"{names} · foretrain", texts, curves | {"heat": heat} | ledger_rows(records))
 
 
-def page(records: Sequence[RunRecord]) -> str:
+def page(records: Sequence[RunRecord], beside: Path | None = None) -> str:
     """One file that needs no network. Its own scripts and no others may run in it."""
-    made = parts(records)
+    made = parts(records, beside)
     scripts = [asset("uplot.js"), script()]
     hashes = " ".join(f"'sha256-{_digest(script)}'" for script in scripts)
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src {hashes}; img-src data:; base-uri 'none'"
@@ -126,7 +125,11 @@ def _digest(script: str) -> str:
 
 
 def _document(made: Parts, head: str, scripts: str, live: bool = False) -> str:
-    links = "".join(f'<li><a href="#{name}">{text}</a></li>' for name, text in _NAVIGATION.items())
+    absent = _absent(made)
+    links = "".join(
+        f'<li{" hidden" if name in absent else ""}><a href="#{name}">{text}</a></li>'
+        for name, text in _NAVIGATION.items()
+    )
     status = '<span id="status" role="status">Connecting</span>' if live else ""
     what = "foretrain · live" if live else "foretrain · run report"
     return f"""<!doctype html>
@@ -143,7 +146,7 @@ def _document(made: Parts, head: str, scripts: str, live: bool = False) -> str:
 <body>
 <a class="skip" href="#loss">Skip to the charts</a>
 <header>
-<div class="top"><h1>{what}</h1>{status}</div>
+<div class="top"><p class="product">{what}</p>{status}</div>
 {_section(made, "lead")}
 <nav aria-label="Sections"><ul>{links}</ul></nav>
 </header>
@@ -157,51 +160,47 @@ def _document(made: Parts, head: str, scripts: str, live: bool = False) -> str:
 """
 
 
+def _absent(made: Parts) -> set[str]:
+    """Sections that have nothing to say in this run."""
+    absent = {"health"} if not made.charts["heat"] else set()
+    return absent | ({"prediction"} if made.charts["shared"]["prediction"] == "off" else set())
+
+
 def _body(made: Parts) -> str:
     controls = '<div class="controls"><div class="choices" data-label="Axes of the charts"></div></div>'
+    beside = _chart(made, "rate", 200, "Learning rate") + _chart(made, "gradient", 200, "Gradient norm")
+    measured = "".join(_metric(made, f"metric-{place}") for place in range(METRICS))
+    loss = (
+        f'{controls}{_chart(made, "loss", 380, after=_section(made, "key"))}<div class="two">{beside}{measured}</div>'
+    )
     heat = (
         '<p class="lead">A row per layer, a column per look. A dark row hardly learns, a bright column explodes. '
         'Ratios are relative to the size of the weights, so that layers can be compared.</p><div class="choices" '
         'data-label="What is measured"></div><div data-heat></div>'
     )
-    layers = f"<figure>{heat}{_section(made, 'layers')}</figure>"
-    speed = _chart(made, "speed", 220, "Speed")
-    gradient = _chart(made, "gradient", 220, "Gradient norm and learning rate")
+    absent = _absent(made)
+    speed = _chart(made, "speed", 200)
     return "\n".join(
         [
-            _part("loss", "Loss", controls + _chart(made, "loss", 380, after=_key())),
-            _part("decisions", "Decisions", f'<div id="ledger">{ledger(made.charts)}</div>'),
+            _part("loss", "Loss", loss),
             _part("findings", "Findings and advice", _section(made, "findings")),
-            _part(
-                "forecasts",
-                "Forecasts",
-                _chart(made, "forecast", 260, "Predicted against actual loss") + _section(made, "horizons"),
-            ),
-            _part("confidence", "Confidence", _chart(made, "confidence", 220) + _section(made, "calibration")),
-            _part("health", "Layers", layers, hidden=not made.charts["heat"]),
-            _part(
-                "resources",
-                "Memory and speed",
-                f'<div class="two">{speed}{gradient}</div>{_section(made, "resources")}',
-            ),
+            _part("decisions", "Decisions", f'<div id="ledger">{ledger(made.charts)}</div>'),
+            _part("prediction", _section(made, "prediction-title", "span"), _prediction(made), "prediction" in absent),
+            _part("health", "Layers", f"<figure>{heat}{_section(made, 'layers')}</figure>", "health" in absent),
+            _part("resources", "Memory and speed", f"{speed}{_section(made, 'resources')}"),
             _part("setup", "Configuration and environment", _section(made, "setup")),
+            _part("words", "Words", words()),
         ]
     )
 
 
-def _key() -> str:
-    """What the colours of the ribbon and the marks mean."""
-    phases = "".join(
-        f'<li><i class="phase {name}" aria-hidden="true"></i>{text}</li>' for name, text in _PHASES.items()
-    )
-    marks = "".join(
-        f'<li><i class="mark {name.replace(" ", "-")}" aria-hidden="true"></i>{text}</li>'
-        for name, text in _MARKS.items()
-    )
-    return (
-        f'<ul class="key" aria-label="Phases, the ribbon below the chart"><li class="what">phase</li>{phases}</ul>'
-        f'<ul class="key" aria-label="Marks above the curves"><li class="what">marks</li>{marks}</ul>'
-    )
+def _prediction(made: Parts) -> str:
+    """Folded where nothing was tried: then there is nothing in it that has to be known."""
+    state = " open" if made.charts["shared"]["prediction"] == "tried" else ""
+    forecasts = _chart(made, "forecast", 260, "Predicted against actual loss") + _section(made, "horizons")
+    confidence = _chart(made, "confidence", 200, "Confidence") + _section(made, "calibration")
+    fold = f'<details class="fold"{state}><summary>Forecasts and confidence</summary>{forecasts}{confidence}</details>'
+    return f"{_section(made, 'prediction')}{fold}"
 
 
 def _part(name: str, heading: str, content: str, hidden: bool = False) -> str:
@@ -210,13 +209,20 @@ def _part(name: str, heading: str, content: str, hidden: bool = False) -> str:
     return f'<section id="{name}" aria-labelledby="{name}-heading"{state}>{title}{content}</section>'
 
 
-def _section(made: Parts, name: str) -> str:
-    return f'<div data-section="{name}">{made.sections[name]}</div>'
+def _section(made: Parts, name: str, tag: str = "div") -> str:
+    return f'<{tag} data-section="{name}">{made.sections[name]}</{tag}>'
+
+
+def _metric(made: Parts, name: str) -> str:
+    """A chart that is not to be seen while there is nothing to show; it is named by its curve."""
+    label = next((series["label"] for run in made.charts[name]["runs"] for series in run["series"]), "")
+    drawn = _chart(made, name, 200, label or "A measure")
+    return drawn.replace("<figure", "<figure data-optional" if label else "<figure data-optional hidden", 1)
 
 
 def _chart(made: Parts, name: str, height: int, heading: str = "", after: str = "") -> str:
     label, lead = _CHARTS[name]
-    title = f"<h3>{heading}</h3>" if heading else ""
+    title = f"<h3>{escape(heading)}</h3>" if heading else ""
     told = f'<p class="lead">{escape(lead)}</p>' if lead else ""
     drawn = f'<div data-chart="{name}" data-height="{height}" role="group" aria-label="{escape(label)}">'
     drawn += "<noscript>This chart needs script.</noscript></div>"

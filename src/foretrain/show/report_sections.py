@@ -1,41 +1,31 @@
-"""The parts of a report that are text: what the run came to, its decisions, forecasts, resources, findings."""
+"""The parts of a report that are text, each by its name: forecasts, resources, findings, settings."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
-from html import escape, unescape
+from html import escape
+from pathlib import Path
 
 from foretrain.events import in_words
-from foretrain.show.console import short
 from foretrain.show.looks import MEASURES
 from foretrain.show.markup import UNKNOWN, details, settings_table
 from foretrain.show.record import RunRecord
-from foretrain.show.report_forecasts import calibration, horizons
+from foretrain.show.report_forecasts import calibration, horizons, said_of_prediction
 from foretrain.show.report_health import extremes, findings
-from foretrain.show.report_text import (
-    clock,
-    critical_ailments,
-    loss_words,
-    mapping,
-    number,
-    percent,
-    saved_time,
-    sentence,
-    table,
-)
+from foretrain.show.report_lead import lead
+from foretrain.show.report_text import mapping, number, table
+from foretrain.show.report_words import PHASES
 from foretrain.show.scales import finite
 
-_BADGES = {"finished": "gain", "stopped early": "gain", "failed": "slower", "interrupted": "caution"}
-_LENGTHS = ((6, ""), (8, " long"), (10, " longer"))
-"""The most characters of a figure in a card for each size of letters, in the widest font that there may be."""
 Records = Sequence[RunRecord]
 
 
-def sections(records: Records) -> dict[str, str]:
-    """Markup of every text section by its name."""
+def sections(records: Records, beside: Path | None = None) -> dict[str, str]:
+    """Markup of every text section by its name. beside: the folder of the page, for links to the files of its runs."""
     return {
-        "lead": _lead(records),
+        "lead": lead(records, beside),
+        "prediction-title": "Prediction" if any(record.tried for record in records) else "Prediction (not tried)",
+        "prediction": _each(records, said_of_prediction),
         "horizons": _each(records, horizons),
         "calibration": _each(records, calibration),
         "layers": _each(records, _layers),
@@ -51,146 +41,6 @@ def _each(records: Records, section: Callable[[RunRecord], str]) -> str:
         return section(records[0])
     made = [(record.name, section(record)) for record in records]
     return "".join(f"<h3>{escape(name)}</h3>{content}" for name, content in made if content)
-
-
-# --- what it came to --------------------------------------------------------------------------------------------------
-
-
-def _lead(records: Records) -> str:
-    if len(records) == 1:
-        record = records[0]
-        look, state = _BADGES.get(record.state, ""), record.state
-        if critical_ailments(record):
-            look, state = look if look == "slower" else "caution", f"{state}, with critical findings"
-        badge = f'<span class="badge {look}">{escape(state)}</span>'
-        return (
-            f'{badge}<p class="verdict">{escape(sentence(record))}</p>{_facts(record)}{_cards(record)}{_warned(record)}'
-        )
-    losses = [(loss, record.name) for record in records if (loss := _final_loss(record)) is not None]
-    best = f" The lowest held-out loss, {loss_words(min(losses)[0])}, is that of {min(losses)[1]}." if losses else ""
-    return f'<p class="verdict">{len(records)} runs.{escape(best)}</p>{_overview(records)}'
-
-
-def _final_loss(record: RunRecord) -> float | None:
-    known = finite(record.summary.get("final_val_loss"))
-    if known is None and record.evaluations:
-        known = finite(record.evaluations[-1].fields.get("loss"))
-    return known
-
-
-def _facts(record: RunRecord) -> str:
-    started = record.started
-    parameters = finite(started.get("parameters"))
-    facts = [
-        f"{short(parameters)} parameters" if parameters else "",
-        str(started.get("optimizer") or ""),
-        ", ".join(str(started[name]) for name in ("device", "precision") if started.get(name)),
-        *(str(text) for name, text in mapping(started.get("details")).items() if name != "folder"),
-    ]
-    return f'<p class="facts">{escape(" · ".join(fact for fact in facts if fact))}</p>'
-
-
-def _cards(record: RunRecord) -> str:
-    summary = record.summary
-    gain, rests_on, stands = saved_time(record)
-    best = summary.get("best_val_loss")
-    val = summary.get("final_val_loss") if summary else _final_loss(record)
-    train = summary.get("final_train_loss") if summary else record.last("loss")
-    seconds = summary.get("seconds") if summary else record.seconds
-    speed = summary.get("tokens_per_second") if summary else record.last("tokens_per_second")
-    known = finite(seconds)
-    pace = [f"{short(finite(speed) or 0)} {escape(record.unit)} per second"] if finite(speed) else []
-    total = finite(summary.get("total_seconds"))
-    pace += [] if total is None else [f"{clock(total)} with start-up, evaluation and saving"]
-    cards = [
-        ("Net time saved", gain, rests_on, f"first {stands}"),
-        ("Held-out loss", number(val), f"best {number(best)}" if finite(best) is not None else "", ""),
-        ("Training loss", number(train), "", ""),
-        ("Steps", number(record.step, ",.0f"), _steps(record), ""),
-        ("Time", UNKNOWN if known is None else f'<data value="{seconds}">{clock(known)}</data>', ", ".join(pace), ""),
-        ("Moves", *_moves(record), ""),
-    ]
-    for name, words in (("accuracy", "Right answers"), ("exact_match", "Exact answers")):
-        if (share := finite(summary.get(name))) is not None:
-            asked = f"of {finite(summary.get('answered')) or 0:,.0f} held-out questions"
-            cards.insert(1, (words, percent(share), asked, ""))
-    made = "".join(
-        f'<div class="card {style}"><dt>{name}</dt><dd class="figure{_length(figure)}">{figure}</dd>'
-        f'<dd class="small">{below}</dd></div>'
-        for name, figure, below, style in cards
-    )
-    return f'<dl class="cards">{made}</dl>'
-
-
-def _length(figure: str) -> str:
-    """The class of a figure that is too long for its card in large letters."""
-    characters = len(unescape(re.sub(r"<span.*</span>|<[^>]*>", "", figure)))
-    return next((style for most, style in _LENGTHS if characters <= most), " longest")
-
-
-def _steps(record: RunRecord) -> str:
-    words = {"warmup": "warm-up", "full": "full", "predict": "predicted", "correct": "correcting"}
-    counts = {phase: finite(count) or 0 for phase, count in mapping(record.summary.get("steps")).items()}
-    if not record.summary:
-        planned = finite(record.started.get("max_steps"))
-        return f"of {planned:,.0f}" if planned else ""
-    return escape(", ".join(f"{count:,.0f} {words.get(phase, phase)}" for phase, count in counts.items() if count))
-
-
-def _moves(record: RunRecord) -> tuple[str, str]:
-    counts = {str(name).replace("_", " "): count for name, count in mapping(record.summary.get("moves")).items()}
-    if not record.summary:
-        verdicts = [str(entry.fields.get("verdict")) for entry in record.of_kind("Moved")]
-        counts = {name: verdicts.count(name) for name in ("kept", "shrunk", "refused", "rolled back")}
-    if not counts:
-        return "off", "plain run"
-    kept = sum(int(finite(counts.get(name)) or 0) for name in ("kept", "shrunk"))
-    others = escape(", ".join(f"{count} {name}" for name, count in counts.items() if name != "kept"))
-    return f'{number(kept, ",.0f")} <span class="unit">kept</span>', others
-
-
-def _warned(record: RunRecord) -> str:
-    serious = [one for one in findings(record) if one["level"] in ("critical", "warning")]
-    if not serious:
-        return ""
-    text = "1 finding asks" if len(serious) == 1 else f"{len(serious)} findings ask"
-    return f'<p class="notice"><a href="#findings">{text} for a look</a>: {escape(serious[0]["text"][:240])}</p>'
-
-
-def _overview(records: Records) -> str:
-    units = {escape(record.unit) for record in records}
-    head = [
-        "run",
-        "state",
-        "steps",
-        "held-out loss",
-        "best",
-        "training loss",
-        "time",
-        f"{units.pop()}/s" if len(units) == 1 else "per second",
-        "moves",
-        "net time saved",
-    ]
-    rows = []
-    for place, record in enumerate(records):
-        summary = record.summary
-        seconds = finite(summary.get("seconds")) or record.seconds
-        gain, rests_on, _ = saved_time(record)
-        rows.append(
-            [
-                f'<span class="swatch-line run-{place % 8}" aria-hidden="true"></span>{escape(record.name)}',
-                escape(record.state),
-                number(record.step, ",.0f"),
-                number(_final_loss(record)),
-                number(summary.get("best_val_loss")),
-                number(summary.get("final_train_loss") if summary else record.last("loss")),
-                clock(seconds),
-                short(finite(summary.get("tokens_per_second")) or record.last("tokens_per_second") or 0),
-                _moves(record)[0],
-                f'{gain}<div class="small">{rests_on}</div>',
-            ]
-        )
-    return table("What each run came to", head, rows, numbers_from=2, to=9)
 
 
 # --- resources, findings, setup ---------------------------------------------------------------------------------------
@@ -220,7 +70,7 @@ def _resources(record: RunRecord) -> str:
     steps = mapping(record.summary.get("steps"))
     rows = [
         [
-            escape(phase),
+            escape(PHASES.get(phase, phase)),
             number(steps.get(phase), ",.0f"),
             number(speeds.get(phase), ",.0f"),
             *(
@@ -234,7 +84,7 @@ def _resources(record: RunRecord) -> str:
 
 
 def _speeds(record: RunRecord) -> dict[str, float]:
-    """Tokens per second of the entries that ended in each phase, each by its length."""
+    """How much per second in the entries that ended in each phase, each by its length."""
     tokens: dict[str, float] = {}
     seconds: dict[str, float] = {}
     for before, after in zip(record.progress, record.progress[1:], strict=False):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 Point = tuple[float, float]
 _HUGE = 1e100  # beyond it differences and ratios of two numbers may overflow
+_WIDE = 50
 
 
 def finite(value: object) -> float | None:
@@ -145,3 +146,35 @@ def thinned(points: Sequence[Point], limit: int = 400) -> list[Point]:
             highest = max(range(start, end), key=lambda place: inner[place][1])
             kept += [inner[place] for place in sorted({lowest, highest})]
     return [*kept, points[-1]]
+
+
+# --- which part of the values a chart shows ---------------------------------------------------------------------------
+
+
+def spans_widely(curves: Sequence[Sequence[float]]) -> bool:
+    """Whether a logarithmic axis shows more: the values span more than a factor of 50, a few wild ones left aside, and
+    none is below 0. One that is exactly 0 does not count: it has no place on such an axis."""
+    known = [[value for value in curve if value] for curve in curves]
+    begins = [curve[: math.ceil(len(curve) / 50)] for curve in known]
+    first = max((value for part in begins for value in part), default=0.0)
+    rest = sorted(value for curve in known for value in curve[math.ceil(len(curve) / 50) :])
+    high = first
+    if rest:
+        usual = rest[int(len(rest) * 0.98)]
+        high = max(first, usual * 10 if 0 < usual * 100 < rest[-1] else rest[-1])
+    low = min((value for curve in known for value in curve), default=0.0)
+    return low > 0 and high / low > _WIDE
+
+
+def frame(curves: Sequence[Sequence[float]]) -> dict[str, Point]:
+    """What a chart of what came and what was said of it shows on either axis, by what came: {} for nothing."""
+    values = [value for curve in curves for value in curve]
+    if not values:
+        return {}
+    low, high = min(values), max(values)
+    air = 0.4 * (high - low) or 0.2 * abs(high) or 1.0
+    made = {"linear": (low - air, high + air)}
+    if above := [value for value in values if value > 0]:
+        factor = max((high / min(above)) ** 0.25, 1.2)
+        made["log"] = (min(above) / factor, high * factor)
+    return made

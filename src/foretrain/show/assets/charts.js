@@ -1,7 +1,8 @@
 // --- the shape of a chart --------------------------------------------------------------------------------------------
 
-const NAMES = ['loss', 'forecast', 'confidence', 'gradient', 'speed'];
-const UNITS = { loss: 'loss', forecast: 'loss', confidence: 'confidence', gradient: 'gradient norm', speed: '' };
+const NAMES = [...document.querySelectorAll('[data-chart]')].map(holder => holder.dataset.chart);
+// Above the axis, where the heading does not say it.
+const unitOf = name => ({ loss: 'loss', forecast: 'loss', speed: data.speed.runs[0].series[0]?.label })[name] || '';
 const RUN_COLOURS = ['series-2', 'series-1', 'series-3', 'series-6', 'series-5', 'series-4', 'series-7', 'series-0'];
 const OWN = { thin: 'series-2', bold: 'series-0', plain: 'series-2', dashed: 'series-1', edge: 'series-1', dots: 'series-4' };
 const PHASES = ['warmup', 'full', 'correct', 'predict'];
@@ -14,18 +15,11 @@ const faded = (colour, share) => colour + Math.round(share * 255).toString(16).p
 const ratioOf = () => devicePixelRatio || 1;
 
 const drawn = new Map();
-const axis = { x: 'step', cut: true };
-axis.log = wide();
+const axis = { x: 'step', cut: true, asked: false };
+axis.log = data.loss.log;
 const across = value => axis.x === 'time' ? duration(value) : whole(value);
 const placeOf = () => axis.x === 'time' ? 1 : 0;
-const logOf = name => name === 'loss' || name === 'forecast' ? axis.log : name === 'gradient';
-
-// A loss that spans more than a factor of 50 is better seen on a logarithmic axis.
-function wide() {
-  const values = data.loss.runs.flatMap(run => run.series.flatMap(one => one.values)).filter(value => value != null);
-  const low = values.reduce((a, b) => Math.min(a, b), Infinity), high = values.reduce((a, b) => Math.max(a, b), -Infinity);
-  return low > 0 && Math.min(high, ceiling('loss', true)) / low > 50;
-}
+const logOf = name => name === 'loss' || name === 'forecast' ? axis.log : name === 'gradient' || data[name].log;
 
 // A few wild values do not flatten all others: above this they leave the frame, and their height is written there. What
 // a curve begins with is never cut off.
@@ -33,7 +27,6 @@ function ceiling(name, log) {
   const rest = [];
   let high = -Infinity;
   for (const run of data[name].runs) for (const one of run.series) {
-    if (one.scale === 'rate') continue;
     const first = Math.ceil(one.values.length / 50);
     one.values.forEach((value, place) => { if (value != null) { if (place < first) high = Math.max(high, value); else rest.push(value); } });
   }
@@ -42,18 +35,24 @@ function ceiling(name, log) {
   return usual > 0 && rest.at(-1) > Math.max(limit, high) ? Math.max(high, usual * (log ? 10 : 2)) : Infinity;
 }
 
+// [lowest, highest] that is shown. A forecast may be absurd: its chart goes by what came, and a little beyond.
+function bounds(name, log) {
+  if (!axis.cut) return [-Infinity, Infinity];
+  return data[name].frame?.[log ? 'log' : 'linear'] ?? [-Infinity, ceiling(name, log)];
+}
+
 function columns(name) {
   const runs = data[name].runs, tables = [], series = [{}], bands = [], log = logOf(name);
   runs.forEach((run, place) => run.series.forEach(one => {
     const x = axis.x === 'time' ? one.seconds : one.steps;
-    tables.push([x, log && one.scale !== 'rate' ? one.values.map(value => value > 0 ? value : null) : one.values]);
+    tables.push([x, log ? one.values.map(value => value > 0 ? value : null) : one.values]);
     const colour = colourOf(one.style, place);
     const few = one.values.length < 60;
     const lone = one.values.filter(value => value != null).length === 1; // no line goes through a single point
     const dotted = one.style === 'dots' || (one.style === 'bold' && few) || lone;
     const made = {
       label: several() ? `${run.name}: ${one.label}` : one.label,
-      scale: one.scale || 'y',
+      scale: 'y',
       stroke: one.style === 'thin' ? faded(colour, several() ? .55 : .8) : one.style === 'edge' ? faded(colour, .35) : colour,
       width: { bold: 2.5, thin: 1.2, dashed: 1.6, edge: .8, dots: 0 }[one.style] ?? 1.6,
       dash: one.style === 'dashed' ? [6, 4] : undefined,
@@ -67,13 +66,14 @@ function columns(name) {
   // Runs and curves have places of their own: where one has no entry its line goes on, where its value is missing
   // (mode 2) the line is cut up to its next value.
   const table = tables.length ? uPlot.join(tables, tables.map(() => [0, 2])) : null;
-  return { table, series, bands, top: axis.cut ? ceiling(name, log) : Infinity };
+  const [bottom, top] = bounds(name, log);
+  return { table, series, bands, bottom, top };
 }
 
 // --- ribbon, marks, units --------------------------------------------------------------------------------------------
 
 // The phase ribbon of every run lies under the plot; marks of moves and recoveries stand in lanes above the curves.
-const ribbonHeight = () => data.shared.runs.length * (RIBBON + GAP) + 4;
+const ribbonHeight = () => data.shared.prediction === 'tried' ? data.shared.runs.length * (RIBBON + GAP) + 4 : 0;
 function lanes() {
   if (several()) return data.shared.runs.map((run, row) => [run, null, runColour(row)]);
   const [run] = data.shared.runs, kinds = new Set(run.marks.map(mark => mark[2]));
@@ -84,7 +84,7 @@ function paint(u, name) {
   const ctx = u.ctx, ratio = ratioOf(), place = placeOf(), { left, top, width, height } = u.bbox;
   ctx.save();
   ctx.setLineDash([]);
-  data.shared.runs.forEach((run, row) => {
+  if (ribbonHeight()) data.shared.runs.forEach((run, row) => {
     const y = top + height + (4 + row * (RIBBON + GAP)) * ratio;
     const stretches = run.phases.slice(0, -1).map((phase, index) => [phase[place], run.phases[index + 1][place], phase[2], phase[3]]);
     stretches.sort((a, b) => PHASES.indexOf(a[2]) - PHASES.indexOf(b[2]));
@@ -115,14 +115,13 @@ function paint(u, name) {
 }
 
 function units(u, name, ctx, ratio) {
-  const { left, top, width, height } = u.bbox;
+  const { left, top, height } = u.bbox;
   ctx.font = FONT.replace(/^[\d.]+/, size => size * ratio);
   ctx.fillStyle = style('muted');
   ctx.textBaseline = 'alphabetic';
   ctx.textAlign = 'left';
-  ctx.fillText(UNITS[name] || data[name].runs[0].series[0]?.label || '', left, top - 7 * ratio);
+  ctx.fillText(unitOf(name), left, top - 7 * ratio);
   ctx.textAlign = 'right';
-  if (u.scales.rate) ctx.fillText('learning rate', left + width, top - 7 * ratio);
   ctx.textBaseline = 'top';
   ctx.fillText(axis.x, left - 12 * ratio, top + height + (ribbonHeight() + 4) * ratio);
 }
@@ -132,7 +131,7 @@ function beyond(u, name, ctx, ratio) {
   const { left, top, width } = u.bbox, limit = drawn.get(name)?.top ?? Infinity, found = [];
   if (limit === Infinity) return;
   u.series.forEach((one, index) => {
-    if (!index || !one.show || one.scale !== 'y' || !one.width) return;  // not of steps that were taken back
+    if (!index || !one.show || !one.width) return;  // not of steps that were taken back
     u.data[index].forEach((value, at) => {
       const x = value > limit ? u.valToPos(u.data[0][at], 'x', true) : -1;
       if (x < left || x > left + width) return;
@@ -175,14 +174,19 @@ function shape(ctx, kind, x, y, ratio, colour) {
 
 // --- axes ------------------------------------------------------------------------------------------------------------
 
-// On a logarithmic axis powers of ten, as many as there is room for; 1, 2 and 5 of each where they are few.
+// On a logarithmic axis powers of ten, as many as there is room for; 1, 2 and 5 of each where they are few; equal steps
+// where the axis has not even two of these.
 function powers(u, place, low, high) {
   const first = Math.floor(Math.log10(low)), last = Math.ceil(Math.log10(high));
   const room = Math.max(2, u.bbox.height / ratioOf() / 34), every = Math.max(1, Math.ceil((Math.log10(high) - Math.log10(low)) / room));
   const steps = (Math.log10(high) - Math.log10(low)) * 3 <= room ? [1, 2, 5] : [1], found = [];
   for (let power = Math.ceil(first / every) * every; power <= last; power += every)
     for (const step of steps) if (step * 10 ** power >= low && step * 10 ** power <= high) found.push(+(step * 10 ** power).toPrecision(3));
-  return found;
+  if (found.length > 1) return found;
+  const rough = (high - low) / Math.min(4, room), size = 10 ** Math.floor(Math.log10(rough));
+  const even = size * ([1, 2, 5].find(step => step * size >= rough) ?? 10), ticks = [];
+  for (let tick = Math.ceil(low / even); tick * even <= high; tick++) ticks.push(+(tick * even).toPrecision(6));
+  return ticks;
 }
 
 function options(name, holder, made) {
@@ -197,13 +201,9 @@ function options(name, holder, made) {
     return low === xs[0] && high === xs.at(-1) ? [0, Math.max(...ends, high)] : [low, high];
   };
   const scales = { x: { time: false, range: everything }, y: { distr: log ? 3 : 1, range: range(name, log) } };
-  if (made.series.some(one => one.scale === 'rate')) {
-    scales.rate = { range: (u, low, high) => [0, (high || 1) * 1.08] };
-    axes.push({ ...side, scale: 'rate', side: 1, grid: { show: false } });
-  }
   made.series[0] = { label: axis.x, value: (u, value) => value == null ? '' : across(value) };
   return {
-    width: Math.max(260, holder.clientWidth), height: +holder.dataset.height || 300, padding: [24, null, null, null],
+    width: Math.max(260, holder.clientWidth), height: +holder.dataset.height || 300, padding: [unitOf(name) ? 24 : 10, null, null, null],
     scales, axes, series: made.series, bands: made.bands,
     cursor: { sync: { key: 'x', setSeries: false }, points: { size: 7 }, drag: { x: true, y: false } },
     legend: { live: true },
@@ -220,7 +220,8 @@ const range = (name, log) => (u, low, top) => {
   if (name === 'confidence') return [0, 1];
   if (low == null || !isFinite(low)) return log ? [.1, 1] : [0, 1];
   const high = Math.max(low, Math.min(top, drawn.get(name)?.top ?? Infinity));
-  if (name === 'speed') return [0, (high || 1) * 1.08];
+  low = Math.min(high, Math.max(low, drawn.get(name)?.bottom ?? -Infinity));
+  if (name === 'speed' || name === 'rate') return [0, (high || 1) * 1.08];
   const used = (name === 'loss' ? lanes().length * LANE + 6 : 6) + (high < top ? 18 : 0);
   const share = used / Math.max(80, u.bbox.height / ratioOf());
   if (log) {
@@ -244,13 +245,14 @@ function tip(u, name) {
 
 // --- drawing ---------------------------------------------------------------------------------------------------------
 
+const shapeOf = name => `${ribbonHeight()} ${logOf(name)}`;
 // With new values of the same curves a chart keeps its zoom, its cursor and the focus; it is made anew where a curve
 // gets or loses its dots.
 function refresh(name) {
   const before = drawn.get(name), made = before && columns(name);
   const labels = series => series.slice(1).map(one => `${one.label} ${one.dotted}`).join('\n');
-  if (!made?.table || labels(before.plot.series) !== labels(made.series)) { draw(name); return; }
-  before.top = made.top;
+  if (!made?.table || labels(before.plot.series) !== labels(made.series) || before.shape !== shapeOf(name)) { draw(name); return; }
+  Object.assign(before, { top: made.top, bottom: made.bottom });
   before.plot.setData(made.table, !before.zoomed);
   if (before.zoomed) before.plot.redraw();
   describe(name);
@@ -266,10 +268,15 @@ function draw(name) {
   drawn.delete(name);
   const made = columns(name);
   holder.replaceChildren();
-  holder.closest('figure').classList.toggle('empty', !made.table);
+  const figure = holder.closest('figure');
+  figure.classList.toggle('empty', !made.table);
+  if ('optional' in figure.dataset) {
+    figure.hidden = !made.table;
+    figure.querySelector('h3').textContent = data[name].runs.flatMap(run => run.series)[0]?.label || '';
+  }
   if (!made.table) { holder.textContent = 'Nothing to show yet.'; holder.dataset.drawn = 'empty'; return; }
   for (const one of made.series) if (hidden.has(one.label)) one.show = false;
-  const entry = { zoomed: false, top: made.top };
+  const entry = { zoomed: false, top: made.top, bottom: made.bottom, shape: shapeOf(name) };
   drawn.set(name, entry);
   entry.plot = new uPlot(options(name, holder, made), made.table, holder);
   entry.plot.over.addEventListener('dblclick', () => { entry.zoomed = false; });
@@ -325,8 +332,26 @@ function wholeAgain() { drawn.forEach(one => { one.zoomed = false; }); NAMES.for
 
 const choose = document.querySelector('#loss .choices');
 choices(choose, [['step', 'over steps'], ['time', 'over time']], 'step', value => { axis.x = value; wholeAgain(); });
-choices(choose, [[false, 'linear'], [true, 'logarithmic']], axis.log, value => { axis.log = value; wholeAgain(); });
+choices(choose, [[false, 'linear'], [true, 'logarithmic']], axis.log, value => { axis.log = value; axis.asked = true; wholeAgain(); });
 choices(choose, [[true, 'without spikes'], [false, 'with spikes']], true, value => { axis.cut = value; wholeAgain(); });
 // Offered only where something is cut off.
-function cuts() { choose.lastChild.hidden = axis.cut && ![...drawn.values()].some(one => one.top < Infinity); }
+function cuts() { choose.lastChild.hidden = axis.cut && ![...drawn].some(([name, one]) => name !== 'forecast' && one.top < Infinity); }
+// Of a run that goes on the loss may come to span more, or less: the axis follows until the reader has chosen one.
+function followSpan() {
+  if (axis.asked || axis.log === data.loss.log) return;
+  axis.log = !axis.log;
+  pressed(choose.children[1], choose.children[1].children[+axis.log]);
+  ['loss', 'forecast'].forEach(draw);
+}
+
+// Nothing is said of prediction where it is off; where nothing was tried it is folded. What was folded has no width.
+const fold = document.querySelector('details.fold'), predictionLink = document.querySelector('nav a[href="#prediction"]').parentElement;
+let known = data.shared.prediction;
+function foldPrediction() {
+  const state = data.shared.prediction;
+  document.getElementById('prediction').hidden = predictionLink.hidden = state === 'off';
+  if (state !== known) fold.open = state === 'tried';
+  known = state;
+}
+fold.addEventListener('toggle', () => { if (fold.open) fold.querySelectorAll('[data-chart]').forEach(holder => draw(holder.dataset.chart)); });
 

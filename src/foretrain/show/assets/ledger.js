@@ -25,6 +25,9 @@ function markup([, mark, ...cells]) {
 function showLedger() {
   const rows = rowsOf(view.show), some = view.order === 'first' ? rows.slice(0, view.most) : rows.slice(-view.most).reverse();
   const below = box.scrollHeight - box.scrollTop, reading = view.order === 'last' && box.scrollTop > 4;
+  const columns = Object.entries(data.ledger.columns), head = book.querySelector('thead tr');
+  if (head.children.length !== columns.length) head.innerHTML = columns.map(([name, style]) => `<th scope="col" class="${style}">${name}</th>`).join('');
+  book.querySelector('.controls').hidden = data.ledger.rows < 6 && view.show === 'all';
   body.innerHTML = some.map(markup).join('') || '<tr><td colspan="9">No such decision was made yet.</td></tr>';
   if (reading) box.scrollTop = box.scrollHeight - below;
   const left = rows.length - some.length, words = { all: 'decisions', move: 'moves', phase: 'changes of phase', recovery: 'recoveries and notes' };

@@ -25,6 +25,8 @@ function catchUp() {
   const start = performance.now();
   const names = new Set(stale);
   NAMES.filter(name => names.has(name) || names.has('shared')).forEach(refresh);
+  followSpan();
+  foldPrediction();
   cuts();
   if (names.has('heat')) heatMaps();
   if (names.has('ledger') && !selecting(body)) { showLedger(); stale.delete('ledger'); }

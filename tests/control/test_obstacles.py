@@ -1,0 +1,91 @@
+"""Which setting keeps leaps off where the loss is exact: said once, with what to set."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from foretrain import Bus, HybridTrainer
+from foretrain.config import from_mapping
+from foretrain.events import Event, Notice
+
+ROWS = torch.randn(64, 3, generator=torch.Generator().manual_seed(0))
+START = "the loss is exact here, since every step sees all the data: quasi-Newton leaps could be tried, but "
+
+
+def squares(model: nn.Module, batch: Tensor) -> Tensor:
+    return (model(batch)[:, 0] - batch.sum(1)).square().mean()
+
+
+def noise(model: nn.Module, batch: Tensor) -> Tensor:
+    return squares(model, batch + 0.01 * torch.randn_like(batch))
+
+
+def hints(
+    settings: dict[str, Any] | None = None, optimizer: Any = None, shares: float = 1.0, loss: Any = squares
+) -> list[str]:
+    events: list[Event] = []
+    bus = Bus()
+    bus.subscribe(events.append)
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    config = {"device": "cpu", "max_steps": 200, "optimizer.type": "adam", "schedule.type": "constant"}
+    config |= {"optimizer.weight_decay": 0.0, "optimizer.learning_rate": 1e-3}
+    made = optimizer(model.parameters()) if optimizer is not None else None
+    trainer = HybridTrainer(model, made, loss, from_mapping(config | (settings or {})), bus=bus)
+    for position in range(60):
+        order = torch.randperm(64, generator=torch.Generator().manual_seed(position))[: int(64 * abs(shares))]
+        trainer.step(ROWS if shares == 1 else ROWS[order])
+    return [event.message for event in events if isinstance(event, Notice) and event.level == "info"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"optimizer.weight_decay": 0.1}, "optimizer.weight_decay = 0.1 keeps them off; optimizer.weight_decay = 0"),
+        ({"hybrid.secant_pairs": 4}, "hybrid.secant_pairs = 4 keeps them off; hybrid.secant_pairs = 100"),
+        (
+            {"hybrid.secant_memory_mb": 0.0001},
+            "hybrid.secant_memory_mb = 0.0001 keeps them off; hybrid.secant_memory_mb = 1 or more",
+        ),
+        ({"hybrid.mode": "rollout"}, 'hybrid.mode = "rollout" keeps them off; hybrid.mode = "leap"'),
+        ({"hybrid.search": False}, 'hybrid.search = false keeps them off; hybrid.search = "auto"'),
+        (
+            {"engine.update_in_backward": True, "optimizer.gradient_clip_norm": 0.0},
+            "engine.update_in_backward = true keeps them off; engine.update_in_backward = false",
+        ),
+    ],
+)
+def test_a_setting_that_keeps_leaps_off_is_named_once(settings: dict[str, Any], said: str) -> None:
+    assert hints(settings) == [f"{START}{said} allows them"]
+
+
+def test_several_of_them_are_named_together() -> None:
+    (text,) = hints({"optimizer.weight_decay": 0.1, "hybrid.search": False})
+    assert "hybrid.search = false and optimizer.weight_decay = 0.1 keep them off" in text
+    assert text.endswith('hybrid.search = "auto" and optimizer.weight_decay = 0 allow them')
+
+
+def test_an_optimizer_of_ones_own_is_named_as_it_was_made() -> None:
+    (text,) = hints(optimizer=torch.optim.AdamW)
+    assert "weight_decay=0.01 of torch.optim.AdamW keeps them off; torch.optim.AdamW(..., weight_decay=0)" in text
+
+
+def test_shuffled_rows_are_the_same_data() -> None:
+    assert len(hints({"optimizer.weight_decay": 0.1}, shares=-1.0)) == 1
+
+
+def test_other_rows_are_not() -> None:
+    assert hints({"optimizer.weight_decay": 0.1}, shares=0.9) == []
+
+
+def test_a_loss_with_random_numbers_is_not_exact() -> None:
+    (text,) = hints(loss=noise)
+    assert text.startswith("every step sees the same data, but not the same loss")
+
+
+def test_where_leaps_are_tried_nothing_is_said() -> None:
+    assert hints() == []
