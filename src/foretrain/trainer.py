@@ -473,6 +473,8 @@ class HybridTrainer(Engine):
     def evaluated(self, held_out: float) -> None:
         """A held-out loss is known: it shows over- and underfitting, and some schedulers follow it."""
         self.rate.evaluated(held_out)
+        if self.pilot is not None:
+            self.mover.evaluated(held_out)
         if self.checkup.evaluated(held_out):
             self._follow_recovery(self.pilot)
 

@@ -137,11 +137,18 @@ class Mover:
         if self.move is not None:
             return
         judged = self.unseen.loss if self.unseen.active else None
-        losses = self.chain.finish(batch, judged)
-        self.end_loss = None if losses is None else self.chain.lowest
-        if losses is not None and judged is not None:
-            text = f"the run ends where its held-out loss was lowest: {losses[1]:.4g} instead of {losses[0]:.4g}"
+        went = [losses for losses in (self.chain.finish(batch, judged), self.unseen.finish()) if losses is not None]
+        self.end_loss = self.engine.probe(batch) if went else None
+        if went and judged is not None:
+            text = f"the run ends where its held-out loss was lowest: {went[-1][1]:.4g} instead of {went[0][0]:.4g}"
             self.emit(Notice(text, level="info"))
+
+    def evaluated(self, loss: float) -> None:
+        """A held-out loss was measured: chains lead far, so the run may come back here in the end."""
+        known = self.pilot.predictability
+        exact = known.same_batch if self.chain.exact is None else self.chain.exact
+        if self.move is None and self.chain.possible and exact:
+            self.unseen.note(loss)
 
     # --- PREDICT -----------------------------------------------------------------------------------------------------
 

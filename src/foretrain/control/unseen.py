@@ -8,6 +8,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from foretrain.control.gate import FORWARD
 from foretrain.control.pilot import Pilot
 from foretrain.control.safety import Safety
@@ -50,6 +53,10 @@ class Unseen:
         """Leaps at the last look."""
         self.since = 0
         """Looks since the lowest."""
+        self.evaluated = math.nan
+        """Lowest held-out loss of an evaluation outside of moves."""
+        self._weights: list[Tensor] = []
+        """There."""
 
     @property
     def active(self) -> bool:
@@ -66,6 +73,29 @@ class Unseen:
     def price(self, batch: Any) -> float:
         """Of one look, in full steps."""
         return FORWARD * sum(count(held_out) for held_out in self.batches) / max(1, count(batch))
+
+    # --- the end of the run ------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def note(self, loss: float) -> None:
+        """An evaluation of weights that stay: they are kept where the loss is the lowest so far."""
+        if self.active and self.engine.average is None and not loss >= self.evaluated:
+            self.evaluated = loss
+            self._weights = [p.detach().clone() for p in self.engine.full_step.parameters]
+
+    @torch.no_grad()
+    def finish(self) -> tuple[float, float] | None:
+        """Go to the lowest evaluation; (held-out loss here, there), or None if it is no lower than where the run is."""
+        if not (self.active and self._weights):
+            return None
+        parameters = [p.detach() for p in self.engine.full_step.parameters]
+        here, now = self.loss(), [p.clone() for p in parameters]
+        torch._foreach_copy_(parameters, self._weights)
+        there = self.loss()
+        if there >= here:
+            torch._foreach_copy_(parameters, now)
+            return None
+        return here, there
 
     # --- a chain -----------------------------------------------------------------------------------------------------
 
@@ -114,8 +144,11 @@ class Unseen:
     # --- state -------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in _SAVED}
+        state = {name: getattr(self, name) for name in _SAVED}
+        return state | {"evaluated": self.evaluated, "weights": list(self._weights)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name in _SAVED:
             setattr(self, name, state[name])
+        self.evaluated = float(state["evaluated"])
+        self._weights = [tensor.clone().to(self.engine.device) for tensor in state["weights"]]
