@@ -264,7 +264,9 @@ class Run:
         state = checkpoint.read(path)
         self.trainer.load_weights(state, str(path))
         loss = float(state["best"]["loss"])
-        self.emit(Notice(f"the model has its weights of step {step}, with the lowest held-out loss, {loss:.4g}", "info"))
+        self.emit(
+            Notice(f"the model has its weights of step {step}, with the lowest held-out loss, {loss:.4g}", "info")
+        )
 
     def _how_to_go_on(self) -> str:
         if self.folder is None:

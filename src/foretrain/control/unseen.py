@@ -129,9 +129,7 @@ class Unseen:
     def overfits(self) -> bool:
         """The examples are learned by heart: not only a wobble."""
         rise, gap = self.last - self.lowest, self.last - self.last_training_loss
-        return not (
-            rise <= _OVERFITTING_RISE * abs(self.lowest) or gap <= _BY_HEART * abs(self.last_training_loss)
-        )
+        return not (rise <= _OVERFITTING_RISE * abs(self.lowest) or gap <= _BY_HEART * abs(self.last_training_loss))
 
     @property
     def over(self) -> bool:
