@@ -322,7 +322,9 @@ def test_a_second_run_in_the_same_folder_needs_overwrite(
     assert "already holds a run" in capsys.readouterr().err
     assert command(*arguments, "--set", "max_steps=2", "--overwrite") == 0
     assert json.loads((out / "summary.json").read_text(encoding="utf-8"))["global_step"] == 2
-    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["step-00000001", "step-00000002"]
+    best, *others = sorted(path.name for path in (out / "checkpoints").iterdir())
+    assert best in ("best-step-00000001", "best-step-00000002")
+    assert others == ["step-00000001", "step-00000002"]
     assert (out / "notes.txt").read_text(encoding="utf-8") == "mine"
 
 

@@ -1,4 +1,4 @@
-"""Inside a chain a run is evaluated, saved, looked at and stopped as anywhere else; what it takes back does not count."""
+"""Inside a chain a run is evaluated, saved, looked at and stopped as elsewhere; what is taken back does not count."""
 
 from __future__ import annotations
 

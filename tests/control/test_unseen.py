@@ -151,7 +151,7 @@ def test_when_a_chain_is_over(losses: list[float], training: list[float], over: 
 def test_looks_take_a_tenth_of_a_chain_at_the_most(rows: int, every: int) -> None:
     unseen = unseen_of(run_of())
     unseen.batches = [(torch.zeros(rows, 5), torch.zeros(rows, 1))]
-    assert [leaps for leaps in range(1, 100) if unseen.look_due(leaps, TRAINED, last=False)][0] == every
+    assert next(leaps for leaps in range(1, 100) if unseen.look_due(leaps, TRAINED, last=False)) == every
     assert unseen.look_due(1, TRAINED, last=True)
 
 

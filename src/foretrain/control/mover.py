@@ -96,7 +96,7 @@ class Mover:
         return all(_equal(self._recent[-1], other) for other in self._recent[:-1])
 
     def compare_batches(self) -> None:
-        """Batches may hold the same samples in another order: one probe tells, and chains need no warm-up there, too."""
+        """Batches may hold the same samples in another order: one probe tells, and chains need no warm-up then."""
         chain, known = self.chain, self.pilot.predictability
         untold = chain.exact is None and known.low_noise and not known.same_batch and len(self._recent) > 1
         if untold and self.pilot.may_chain and chain.ready:
