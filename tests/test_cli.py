@@ -390,6 +390,9 @@ def test_export_writes_the_newest_checkpoint_and_a_named_one(
         for folder in (out / "model", tmp_path / "newest", tmp_path / "older")
     )
     assert of_run == newest != older
+    (best,) = (out / "checkpoints").glob("best-step-*")
+    assert command("export", best, tmp_path / "best") == 0
+    assert (tmp_path / "best" / "model.safetensors").is_file()
     capsys.readouterr()
     assert command("export", out, tmp_path / "older") == 2
     assert "add --overwrite to replace files" in capsys.readouterr().err
