@@ -32,8 +32,8 @@ help: ## say what each target does
 setup: .venv/.core ## install foretrain into .venv
 	@$(BIN)/foretrain --version
 
-demo: .venv/.core ## train a small GPT on Python's own source code (about two minutes on two cores)
-	$(BIN)/foretrain train --out runs/demo --overwrite --set audit.time_budget=0.03 # 800 steps are too few to try moves otherwise
+demo: .venv/.core ## train a small GPT on Python's own source code (one to two minutes on two cores)
+	$(BIN)/foretrain train --out runs/demo --overwrite --set max_steps=400 --set evaluation.batches=20 --set audit.time_budget=0.03 # so few steps would try no move otherwise
 
 lint: .venv/.test ## style, types and the import layers
 	$(BIN)/ruff check .

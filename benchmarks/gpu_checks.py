@@ -186,6 +186,40 @@ def moves_work() -> str:
     return f"{'; '.join(told)}; exact loss after 300 steps {final['leap']:.2e} against {final['off']:.2e} without leaps"
 
 
+def own_rates_are_followed() -> str:
+    """A scheduler of one's own acts on every step, recorded or not; a rate that is a tensor is never waited for."""
+    settings = {"hybrid.mode": "off", "engine.compile": False, "health.interval": 0, "precision.type": "fp32"}
+    for rate, recorded in ((0.1, False), (torch.tensor(0.1, device="cuda"), True)):
+        model = torch.nn.Linear(64, 64).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=rate, fused=True)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        made = HybridTrainer(
+            model,
+            optimizer,
+            lambda model, batch: model.weight.sum() + batch.sum() * 0,
+            from_mapping(settings),
+            scheduler=scheduler,
+        )
+        batch, told, used = torch.ones(4, device="cuda"), [], []
+        for step in range(12):
+            made.rate_factor = 0.5 if step % 3 == 0 else 1.0
+            before = model.weight.detach().clone()
+            told.append(made.step(batch))
+            used.append(before - model.weight.detach())
+        expected = [0.1 * 0.9**step * (0.5 if step % 3 == 0 else 1.0) for step in range(12)]
+        for wanted, result, moved in zip(expected, told, used, strict=True):
+            assert abs(float(moved.mean()) - wanted) < 1e-4 * wanted + 1e-6, (rate, wanted, float(moved.mean()))
+            assert abs(result.learning_rate - wanted) < 1e-6, (rate, wanted, result.learning_rate)
+        assert isinstance(made._run_step, GraphedStep) is recorded, rate
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(5):
+            made.step(batch)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return "numbers and tensors, with recovery's factor, over 12 steps"
+
+
 def resume_is_exact() -> str:
     """With deterministic operations: 40 steps at once equal 20 steps, a new process state, and 20 more."""
     settings = {
@@ -231,6 +265,7 @@ def main() -> None:
         no_step_waits,
         idle_equals_plain,
         moves_work,
+        own_rates_are_followed,
         resume_is_exact,
         *MEMORY_CHECKS,
     )

@@ -28,6 +28,8 @@ from foretrain.dynamics.registry import NAMES
 from foretrain.trainer import HybridTrainer
 
 TINY = {"model.type": "gpt2-tiny", "model.vocab_size": 256, "batch_size": 16}
+WATCHING = {"hybrid.warmup_steps": 90_000, "audit.time_budget": 0.005}
+"""For ever; an audit could be afforded, so that directions are kept."""
 SMALL = {"model.type": "gpt2-small", "model.vocab_size": 50257, "batch_size": 64}
 
 
@@ -60,7 +62,7 @@ def compare(device: str, model: dict[str, Any], predictor: str, steps: int, roun
     arms = {
         "plain": Arm(device, vocabulary, **model, **{"hybrid.mode": "off"}),
         "idle": Arm(device, vocabulary, **model, **{"predictor.type": predictor}),
-        "watching": Arm(device, vocabulary, **model, **{"predictor.type": predictor, "hybrid.warmup_steps": 90_000}),
+        "watching": Arm(device, vocabulary, **model, **{"predictor.type": predictor, **WATCHING}),
     }
     for arm in arms.values():
         arm.train(60)
@@ -88,7 +90,7 @@ def compare(device: str, model: dict[str, Any], predictor: str, steps: int, roun
             name: all(torch.equal(a, b) for a, b in zip(weights["plain"], weights[name], strict=True))
             for name in ("idle", "watching")
         },
-        "basis_mb": round(arms["idle"].trainer.observer.trajectory.bytes / 2**20, 1),
+        "basis_mb": round(arms["watching"].trainer.observer.trajectory.bytes / 2**20, 1),
         "steps_per_round": steps,
     }
 

@@ -105,7 +105,8 @@ def test_init_writes_a_file_that_checks_and_loads(
     config = load(file).config
     assert (config.preset, config.optimizer.learning_rate, config.max_steps) == ("small", 1e-4, 7)
     assert command("config", "check", file) == 0
-    assert capsys.readouterr().out == f"{file}: ok\n"
+    note = "note: preset = 'small' sets phases and rates, no model size: that is model.type"
+    assert capsys.readouterr().out == f"{note}\n{file}: ok\n"
 
 
 def test_init_never_overwrites(command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -709,7 +709,8 @@ def test_a_move_with_an_optimizer_of_ones_own_is_taken_back_exactly(kind: str) -
     data = Regression(rows=64)
     model = Net()
     make = {"rmsprop": torch.optim.RMSprop, "adagrad": torch.optim.Adagrad, "nadam": torch.optim.NAdam}[kind]
-    config = from_mapping({**QUICK, **UNGUARDED, **IDLE})
+    settings = {**QUICK, **UNGUARDED, **IDLE}
+    config = from_mapping({name: value for name, value in settings.items() if not name.startswith("optimizer.")})
     trainer = HybridTrainer(model, make(model.parameters(), lr=1e-3), config=config, predictor=Told("flipped"))
     events: list[Any] = []
     trainer.bus.subscribe(events.append)

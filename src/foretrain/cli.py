@@ -46,7 +46,8 @@ app = App(
     name="foretrain",
     help="Hybrid predictive training for PyTorch: learns how the weights move, moves them ahead where that is shown to "
     "pay, and says honestly what it was worth. Stop and resume at any moment, bit for bit.\n\n"
-    "Start with `foretrain train`: with no file it trains a small GPT on Python's own source code.",
+    "Start with `foretrain train`: with no file it trains a small GPT on Python's own source code. What words such as "
+    "move, leap and audit mean: docs/glossary.md.",
     version=lambda: metadata.version("foretrain"),
     version_flags=["--version"],
     help_format="markdown",

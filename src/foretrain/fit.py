@@ -9,18 +9,20 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from foretrain import environment
-from foretrain.config import to_mapping
+from foretrain.config import Config, to_mapping
 from foretrain.engine import checkpoint, shortage
 from foretrain.engine.batches import Batches
 from foretrain.engine.checkpoint import CheckpointStore
+from foretrain.engine.described import unwrapped
 from foretrain.engine.meters import Stopwatch
 from foretrain.engine.muon import Muon, iteration_type
 from foretrain.engine.own import Measure
@@ -28,8 +30,7 @@ from foretrain.engine.rates import FollowedRates
 from foretrain.engine.runfolder import RunFolder
 from foretrain.engine.signals import StopRequest
 from foretrain.engine.step import rows_of, split
-from foretrain.engine.weights import unwrapped
-from foretrain.errors import CheckpointError, DivergenceError, InputError, OutOfMemory, SaveError
+from foretrain.errors import CheckpointError, ConfigError, DivergenceError, InputError, OutOfMemory, SaveError
 from foretrain.events import (
     CheckpointRejected,
     CheckpointSaved,
@@ -49,6 +50,16 @@ if TYPE_CHECKING:
     from foretrain.trainer import HybridTrainer, StepResult
 
 
+def check_load_best(config: Config, folder: Any, held_out: Any) -> None:
+    """Whether there can be best weights to load: said before hours of training, not after them."""
+    if folder is None:
+        raise InputError("load_best needs a run folder to keep the best weights in; name it with out=...")
+    if held_out is None:
+        raise InputError("load_best needs held-out batches that tell which weights are best; pass held_out=... to fit")
+    if not config.checkpoint.keep_best:
+        raise ConfigError("load_best needs checkpoint.keep_best = true")
+
+
 class Run:
     """One call of `HybridTrainer.fit`."""
 
@@ -60,6 +71,7 @@ class Run:
         stop: StopRequest,
         fingerprint: str,
         metrics: Mapping[str, Measure] | None = None,
+        load_best: bool = False,
     ) -> None:
         self.trainer = trainer
         self.config = trainer.config
@@ -67,12 +79,14 @@ class Run:
         self.folder = folder
         self.store = CheckpointStore(folder.checkpoints, self.config.checkpoint.keep) if folder is not None else None
         self.held_out = held_out
+        trainer.judge_by(held_out)
         self.stop = stop
         self.fingerprint = fingerprint
         self.metrics = metrics or {}
         self.again = "resume=True" if folder is None else folder.again
         self.last_words = ""
         """Of a run that was interrupted."""
+        self.load_best = load_best
         self.batches: Batches | None = None
         self.loader_state: dict[str, Any] | None = None
         self.rewound = False
@@ -113,10 +127,14 @@ class Run:
                 reason = self._loop(batches)
             self._finish(reason)
             trainer.clock.stop()
+            if self.load_best and reason != "interrupted":
+                self._load_best()
             summary = trainer.summary() | {"reason": reason, "total_seconds": round(self._total_seconds(), 3)}
             if reason == "interrupted":
                 summary["signal"] = self.stop.requested
             if self.folder is not None:
+                if self.store is not None and (best := self.store.best()):
+                    summary["best_checkpoint"] = str(next(iter(best.values())).relative_to(self.folder.path))
                 self.folder.write_summary(summary)
         except (Exception, KeyboardInterrupt) as error:
             found = shortage.look_at(error)
@@ -216,6 +234,8 @@ class Run:
         last = step >= self.config.max_steps and not trainer.judging
         if step < self.reached:  # a rollback: what is done again is told, measured and saved again
             self._plan_ahead()
+            if self.store is not None:
+                self.store.prune_best(trainer.best_step)
         self.reached = step
         if step >= self.next_log or last:
             self.next_log = (step // self.config.log.interval + 1) * self.config.log.interval
@@ -223,17 +243,18 @@ class Run:
             self.farthest_log = max(self.farthest_log, self.next_log)
             if self._log(result) and new:
                 self._check_finite()
-        if step >= self.next_evaluation and not last and not trainer.judging:  # of what will stay
+        settled = trainer.chaining or not trainer.judging  # a short move had better be judged first
+        if step >= self.next_evaluation and not last and settled:
             self.next_evaluation = (step // self.evaluate_every + 1) * self.evaluate_every
-            if self._evaluate():
-                return "stopped early"
+            if self._evaluate() and trainer.chaining:
+                trainer.mover.chain.stopped = True
         if last:
             return "finished"
         if self.stop.requested:
             return "interrupted"
-        if trainer.stopping and not trainer.judging:
+        if (trainer.stopping or self._patience_is_over()) and not trainer.judging:
             return "stopped early"
-        if step >= self.next_save and not trainer.judging:  # a rollback would leave it with a step that was taken back
+        if step >= self.next_save:
             self.next_save = (step // self.save_every + 1) * self.save_every
             self._save(must=False)
         return None
@@ -244,11 +265,29 @@ class Run:
             self._save(must=True)
             return
         complete = self.saved_step == self.trainer.global_step and not self.trainer.evaluation_due
+        if reason == "finished" and self.trainer.pilot is not None and self.trainer.mover.end_loss is not None:
+            self.trainer.last_train_loss = self.trainer.mover.end_loss
         if reason == "finished" and self.held_out and not complete:
             self._evaluate()
         self.trainer.checkup.finish()
         if not complete:
             self._save(must=True)
+        if self.store is not None:
+            self.store.prune_best(self.trainer.best_step)
+
+    def _load_best(self) -> None:
+        """The model as it was where the held-out loss was lowest; everything else stays at the end of the run."""
+        found = self.store.best() if self.store is not None else {}
+        if not found:
+            self.emit(Notice("load_best: no evaluation was made, so the model stays as it is"))
+            return
+        step, path = next(iter(found.items()))
+        state = checkpoint.read(path)
+        self.trainer.load_weights(state, str(path))
+        loss = float(state["best"]["loss"])
+        self.emit(
+            Notice(f"the model has its weights of step {step}, with the lowest held-out loss, {loss:.4g}", "info")
+        )
 
     def _how_to_go_on(self) -> str:
         if self.folder is None:
@@ -363,10 +402,13 @@ class Run:
         best = loss == loss and (trainer.best_val_loss is None or loss < trainer.best_val_loss)
         trainer.last_val_loss = loss
         trainer.evaluations_without_best = 0 if best else trainer.evaluations_without_best + 1
-        trainer.best_val_loss = loss if best else trainer.best_val_loss
+        if best:
+            trainer.best_val_loss, trainer.best_step = loss, trainer.global_step
         averaged = trainer.average is not None
         metrics = dict(trainer.last_metrics)
         self.emit(Evaluated(trainer.global_step, loss, round(seconds, 3), averaged, best, metrics))
+        if best and self.config.checkpoint.keep_best:
+            self._save_best(loss)
         trainer.evaluated(loss)
         trainer.evaluation_due = False
         return self._patience_is_over()
@@ -399,12 +441,31 @@ class Run:
         """Save the whole state. In mid-run a failure is a warning; the last save must work."""
         if self.store is None:
             return
+        trainer, started = self.trainer, time.perf_counter()
+        path = self._saved(partial(self._write, self.store), must)
+        if path is None:
+            return
+        sizes = {file.stem: file.stat().st_size / 2**20 for file in path.iterdir()}
+        self.saved_step = trainer.global_step
+        seconds = round(time.perf_counter() - started, 3)
+        weights, prediction = (round(sizes.get(part, 0.0), 2) for part in ("model", "hybrid"))
+        size = round(sum(sizes.values()), 2)
+        self.emit(CheckpointSaved(trainer.global_step, str(path), size, seconds, weights, prediction))
+
+    def _save_best(self, loss: float) -> None:
+        """What was learned so far has the lowest held-out loss. The one before it stays while a move is open: with the
+        move this one could be taken back."""
+        trainer, store = self.trainer, self.store
+        if store is not None:
+            best = {"step": trainer.global_step, "loss": loss}
+            state = trainer.weights_state_dict() | {"best": best, "meta": self._meta()}
+            self._saved(lambda: store.save_best(trainer.global_step, state, keep_others=trainer.judging), must=False)
+
+    def _saved(self, save: Callable[[], Path], must: bool) -> Path | None:
         trainer = self.trainer
         with trainer.untimed(), trainer.memory.during("checkpoint"):
-            started = time.perf_counter()
-            text = ""
             try:
-                path = self._write(self.store)
+                return save()
             except SaveError as error:
                 if must:
                     raise SaveError(f"{error}, then go on with {self.again}") from error
@@ -416,15 +477,8 @@ class Run:
                 text = trainer.rescue.explain(found)
                 if must:
                     raise OutOfMemory(f"{text}; {trainer.rescue.advice()}") from None
-            if text:
-                self.emit(Notice(f"{text}; the run goes on and tries again at the next save"))
-                return
-            sizes = {file.stem: file.stat().st_size / 2**20 for file in path.iterdir()}
-        self.saved_step = trainer.global_step
-        seconds = round(time.perf_counter() - started, 3)
-        weights, prediction = (round(sizes.get(part, 0.0), 2) for part in ("model", "hybrid"))
-        size = round(sum(sizes.values()), 2)
-        self.emit(CheckpointSaved(trainer.global_step, str(path), size, seconds, weights, prediction))
+            self.emit(Notice(f"{text}; the run goes on and tries again at the next save"))
+            return None
 
     def _write(self, store: CheckpointStore) -> Path:
         trainer = self.trainer

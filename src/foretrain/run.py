@@ -233,7 +233,7 @@ def model_of(store: Path, state: dict[str, Any], config: Config) -> GPT2:
     """The model of a checkpoint, at averaged weights if there is an average."""
     model = gpt2.build(config.model, config.seed)
     trainer = HybridTrainer(model, config=configuration.changed(config, {"device": "cpu", "hybrid.mode": "off"}))
-    trainer.load_state_dict(state, str(store))
+    trainer.load_weights(state, str(store))
     if trainer.average is not None:
         with trainer.averaged_weights():
             averaged = {name: value.clone() for name, value in model.state_dict().items()}

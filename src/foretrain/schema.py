@@ -329,6 +329,9 @@ class CheckpointConfig(Section):
     """Steps between checkpoints. Unset: five per run. 0: only at the end and on Ctrl-C or SIGTERM."""
     keep: Annotated[int, Field(ge=2, le=MOST)] = 2
     """Newest checkpoints that stay on disk; at least 2, so that a damaged one can be replaced by the one before."""
+    keep_best: bool = True
+    """Keep the weights of the lowest held-out loss too, as `best-step-...`: without the state of the optimizer, and
+    only where there is held-out data."""
     directions: bool = True
     """Save the directions that moves are made of: up to 22 bytes per trained weight for large models, 40 for small
     ones. `false`: checkpoints are smaller and quicker by that, but a resumed run first has to watch some windows anew,

@@ -49,7 +49,7 @@ from foretrain.engine.step import StepOutput
 from foretrain.engine.weights import write_weights
 from foretrain.errors import ConfigError, DivergenceError, InputError
 from foretrain.events import Bus, Listener, Notice, PhaseChanged, Recovered
-from foretrain.fit import Run, tell_interruption, warning_of_failure
+from foretrain.fit import Run, check_load_best, tell_interruption, warning_of_failure
 from foretrain.schema import Level
 from foretrain.show.console import Console
 from foretrain.show.jsonl import JsonlLog
@@ -145,6 +145,8 @@ class HybridTrainer(Engine):
         self._past_the_end = False
         self.stopping = False
         """Somebody called `stop`."""
+        self._went_back = False
+        """This step trained on the batch that a refused move began with."""
         self.pilot: Pilot | None = None
         self.rescue = Rescue(self, self)
         self.checkup = Checkup(self, self.bus.emit)
@@ -225,12 +227,13 @@ class HybridTrainer(Engine):
                 result = self._predict(batch)
             case Phase.CORRECT:
                 result = self._correct(batch)
-        if self.position >= position:  # else a rollback went back in the data
+        if self.position >= position and not self._went_back:  # else a rollback went back in the data
             self.position += 1
+        self._went_back = False
         self.rate.advance(self.global_step)
         if self.pilot is not None and self.has_end and self.global_step == self.config.max_steps:
             self.mover.finish(batch)
-        if self.checkup.due and not self.judging and self.checkup.judge():
+        if self.checkup.due and (self.chaining or not self.judging) and self.checkup.judge():
             self._follow_recovery(self.pilot)
         return result
 
@@ -242,6 +245,11 @@ class HybridTrainer(Engine):
     def judging(self) -> bool:
         """A move was made and is not judged yet."""
         return self.pilot is not None and self.mover.move is not None
+
+    @property
+    def chaining(self) -> bool:
+        """A chain of leaps is being made: it can be long, and its weights are as good as any."""
+        return self.judging and self.mover.open_move.chained and self.phase is Phase.PREDICT
 
     def _train(self, batch: Any) -> StepResult:
         """WARMUP and FULL: full steps, watched. Only the end of a window can lead to another phase."""
@@ -315,24 +323,36 @@ class HybridTrainer(Engine):
             self._tell_phase()
         if self.look_ahead is not None and not move.refused:
             self.look_ahead.restart()
-        if loss is None:  # refused: the batch it began with is still there to learn from
-            self._follow_recovery(self.mover.pilot)
-            result = self._train(move.batch)
-            self.position += self.position < position
-            return result
+        if loss is None:
+            return self._train_instead(move, position)
         output = StepOutput(torch.tensor(loss), torch.tensor(torch.nan), torch.zeros(()))
         return self._result(Phase.PREDICT, output, move.predicted_loss, move.confidence)
 
     def _chain(self, batch: Any, move: Move) -> StepResult:
         """PREDICT where the loss is exact: leaps to where the gradient should vanish, each judged by its own loss."""
+        leaps = move.moved
+        self.checkup.begin()
         output = self.mover.leap_on(batch)
+        if output is not None and move.moved > leaps:
+            self.checkup.end(output)
+        else:
+            self.checkup.taken_back(self.mover.undone_leaps)
         if self.phase is not Phase.PREDICT:
             self._tell_phase()
         if self.look_ahead is not None and not move.refused:
             self.look_ahead.restart()
         if output is not None:
             return self._result(Phase.PREDICT, output, move.predicted_loss, move.confidence)
-        return self._train(move.batch) if move.refused else self._correct(batch)
+        return self._train(batch) if move.refused else self._correct(batch)
+
+    def _train_instead(self, move: Move, position: int) -> StepResult:
+        """A move was refused: the batch it began with is still there to learn from. position: that of this step."""
+        self._follow_recovery(self.mover.pilot)
+        result = self._train(move.batch)
+        if self.position < position:
+            self.position += 1
+            self._went_back = True
+        return result
 
     def _correct(self, batch: Any) -> StepResult:
         """CORRECT: the residual correction, then full steps that validate the move; then it is kept or taken back."""
@@ -445,9 +465,16 @@ class HybridTrainer(Engine):
         if self.pilot is not None and self.pilot.recovery.rollbacks > self.config.guard.max_rollbacks:
             self.pilot.recovery.rollbacks = 0
 
+    def judge_by(self, held_out: list[Any]) -> None:
+        """Held-out batches: where the loss is exact, a move must not raise their loss."""
+        if self.pilot is not None:
+            self.mover.unseen.batches, self.pilot.unseen = held_out, bool(held_out)
+
     def evaluated(self, held_out: float) -> None:
         """A held-out loss is known: it shows over- and underfitting, and some schedulers follow it."""
         self.rate.evaluated(held_out)
+        if self.pilot is not None:
+            self.mover.evaluated(held_out)
         if self.checkup.evaluated(held_out):
             self._follow_recovery(self.pilot)
 
@@ -525,6 +552,7 @@ class HybridTrainer(Engine):
         out: str | Path | RunFolder | None = None,
         resume: bool = False,
         overwrite: bool = False,
+        load_best: bool = False,
         progress: bool | Level = True,
         table: bool = True,
         unit: str | None = None,
@@ -539,6 +567,7 @@ class HybridTrainer(Engine):
         read again from its start up to the saved position. epochs: passes over it, instead of `max_steps`. metrics:
         functions of (model, batch) or (output, target) by name, measured with the held-out loss. callbacks: called with
         every event. out: the run folder; without one nothing is written. overwrite: replace a run that is there.
+        load_best: the model ends with the weights of the lowest held-out loss, not with the last ones.
         progress: how much is shown; True: as `log.console` says, False: nothing. table: it ends with the results. unit:
         what the rows of a batch are called. on_interrupt: after Ctrl-C the run is saved, and KeyboardInterrupt raised
         (SystemExit after other signals); "return": the summary comes back with the reason "interrupted".
@@ -546,6 +575,8 @@ class HybridTrainer(Engine):
         if on_interrupt not in ("raise", "return"):
             raise InputError(f"on_interrupt = {on_interrupt!r}: it is 'raise' or 'return'")
         check_metrics(metrics or {})
+        if load_best:
+            check_load_best(self.config, out, held_out)
         self.unit = unit or self.unit
         self.stopping = False
         self._set_length(loader, epochs)
@@ -555,19 +586,21 @@ class HybridTrainer(Engine):
             folder = out if isinstance(out, RunFolder) else None
             if out is not None and not isinstance(out, RunFolder):
                 folder = stack.enter_context(RunFolder(Path(out), resume, overwrite, in_python=True))
+                details = {**(details or {}), "folder": str(folder.path)}
                 if overwrite and not resume:
                     folder.clear()
             self._show(stack, folder, resume, progress, table)
             for callback in callbacks:
                 stack.callback(self.bus.subscribe(warning_of_failure(callback)))
             stop = stack.enter_context(StopRequest())
-            run = Run(self, folder, held, stop, data_fingerprint, metrics)
+            run = Run(self, folder, held, stop, data_fingerprint, metrics, load_best)
             summary = run.train(loader, resume, title, details or {})
             if folder is not None and folder is not out and summary["reason"] != "interrupted":
                 with self.averaged_weights():
                     write_weights(self.model, folder.path / WEIGHTS)
         if summary["reason"] == "interrupted" and not isinstance(out, RunFolder):
-            tell_interruption(summary["signal"], run.last_words, on_interrupt, shown=bool(progress))
+            shown = bool(progress) and (self.config.log.console if progress is True else progress) != "quiet"
+            tell_interruption(summary["signal"], run.last_words, on_interrupt, shown)
         return summary
 
     def _show(
@@ -622,7 +655,7 @@ class HybridTrainer(Engine):
     @property
     def optimizer_in_words(self) -> str:
         """torch.optim.Adam, lr 0.003."""
-        return described.in_words(self.optimizer, self.config, self.own_optimizer)
+        return described.in_words(self.optimizer, self.config, self.rate, self.own_optimizer)
 
     def settings(self) -> dict[str, Any]:
         """The configuration as far as it has an effect here, with the model and the optimizer as they really are."""
@@ -655,6 +688,7 @@ class HybridTrainer(Engine):
             "final_train_loss": self.last_train_loss,
             "best_val_loss": self.best_val_loss,
             "metrics": dict(self.last_metrics),
+            "best_step": self.best_step,
             "global_step": self.global_step,
             "steps": {"warmup": 0, "full": self.global_step, "predict": 0, "correct": 0},
             "backward_passes": self.backward_passes,

@@ -335,7 +335,7 @@ def test_the_optimizers_own_steps_cannot_spoil_what_leaps_have_gained(rate: floa
     ends: list[float] = []
     end = run.trainer.mover.chain.end
     run.trainer.mover.chain.end = (  # type: ignore[method-assign]
-        lambda slope, refused: ends.append(run.trainer.mover.chain.loss) or end(slope, refused)
+        lambda slope, **how: ends.append(run.trainer.mover.chain.loss) or end(slope, **how)
     )
     run.run()
     assert ends
@@ -421,7 +421,7 @@ def test_between_leaps_the_weights_are_where_the_loss_was_measured() -> None:
 
 def test_nothing_is_told_of_before_a_chain_as_if_it_were_now() -> None:
     """Means and forecasts are of full steps: inside a chain and right after it there are none."""
-    run = ready()
+    run = ready(max_steps=400)
     assert run.trainer.prediction_progress()["smoothed_loss"] > 0
     run.step()
     told: list[dict[str, Any]] = []

@@ -12,11 +12,9 @@ from torch import Tensor, nn
 
 from foretrain import HybridTrainer
 from foretrain.config import from_mapping
-from foretrain.control.exact import ExactGain, Point, Took
+from foretrain.control.exact import ExactGain, Point
 from foretrain.dynamics.records import WindowRecord
 from foretrain.dynamics.slope import LossSlope
-
-LEAPS = Took(leaps=100, uphill=False, steps=100)
 
 
 def slope_of(pace: float, windows: int = 3, start: float = 1.0) -> LossSlope:
@@ -33,9 +31,9 @@ def window(losses: tuple[float, ...], step: int, share: float = 1.0) -> WindowRe
     return WindowRecord(**values | {"step": step, "losses": losses, "rate_share": share})
 
 
-def kept(pace: float = 0.01, end: float = 0.1, took: Took = LEAPS, passes: int = 150) -> ExactGain:
+def kept(pace: float = 0.01, end: float = 0.1, chained: bool = True) -> ExactGain:
     gain = ExactGain()
-    gain.kept(Point(1.0, 40, passes=40), end, Point(end, 145, 2.5, passes), slope_of(pace), took)
+    gain.kept(Point(1.0, 40, passes=40), end, Point(end, 145, 2.5, 150), slope_of(pace), 100, chained)
     return gain
 
 
@@ -76,15 +74,16 @@ def test_a_fall_that_took_as_long_as_without_is_no_gain() -> None:
     )
 
 
-def test_a_chain_that_makes_up_for_steps_uphill_counts_its_leaps_only() -> None:
-    assert kept(took=Took(7, uphill=True, steps=7)).worth == 7
+def test_a_leap_counts_one_step_where_the_optimizer_had_stopped() -> None:
+    assert kept(pace=-0.01).worth == 100
+    assert kept(pace=-0.01, chained=False).worth == 0
 
 
 def test_the_faster_pace_counts() -> None:
     slope = slope_of(0.01)
     slope.last_log_fall = 0.02
     gain = ExactGain()
-    gain.kept(Point(1.0), 0.1, Point(0.1, 10), slope, LEAPS)
+    gain.kept(Point(1.0), 0.1, Point(0.1, 10), slope, 100, True)
     assert gain.worth == pytest.approx(math.log(10) / 0.02)
 
 
@@ -92,13 +91,13 @@ def test_while_the_rate_warms_up_the_pace_is_that_at_its_peak() -> None:
     gain = ExactGain()
     gain.watched(window((1.0,), 10, share=0.2), 0.0, 10)
     gain.watched(window((0.9,), 20, share=0.5), 0.0, 20)
-    gain.kept(Point(1.0), 0.1, Point(0.1, 10), slope_of(0.01), LEAPS)
+    gain.kept(Point(1.0), 0.1, Point(0.1, 10), slope_of(0.01), 100, True)
     assert gain.worth == pytest.approx(math.log(10) / 0.02)
 
 
 def test_what_later_moves_add_to_little_is_told_beside_the_best_point() -> None:
     gain = kept()
-    gain.kept(Point(0.1, 500, passes=600), 0.099, Point(0.099, 520, 9.0, 700), slope_of(0.1), Took(20, False, 20))
+    gain.kept(Point(0.1, 500, passes=600), 0.099, Point(0.099, 520, 9.0, 700), slope_of(0.1), 20, True)
     told = gain.summary()
     assert told is not None
     assert (told["loss"], told["step"], told["lowest_loss"], told["lowest_step"]) == (0.1, 145, 0.099, 520)
@@ -116,13 +115,13 @@ def test_a_loss_below_zero_goes_by_its_fall() -> None:
     slope = LossSlope()
     slope.add((-1.0, -1.5, -2.0))
     gain = ExactGain()
-    gain.kept(Point(-2.0), -22.0, Point(-22.0, 30, 1.0, 10), slope, LEAPS)
+    gain.kept(Point(-2.0), -22.0, Point(-22.0, 30, 1.0, 10), slope, 100, True)
     assert gain.worth == pytest.approx(40.0)
     assert "some 40 steps" in gain.sentence()
 
 
 def test_single_leaps_by_forecast() -> None:
-    gain = kept(took=Took(0, False, 100))
+    gain = kept(chained=False)
     assert gain.sentence().startswith("A leap took the training loss from")
     assert "just before it" in gain.sentence()
 

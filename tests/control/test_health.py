@@ -295,7 +295,8 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
         if stop:
             first = patient.trainer(change)
             _stop_at(first, stop)
-            first.fit(batches, out=out, progress=False)
+            with pytest.raises(SystemExit):
+                first.fit(batches, out=out, progress=False)
         trainer = patient.trainer(change)
         summary = trainer.fit(batches, out=out, resume=stop is not None, progress=False)
         ends.append((summary["health"], torch.nn.utils.parameters_to_vector(trainer.model.parameters())))

@@ -13,10 +13,11 @@ from tests.worlds import Net, Regression, world
 from foretrain.control.gate import FORWARD
 from foretrain.control.probes import Probes
 from foretrain.engine.state import random_state
+from foretrain.engine.step import rows_of
 
 
 def made(passes: int = 0, per_step: float = 0.0, away: Any = None, **memory: Any) -> Any:
-    engine = SimpleNamespace(backward_passes=passes, away=away)
+    engine = SimpleNamespace(backward_passes=passes, away=away, count=rows_of)
     hybrid = SimpleNamespace(mode=memory.pop("mode", "rollout"))
     config = SimpleNamespace(memory=SimpleNamespace(**{"lookahead": 5, **memory}), hybrid=hybrid)
     slope = SimpleNamespace(per_step=lambda low_noise: per_step)

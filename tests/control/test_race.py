@@ -69,7 +69,7 @@ def test_the_rate_that_ends_lowest_goes_on(scale: float, best: int) -> None:
     told = [event for event in tried if isinstance(event, RateTried)]
     assert [event.loss for event in told] == list(race.tried.values())
     trials = [event for event in tried if isinstance(event, RateTrial)]
-    assert (trials[0].learning_rate, trials[0].step, trials[0].others) == (FIRST_RATE, 0, 18)
+    assert (trials[0].learning_rate, trials[0].step, trials[0].others) == (FIRST_RATE, 0, 20)
     assert trials[0].others <= race.spent
     assert list(dict.fromkeys(event.learning_rate for event in trials)) == [event.learning_rate for event in told]
     assert [event.done for event in trials[1:10]] == list(range(1, 10))
@@ -79,7 +79,7 @@ def test_the_rate_that_ends_lowest_goes_on(scale: float, best: int) -> None:
     assert all(torch.allclose(a, b, rtol=1e-6) for a, b in zip(weights, train(plain, scale), strict=True))
     assert trainer.global_step == trainer.position == sum(trainer.summary()["steps"].values()) == 40
     assert trainer.backward_passes == 40 + race.spent
-    assert race.spent == 9 * (len(race.tried) - 1)
+    assert race.spent == 10 * (len(race.tried) - 1)
     assert trainer.probe_tokens == 4 * len(race.tried)
 
 

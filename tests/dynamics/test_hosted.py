@@ -152,3 +152,22 @@ def test_the_host_waits_for_what_the_device_has_still_to_write(event: str, monke
         trajectory.forget()
         hosted_module.settle(trajectory.device)
         assert not bool(trajectory.basis.any())
+
+
+def test_host_memory_is_given_back_and_taken_again() -> None:
+    parameters = [torch.randn(300), torch.randn(7)]
+    trajectory = HostedTrajectory(parameters, window=2, hold=False)
+    assert trajectory.bytes == 0
+    trajectory.hold()
+    size, other = trajectory.bytes, HostedTrajectory(parameters, window=2)
+    assert size == other.bytes > 0
+    trajectory.release()
+    assert trajectory.bytes == 0
+    trajectory.hold()
+    for step in range(4):
+        for each in (trajectory, other):
+            each.before_step()
+        torch._foreach_add_(parameters, float(step))
+        if trajectory.after_step() & other.after_step():
+            assert same(trajectory.close(), other.close())
+    assert trajectory.bytes == size

@@ -169,11 +169,11 @@ def test_a_leap_goes_no_further_than_its_pairs_can_tell(reach: float) -> None:
 def test_going_to_a_mark_is_as_if_the_last_gradient_had_been_taken_there() -> None:
     path = Path(pairs=8).go(3)
     secant = path.secant
-    secant.set_mark()
+    secant.mark = secant.point()
     marked = path.points[-1]
     path.go(3)
     count = len(secant.order)
-    secant.go_to_mark()
+    secant.go_to(secant.mark)
     assert torch.equal(path.in_order(secant.weights), marked[0])
     assert torch.equal(path.in_order(secant.gradient), marked[1])
     assert len(secant.order) == count + 1  # the way back is a pair
@@ -181,8 +181,10 @@ def test_going_to_a_mark_is_as_if_the_last_gradient_had_been_taken_there() -> No
     resumed.secant.load_state_dict(put_together(snapshot(secant.state_dict())))
     assert resumed.secant.mark is not None
     assert all(torch.equal(a, b) for a, b in zip(resumed.secant.mark, secant.mark or (), strict=True))
-    secant.forget()
-    assert secant.mark is None
+    secant.forget()  # pairs, not points
+    resumed.secant.load_state_dict(put_together(snapshot(secant.state_dict())))
+    assert resumed.secant.mark is not None
+    assert torch.equal(resumed.secant.mark[0], secant.mark[0])
 
 
 def test_no_scales_for_an_optimizer_without_second_moments() -> None:

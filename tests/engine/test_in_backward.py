@@ -59,7 +59,7 @@ def test_muon_takes_smaller_batches_of_matrices(make_config: Make, make_model: M
     curves = []
     for how in (OFF, ON):
         trainer = trainer_for(make_model(), how, make_config)
-        curves.append([trainer.step(make_batch(seed=number)).loss for number in range(8)])
+        curves.append([trainer.step(make_batch(seed=number)).loss for number in range(6)])
     assert curves[0] == pytest.approx(curves[1], rel=1e-3)
 
 
@@ -137,7 +137,8 @@ def test_what_the_optimizer_does_not_know_is_left_alone(make_config: Make, make_
     for how in (OFF, ON):
         model = make_model()
         optimizer = torch.optim.AdamW(model.blocks.parameters(), lr=1e-3, fused=True)
-        trainer = HybridTrainer(model, optimizer, config=make_config({**how, "hybrid.mode": "off"}))
+        with pytest.warns(UserWarning, match="parameters that require gradients are not in the AdamW"):
+            trainer = HybridTrainer(model, optimizer, config=make_config({**how, "hybrid.mode": "off"}))
         norms.append(trainer.step(make_batch()).gradient_norm)
         trainer.step(make_batch(seed=1))
         ends.append(model)

@@ -197,3 +197,20 @@ def test_a_state_that_cannot_be_copied_is_refused_in_words(
     with pytest.raises(ConfigError, match=r"Library keeps momentum_buffer in Quantized, .*state_type = '8bit'"):
         trainer.fit([make_batch(seed=number) for number in range(70)], out=tmp_path / "run", progress=False)
     assert trainer.global_step > 0
+
+
+def test_a_state_of_objects_is_refused_in_words(make_config: Make, make_model: Make, make_batch: Make) -> None:
+    class Objects(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            super().step(closure)
+            for group in self.param_groups:
+                for p in group["params"]:
+                    self.state[p]["history"] = range(3)
+
+    model = make_model()
+    trainer = HybridTrainer(model, Objects(model.parameters(), lr=0.01), config=make_config({"hybrid.mode": "off"}))
+    trainer.step(make_batch())
+    with pytest.raises(
+        ConfigError, match="Objects keeps history in range, which snapshots and checkpoints cannot copy"
+    ):
+        trainer.state_dict()

@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import signal
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from foretrain import CheckpointStore, HybridTrainer
 from foretrain.config import from_mapping
+from foretrain.control.mover import Mover
 from foretrain.dynamics.predictor import Followed, Forecast, Predictor, Situation
 from foretrain.engine.state import Snapshot, put_together, take_apart
 from foretrain.events import Event, Moved, PhaseChanged, Recovered, Resumed
@@ -484,7 +486,8 @@ def fit(
         return result
 
     trainer.step = counted  # type: ignore[method-assign]
-    summary = trainer.fit(LOADERS[loader](), out=out, resume=resume, progress=False)
+    with warnings.catch_warnings(action="ignore"):
+        summary = trainer.fit(LOADERS[loader](), out=out, resume=resume, progress=False, on_interrupt="return")
     return trainer, summary, events
 
 
@@ -546,6 +549,23 @@ def test_a_move_undone_while_predicting_leaves_no_trace(tmp_path: Path) -> None:
     assert first.verdict == "refused"
     known = first.step + 10  # the next move comes later
     assert trainer.model.positions[:known] == list(range(known))
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_however_soon_it_is_undone(steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    roll = Mover.roll
+
+    def undone(mover: Mover, batch: Any) -> float | None:
+        loss = roll(mover, batch)
+        if mover.move is None or mover.move.moved < steps:
+            return loss
+        mover._refuse("the test wants it")
+        return None
+
+    monkeypatch.setattr(Mover, "roll", undone)
+    trainer, summary, _ = fit(tmp_path / "run", "rollout", "seek")
+    assert summary["moves"]["refused"] >= 2
+    assert trainer.model.positions == list(range(FIT_STEPS))
 
 
 @pytest.mark.parametrize("pass_length", [5, 50])

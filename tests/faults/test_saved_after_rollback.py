@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Iterator
@@ -44,7 +45,8 @@ def train(out: Path, last: int, stop_at: int = 0, resume: bool = False) -> tuple
         events.append(event)
 
     trainer.bus.subscribe(hear)
-    trainer.fit(Data(last), HELD_OUT, out=out, progress=False, resume=resume)
+    with contextlib.suppress(SystemExit):  # of the signal
+        trainer.fit(Data(last), HELD_OUT, out=out, progress=False, resume=resume)
     return trainer, events
 
 

@@ -171,7 +171,7 @@ def test_a_signal_in_the_last_step_changes_nothing(workshop: Any) -> None:
 
     summary = run.train(config.load("tiny.toml").config, "stopped", progress=False, listeners=[interrupt])
     assert summary["reason"] == "finished"
-    assert "signal" not in summary
+    assert summary["signal"] is None
     assert workshop.is_as_undisturbed("stopped")
 
 

@@ -4,7 +4,9 @@ next gradient there, and is judged by the loss that comes with it."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +34,8 @@ _FIRST_LENGTH = 512
 _SHORTEST_LENGTH = 4
 _FADE = 0.7
 _SAVED = ("length", "loss", "leaps", "start_loss", "rate", "cost", "returned", "lowest", "exact")
+_SAVED_LATER = ("lowest_unseen", "stopped")
+"""Not there in older checkpoints."""
 
 
 class Chain:
@@ -59,7 +63,11 @@ class Chain:
         self.returned = False
         """This chain began at the end of an earlier one, because the optimizer's own steps had led uphill since."""
         self.lowest = math.nan
-        """Loss at the marked point: the lowest end of a chain so far."""
+        """Loss at the marked point: the lowest end of a chain so far, by the held-out loss where there is one."""
+        self.lowest_unseen = math.nan
+        """Held-out loss there."""
+        self.stopped = False
+        """It is to end with its next leap, whatever that brings."""
         self.exact: bool | None = None
         """Whether two batches gave the same loss at the same weights when they were last compared."""
         self._last: Tensor | None = None
@@ -79,10 +87,9 @@ class Chain:
         return output
 
     def forget(self) -> None:
-        """The loss turned out not to be exact."""
+        """The loss is too noisy for pairs, for now at least. A marked point stays: it is compared before it is used."""
         if self.secant is not None:
             self.secant.forget()
-        self.lowest = math.nan
         self._last = None
 
     @property
@@ -95,12 +102,22 @@ class Chain:
         """Find out whether another batch gives the same loss at the same weights, with one forward pass."""
         if self.secant is None or self._last is None:
             return
-        now, random = [p.detach().clone() for p in self.parameters], random_state()
-        self.secant.place()
-        self.exact = _same(self.engine.probe(batch), float(self._last))
-        with torch.no_grad():
-            torch._foreach_copy_([p.detach() for p in self.parameters], now)
+        random = random_state()
+        with self.at_start():
+            self.exact = _same(self.engine.probe(batch), float(self._last))
         restore_random_state(random)
+
+    @contextmanager
+    def at_start(self) -> Iterator[None]:
+        """The weights of the last gradient, where a chain begins, inside the block."""
+        now = [p.detach().clone() for p in self.parameters]
+        if self.secant is not None:
+            self.secant.place()
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                torch._foreach_copy_([p.detach() for p in self.parameters], now)
 
     def begin(self, batch: Any) -> bool:
         """Whether another batch gives the same loss at the same weights. Costs one forward pass, or two.
@@ -111,11 +128,11 @@ class Chain:
             return False
         secant, now = self.secant, [p.detach().clone() for p in self.parameters]
         self.loss = self.start_loss = float(self._last)
-        self.leaps, self.cost, self.rate, self.returned = 0, 0.0, math.nan, False
+        self.leaps, self.cost, self.rate, self.returned, self.stopped = 0, 0.0, math.nan, False, False
         secant.place()
         self.exact = _same(self.engine.probe(batch), self.loss)
-        if self.exact and self._probe_mark(batch) < self.loss:
-            secant.go_to_mark()
+        if self.exact and self._probe_mark(batch) < self.loss and secant.mark is not None:
+            secant.go_to(secant.mark)
             self.loss, self.start_loss, self.returned = self.lowest, self.lowest, True
         with torch.no_grad():
             torch._foreach_copy_([p.detach() for p in self.parameters], now)
@@ -134,18 +151,27 @@ class Chain:
         loss = self.engine.probe(batch)
         if _same(loss, self.lowest):
             return loss
-        self.secant.mark, self.lowest = None, math.nan
+        self.secant.mark, self.lowest, self.lowest_unseen = None, math.nan, math.nan
         return math.nan
 
-    def finish(self, batch: Any) -> None:
-        """The end of a run: at the lowest point that is known."""
+    def finish(self, batch: Any, unseen: Callable[[], float] | None = None) -> tuple[float, float] | None:
+        """The end of a run: at the lowest point that is known. unseen: the held-out loss of the weights as they are, if
+        it is to judge.
+
+        Returns what the judging loss was where the run came to, and what it is where it goes back to; None if it stays.
+        """
         if self.secant is None or self.secant.mark is None:
-            return
-        now, here = [p.detach().clone() for p in self.parameters], self.engine.probe(batch)
-        there = self._probe_mark(batch)
+            return None
+        now = [p.detach().clone() for p in self.parameters]
+        judge = unseen or partial(self.engine.probe, batch)
+        here, there = judge(), self._probe_mark(batch)
+        if unseen is not None and not math.isnan(there):
+            there = unseen()
         if math.isnan(there) or there >= here:  # false where the run ended at no number
             with torch.no_grad():
                 torch._foreach_copy_([p.detach() for p in self.parameters], now)
+            return None
+        return here, there
 
     def leap(self, batch: Any) -> StepOutput | None:
         """One leap and the gradient there; None when no length of it lowers the loss: the optimizer's step stands."""
@@ -212,13 +238,24 @@ class Chain:
         """Long enough, or no better than the optimizer's own steps."""
         whole = _fall(self.start_loss, self.loss) / max(self.cost, 1.0)
         slow = self.leaps >= _SHORTEST_LENGTH and not (self.rate > self._usual(slope) or whole > self._usual(slope))
-        return self.leaps >= self.length or slow
+        return self.leaps >= self.length or slow or self.stopped
 
-    def end(self, slope: LossSlope, refused: bool) -> None:
-        """Longer chains while leaps beat the optimizer's own steps, shorter ones otherwise."""
-        if self.secant is not None and self.leaps and not self.loss >= self.lowest:
-            self.secant.set_mark()
-            self.lowest = self.loss
+    def go_back(self, leaps: int, loss: float) -> None:
+        """To the point that was remembered as the best, where the loss was this."""
+        if self.secant is not None and self.secant.best is not None:
+            self.secant.go_to(self.secant.best)
+            self.leaps, self.loss = leaps, loss
+            self._last = torch.full((), loss, device=self.engine.device)
+
+    def end(self, slope: LossSlope, refused: bool, unseen: float | None = None) -> None:
+        """Longer chains while leaps beat the optimizer's own steps, shorter ones otherwise. unseen: the held-out loss
+        at the end, if it judges."""
+        if self.secant is not None and (self.leaps or unseen is not None):
+            here, lowest = (self.loss, self.lowest) if unseen is None else (unseen, self.lowest_unseen)
+            if not here >= lowest:
+                self.secant.mark = self.secant.point()
+                self.lowest, self.lowest_unseen = self.loss, math.nan if unseen is None else unseen
+            self.secant.best = None
         fall = _fall(self.start_loss, self.loss)
         good = self.cost > 0 and fall / self.cost > self._usual(slope) and not refused
         self.length = min(2 * self.length, self.longest) if good else max(self.length // 2, _SHORTEST_LENGTH)
@@ -237,11 +274,14 @@ class Chain:
 
     def state_dict(self) -> dict[str, Any]:
         secant = self.secant.state_dict() if self.secant is not None else None
-        return {name: getattr(self, name) for name in _SAVED} | {"secant": secant, "last": self._last}
+        names = (*_SAVED, *_SAVED_LATER)
+        return {name: getattr(self, name) for name in names} | {"secant": secant, "last": self._last}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name in _SAVED:
             setattr(self, name, state[name])
+        for name in _SAVED_LATER:
+            setattr(self, name, state.get(name, getattr(self, name)))
         self.length = min(self.length, self.longest)
         last = state["last"]
         self._last = None if last is None else last.clone().to(self.engine.device)

@@ -69,6 +69,15 @@ class Checkup:
         if self.look.looking:
             self.look.end(self._looked, output)
 
+    def taken_back(self, leaps: int) -> None:
+        """What a look would have seen was taken back, and so many leaps before it: they say nothing of the run."""
+        if self.look.looking:
+            self.look.put_back(None)
+            self.next_look = self._looked
+        if self.on and leaps:
+            self.engine.meter.fetch()
+            self.health.record.forget(leaps)
+
     @property
     def due(self) -> bool:
         """A look is to be judged. On a GPU one step late: by then its numbers have arrived, and nobody waits."""

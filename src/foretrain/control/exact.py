@@ -31,18 +31,6 @@ class Point:
     """Gradients that the run had taken."""
 
 
-@dataclass(frozen=True, slots=True)
-class Took:
-    """How a move was made."""
-
-    leaps: int
-    """Quasi-Newton leaps, with a gradient each; 0 where it followed a forecast."""
-    uphill: bool
-    """It began at the end of an earlier one, because the optimizer's own steps had only led away from there."""
-    steps: int
-    """Leaps, or steps ahead that it went."""
-
-
 class ExactGain:
     """Each kept move lowered the loss; the pace at which the optimizer's own steps lowered it just before says how many
     of them that fall would have taken. All guesses are on the low side: the faster of two paces counts; it is taken to
@@ -84,22 +72,22 @@ class ExactGain:
         if self.moves and low < self.lowest.loss:
             self.lowest, self.by_moves = Point(low, record.step, seconds, passes), False
 
-    def kept(self, start: Point, end: float, now: Point, slope: LossSlope, took: Took) -> None:
-        """A move from one exact loss to another was kept, and validated up to now."""
+    def kept(self, start: Point, end: float, now: Point, slope: LossSlope, steps: int, chained: bool) -> None:
+        """A move of so many steps from one exact loss to another was kept, and validated up to now."""
         self.start = self.start if self.moves else start
         self.moves += 1
-        self.chains += took.leaps > 0
+        self.chains += chained
         if not now.loss >= self.lowest.loss:
             self.lowest, self.by_moves = now, True
         logarithmic = start.loss > 0 and end > 0
         self.factor *= start.loss / end if logarithmic else math.nan
         fall = math.log(start.loss / end) if logarithmic else start.loss - end
-        pace = math.nan if took.uphill else self._pace(slope, logarithmic)
+        pace = self._pace(slope, logarithmic)
         if not pace > 0:
             self.stalled += 1
-            self.worth += took.leaps
+            self.worth += steps if chained else 0  # each took a gradient
         elif fall > 0:
-            most = _MOST_WORTH * max(1, took.steps)
+            most = _MOST_WORTH * max(1, steps)
             self.bounded = self.bounded or fall > most * pace
             self.worth += min(fall / pace, most)
         saved = self.worth - (now.passes - self.start.passes)
@@ -147,7 +135,7 @@ class ExactGain:
         if self.best_worth:
             spent = f"{self.best.passes - self.start.passes:,} gradients"
             needed = f"at the pace of {own} that would have taken {self._about}, here it took {spent}"
-            better = self.lowest.loss < self.best.loss
+            better = self.lowest.loss < self.best.loss and loss_text(self.lowest.loss) != loss_text(self.best.loss)
             more = f"; the lowest was {_reached(self.lowest)}" if better else ""
             return f"{took} {_reached(self.best)}; {needed}{more}"
         if self.stalled == self.moves and self.by_moves:

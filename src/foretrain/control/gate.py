@@ -13,6 +13,8 @@ FORWARD = 1 / 3
 _QUANTILE = 1.28
 """One-sided 90 %: the gate opens when a move gains with this confidence."""
 _MOST_BACKOFF = 64
+_OVERFITTED = 4
+"""A move that raises the held-out loss shuts the gate for this many cycles, the next one for its square, and so on."""
 
 PRIORS: dict[str, tuple[float, float, float]] = {
     # kind of run: worth of a predicted step in full steps, its deviation, and how many audits this counts for.
@@ -26,20 +28,20 @@ _COST_OF_PROBES = 16 * FORWARD
 """Full steps that the forward passes of an audited move cost."""
 
 
-def steps_of_audit(config: Config) -> int:
+def steps_of_audit(config: Config, max_steps: int) -> int:
     """Full steps that follow on an audited move; a short run can afford few only."""
-    affordable = int(config.audit.time_budget * config.max_steps - _COST_OF_PROBES)
+    affordable = int(config.audit.time_budget * max_steps - _COST_OF_PROBES)
     return max(min(config.audit.steps, affordable), config.hybrid.correct_steps)
 
 
-def cost_of_audit(config: Config) -> float:
+def cost_of_audit(config: Config, max_steps: int) -> float:
     """In full steps."""
-    return steps_of_audit(config) + _COST_OF_PROBES
+    return steps_of_audit(config, max_steps) + _COST_OF_PROBES
 
 
-def no_audit_is_affordable(config: Config) -> bool:
+def no_audit_is_affordable(config: Config, max_steps: int) -> bool:
     """Nothing will be tried then, unless moves can be judged without an audit."""
-    return cost_of_audit(config) > config.audit.time_budget * config.max_steps
+    return cost_of_audit(config, max_steps) > config.audit.time_budget * max_steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +139,9 @@ class Gate:
         """Why nothing is tried."""
         if self.count:
             return "moves did not pay in audits, and the budget for trying is used up"
-        steps = f"an audit costs {cost:.0f} full steps, audit.time_budget allows {self.allowed:.0f}"
+        if self.allowed <= 0:
+            return "not tried: audit.time_budget = 0 leaves nothing to check a move with"
+        steps = f"checking one move costs {cost:.0f} full steps, audit.time_budget allows {self.allowed:.0f}"
         return f"not tried: the run is too short for it to pay ({steps})"
 
     def new_cycle(self, count: int = 1) -> None:
@@ -191,6 +195,12 @@ class Gate:
         """An unaudited move was judged."""
         self.since_audit += 1
         self._settle(paid)
+
+    def overfitted(self) -> None:
+        """A move raised the held-out loss: what is left to learn would be learned by heart, only sooner."""
+        self.since_audit += 1
+        self.refusals += 1
+        self.wait = min(_MOST_BACKOFF, _OVERFITTED**self.refusals)
 
     def spend(self, cost: float) -> None:
         self.spent += cost

@@ -52,6 +52,8 @@ class View:
     prediction_error_limit: float = 0.2
     oscillating: bool = False
     diverged: bool = False
+    overfits: bool = False
+    """The held-out loss rises, and the chain went back to where it was lowest."""
     worse_than_anchor: bool = False
     """The move was judged, and the run would be better without it."""
     correct_done: bool = False
@@ -221,6 +223,8 @@ class Machine:
             return self._go(Phase.CORRECT, f"the loss is {error:.0%} above its prediction, more than {limit:.0%}")
         if view.oscillating:
             return self._go(Phase.CORRECT, "the loss oscillates")
+        if view.overfits:
+            return self._go(Phase.CORRECT, "the held-out loss rises: back to where it was lowest")
         if view.horizon_reached:
             return self._go(Phase.CORRECT, f"the horizon is reached after {self.steps_in_phase} predicted steps")
         if self.steps_in_phase >= self.config.max_predict_steps:

@@ -39,6 +39,10 @@ class Move:
     """Validating steps done."""
     mean: list[Tensor] = field(default_factory=list)
     """Sum of the weights over the second half of an audit."""
+    unseen: float = math.nan
+    """Held-out loss before it, where held-out data judges, too."""
+    overfits: bool = False
+    """It was cut short or taken back because the held-out loss rose."""
     refused: bool = False
     chained: bool = False
     """Made of quasi-Newton leaps with a gradient each, because the loss is exact."""

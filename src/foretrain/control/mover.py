@@ -15,7 +15,7 @@ from torch import Tensor
 from foretrain.control import leap
 from foretrain.control.audit import Audit
 from foretrain.control.chain import EXACT, Chain
-from foretrain.control.exact import Point, Took
+from foretrain.control.exact import Point
 from foretrain.control.forks import Forks
 from foretrain.control.gate import FORWARD
 from foretrain.control.guard import Reading
@@ -27,12 +27,13 @@ from foretrain.control.probes import Probes
 from foretrain.control.products import Products
 from foretrain.control.recovery import Action, Kind
 from foretrain.control.safety import Safety
+from foretrain.control.unseen import Unseen
 from foretrain.dynamics.predictor import Array
 from foretrain.engine.host import add_each
 from foretrain.engine.loop import Engine
 from foretrain.engine.state import random_state, restore_random_state
 from foretrain.engine.step import StepOutput, map_tensors, tensors_of
-from foretrain.events import Event, Moved, Recovered
+from foretrain.events import Event, Moved, Notice, Recovered
 
 _BATCHES_OF_AUDIT = 4
 """On which the forks of an audit are compared: the last of a window, and the one that the move begins with."""
@@ -55,12 +56,17 @@ class Mover:
         self.trajectory = pilot.observer.trajectory
         self.safety = Safety(engine, pilot)
         self.probes = Probes(engine, pilot, self.safety)
+        self.unseen = Unseen(engine, pilot, self.safety)
         self.forks = Forks(engine, pilot, self.safety, lambda batch: self._probe(batch))  # noqa: PLW0108 - looked up anew, as benchmarks replace it
         self.move: Move | None = None
         hybrid = pilot.config.hybrid
         self.products = Products.of(engine.model, self.trajectory.parameters) if hybrid.space == "product" else None
         pairs = hybrid.secant_pairs if hybrid.mode == "leap" else 0
         self.chain = Chain(engine, pairs, hybrid.secant_memory_mb, _LONGEST_CHAIN * hybrid.max_predict_steps)
+        self.end_loss: float | None = None
+        """Of the training batch, where the run went back to a lower point at its end."""
+        self.undone_leaps = 0
+        """By the last step of a chain."""
         self._recent: list[Any] = []
         self._outputs: list[Tensor] = []
 
@@ -126,9 +132,23 @@ class Mover:
             self.safety.take(for_move=False)
 
     def finish(self, batch: Any) -> None:
-        """The run is over. Where the loss is exact it ends at the lowest point that is known."""
-        if self.move is None:
-            self.chain.finish(batch)
+        """The run is over. Where the loss is exact it ends at the lowest point that is known, by the held-out loss if
+        there is one."""
+        if self.move is not None:
+            return
+        judged = self.unseen.loss if self.unseen.active else None
+        went = [losses for losses in (self.chain.finish(batch, judged), self.unseen.finish()) if losses is not None]
+        self.end_loss = self.engine.probe(batch) if went else None
+        if went and judged is not None:
+            text = f"the run ends where its held-out loss was lowest: {went[-1][1]:.4g} instead of {went[0][0]:.4g}"
+            self.emit(Notice(text, level="info"))
+
+    def evaluated(self, loss: float) -> None:
+        """A held-out loss was measured: chains lead far, so the run may come back here in the end."""
+        known = self.pilot.predictability
+        exact = known.same_batch if self.chain.exact is None else self.chain.exact
+        if self.move is None and self.chain.possible and exact:
+            self.unseen.note(loss)
 
     # --- PREDICT -----------------------------------------------------------------------------------------------------
 
@@ -157,15 +177,30 @@ class Mover:
         if chains:
             move.chained = self.chain.begin(batch)
             move.cost += FORWARD
+        if plan.low_noise and self.unseen.active:
+            self._look_before(move)
         if move.chained:  # without noise there is nothing to average away
             move.plan = replace(plan, correct_steps=self.pilot.config.hybrid.correct_steps)
         elif chains:
             self.probes.offload()
         return move
 
+    def _look_before(self, move: Move) -> None:
+        """The held-out loss where the move begins; a chain begins at the point of a gradient."""
+        move.cost += self.unseen.price(move.batch)
+        if not move.chained:
+            move.unseen = self.unseen.loss()
+            return
+        with self.chain.at_start():
+            self.unseen.begin(self.chain.loss)
+        move.unseen = self.unseen.lowest
+        if self.chain.secant is not None:
+            self.chain.secant.best = self.chain.secant.point()
+
     def leap_on(self, batch: Any) -> StepOutput | None:
-        """One leap of a chain; None when no leap lowers the loss any more."""
+        """One leap of a chain; None when no leap lowers the loss any more, or all of them are taken back."""
         move, pilot = self.open_move, self.pilot
+        self.undone_leaps = 0
         self.engine.full_step.changing = True
         output = self.chain.leap(batch)
         if output is None and self.chain.leaps == 0 and not self.chain.returned:
@@ -178,12 +213,44 @@ class Mover:
             pilot.machine.count(1, limited=False)
             self._count_credit(1)  # it took a gradient and an update
         room = self.engine.planned_steps - self.engine.global_step - move.plan.correct_steps
-        if output is None or self.chain.over(pilot.slope) or room <= 0:
-            self.chain.end(pilot.slope, refused=output is None)
-            move.cost += self.chain.cost
-            move.loss = self.chain.loss
-            self._leave_predict()
-        return output
+        over = output is None or self.chain.over(pilot.slope) or room <= 0
+        if self.unseen.active:
+            over = self._look_inside(move, over) or over
+        if over:
+            self._end_chain(move, exhausted=output is None)
+        return None if move.refused else output
+
+    def _look_inside(self, move: Move, last: bool) -> bool:
+        """At the held-out loss, every few leaps; whether it says that the chain is over."""
+        unseen, chain = self.unseen, self.chain
+        if unseen.look_due(chain.leaps, move.batch, last):
+            move.cost += unseen.price(move.batch)
+            if unseen.look(chain.leaps, chain.loss) and chain.secant is not None:
+                chain.secant.best = chain.secant.point()
+        return unseen.over
+
+    def _end_chain(self, move: Move, exhausted: bool) -> None:
+        """Where it is, or back where its held-out loss was lowest; if that is where it began, all of it is undone."""
+        unseen, chain = self.unseen, self.chain
+        spent, judged, back = chain.cost, None, False
+        if unseen.active:
+            judged, back, move.overfits = unseen.at_end, unseen.risen, unseen.overfits
+        if back:
+            self.undone_leaps = chain.leaps - unseen.leaps
+            chain.go_back(unseen.leaps, unseen.training_loss)
+        chain.end(self.pilot.slope, refused=exhausted or move.overfits, unseen=judged)
+        move.cost += spent
+        if back and unseen.leaps == 0:
+            position = self.engine.position
+            self._refuse("the held-out loss only rose")
+            self.engine.position = position  # data goes on: every batch gives the same loss
+        else:
+            if back:
+                self.safety.go_to_best()
+                move.moved = unseen.leaps
+            move.loss = chain.loss
+            self._leave_predict(View(self.engine.global_step, confidence=1.0, horizon_reached=True, overfits=back))
+        self.safety.drop_best()
 
     def leap(self) -> float | None:
         """The whole horizon at once; None when it is refused."""
@@ -322,7 +389,7 @@ class Mover:
         move, pilot = self.open_move, self.pilot
         move.refused = True
         self.safety.rewind()
-        pilot.refused(self.engine.global_step, move.plan, move.cost)
+        pilot.refused(self.engine.global_step, move.plan, move.cost, move.overfits)
         transition = pilot.machine.force_full(reason)
         pilot.last_reason = reason
         if not np.isfinite(move.plan.coefficients).all():
@@ -337,6 +404,7 @@ class Mover:
         """
         move, pilot = self.move, self.pilot
         self._outputs.clear()
+        self.safety.drop_best()
         if move is not None:  # else not even its snapshot was taken
             move.refused = True
             self.safety.rewind()
@@ -403,10 +471,14 @@ class Mover:
         first = self.engine.global_step - move.steps + 1
         numbers = enumerate(zip(losses[::2], losses[1::2], strict=True), start=first)
         actions = pilot.check_validation([Reading(step, Phase.CORRECT, loss, norm) for step, (loss, norm) in numbers])
-        if move.chained and move.loss < move.anchor and not self._probe() < move.loss:
+        if move.chained and move.loss < move.anchor and not self._validated_well(move):
             self.chain.return_to_end()  # the optimizer's own steps are too long here
+        harmed = not move.chained and any(action.kind is Kind.ROLL_BACK for action in actions)
+        if move.plan.low_noise and self.unseen.active and not move.chained:
+            move.cost += self.unseen.price(move.batch)
+            move.overfits = self.unseen.loss() > move.unseen
         audit = None
-        if move.plan.audited:
+        if move.plan.audited and not move.overfits:
             audit = self.forks.compare(move, [*self._recent, move.batch], full_step, partial(self._audited_worth, move))
         if audit is not None:
             kept, worth = audit.gain_steps > 0, audit.gain_steps
@@ -414,8 +486,7 @@ class Mover:
         else:
             after = self._probe()
             move.cost += self.probes.price(move.batch) * (1 + move.chained)
-            harmed = not move.chained and any(action.kind is Kind.ROLL_BACK for action in actions)
-            kept = after < move.anchor and not harmed
+            kept = after < move.anchor and not harmed and (move.chained or not move.overfits)
             before = min(move.anchor, self.chain.start_loss) if move.chained else move.anchor
             worth = self._worth(move, before, move.loss) if move.plan.low_noise else float(move.credit)
         if not kept and audit is None:
@@ -423,14 +494,17 @@ class Mover:
         if kept and move.plan.low_noise:
             self._note_exact(move, after)
         self.probes.remember(after if kept else move.anchor)
-        transition = pilot.settled(self.engine.global_step, move.plan, kept, worth, move.cost, audit)
+        transition = pilot.settled(
+            self.engine.global_step, move.plan, kept, worth, move.cost, audit, overfits=move.overfits
+        )
         if kept:
             self._keep(move, audit)
         else:
             self._take_back(move, audit)
         self.move = None
         verdict = "rolled back" if not kept else "shrunk" if move.share < 1 else "kept"
-        self._tell(move, verdict, transition.reason, after, worth)
+        why = "the held-out loss rose; " if move.overfits else ""
+        self._tell(move, verdict, why + transition.reason, after, worth)
         actions = [action for action in actions if action.kind is not Kind.ROLL_BACK]
         return actions + pilot.end_cycle(self.engine.global_step, kept)
 
@@ -443,8 +517,16 @@ class Mover:
         before = min(move.anchor, self.chain.start_loss) if move.chained else move.anchor
         start = Point(before, engine.global_step - move.steps - counted, passes=self.safety.taken_at)
         now = Point(after, engine.global_step, engine.clock.seconds, engine.backward_passes)
-        took = Took(move.moved if move.chained else 0, move.chained and self.chain.returned, move.moved)
-        pilot.exact.kept(start, move.loss, now, pilot.slope, took)
+        pilot.exact.kept(start, move.loss, now, pilot.slope, move.moved, move.chained)
+
+    def _validated_well(self, move: Move) -> bool:
+        """The optimizer's own steps after a chain lowered what judges it further."""
+        if not self._probe() < move.loss:
+            return False
+        if not self.unseen.active:
+            return True
+        move.cost += self.unseen.price(move.batch)
+        return not self.unseen.loss() > self.unseen.at_end
 
     def _keep(self, move: Move, audit: Audit | None) -> None:
         counts = self.pilot.counts
@@ -501,6 +583,7 @@ class Mover:
             "chain": self.chain.state_dict(),
             "recent": self._recent,
             "held_out": self.probes.state_dict(),
+            "unseen": self.unseen.state_dict(),
             "outputs": torch.stack([value.float() for value in self._outputs]) if self._outputs else None,
         }
 
@@ -510,6 +593,8 @@ class Mover:
         self.chain.load_state_dict(state["chain"])
         self._recent = [self.own(batch) for batch in state["recent"]]
         self.probes.load_state_dict(state["held_out"])
+        if "unseen" in state:  # not there in older checkpoints
+            self.unseen.load_state_dict(state["unseen"])
         outputs = state["outputs"]
         self._outputs = [] if outputs is None else list(outputs.to(device).clone().unbind())
         self.move = None if state["move"] is None else unpack_move(state["move"], self.own)

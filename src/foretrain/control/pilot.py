@@ -109,6 +109,8 @@ class Pilot:
         """The learning rate falls once, to the end of the run."""
         self.held_out = False
         """Moves are judged on tokens that are never trained on, always the same ones."""
+        self.unseen = False
+        """Where the loss is exact, held-out data judges moves, too."""
         self.last_reason = "the run has just begun"
         self._chosen: tuple[int, bool, int] = (0, False, 0)
         """Horizon, audited, longest move that fits into the run."""
@@ -232,7 +234,7 @@ class Pilot:
             answer = self.gate.ask(self._question(horizon, steps_left, needed, trend, chained, exact))
             if not self.searches and self.observer.windows < _WINDOWS_TO_SCORE:
                 answer = Answer(False, False, "forecasts since the last move are not scored yet")
-            if self.held_out:  # they judge; an audit would judge by what is trained on
+            if self.held_out or (self.unseen and self.judged_at_once):  # an audit would judge by what is trained on
                 answer = replace(answer, audited=False)
             self._chosen = (horizon, answer.audited, limit)
         elif self._watched_enough or not self.observer.trajectory.held:
@@ -262,13 +264,13 @@ class Pilot:
 
     @property
     def _audit_cost(self) -> float:
-        return cost_of_audit(self.config)
+        return cost_of_audit(self.config, self.max_steps)
 
     @property
     def _too_dear(self) -> bool:
         """An audit costs more than this run may spend, and nothing but an audit can tell what a move is worth."""
         unknown = not self.counts.tried and not self.judged_at_once and self.gate.interval()[0] <= 0
-        return unknown and no_audit_is_affordable(self.config)
+        return unknown and no_audit_is_affordable(self.config, self.max_steps)
 
     @property
     def _watched_enough(self) -> bool:
@@ -326,7 +328,7 @@ class Pilot:
 
     def _correct_steps(self, audited: bool) -> int:
         """An audit validates for longer; a short run can afford a short one only."""
-        return steps_of_audit(self.config) if audited else self.config.hybrid.correct_steps
+        return steps_of_audit(self.config, self.max_steps) if audited else self.config.hybrid.correct_steps
 
     def _features(self, forecast: Forecast, horizon: int) -> ConfidenceFeatures:
         windows = 1 if self.searches else max(1, round(horizon / self.config.hybrid.window_steps))
@@ -479,8 +481,17 @@ class Pilot:
         self.last_reason = transition.reason
         return transition
 
-    def settled(self, step: int, plan: Plan, kept: bool, worth: float, cost: float, audit: Audit | None) -> Transition:
-        """A move was judged: everyone who can learn from it does."""
+    def settled(
+        self,
+        step: int,
+        plan: Plan,
+        kept: bool,
+        worth: float,
+        cost: float,
+        audit: Audit | None,
+        overfits: bool = False,
+    ) -> Transition:
+        """A move was judged: everyone who can learn from it does. overfits: it raised the held-out loss."""
         forecast = plan.forecast
         self.confidence.learn(self._features(forecast, plan.horizon), kept, weight=1.0)
         self.bandit.reward(plan.horizon, self._context(step), worth if kept else 0.0, cost)
@@ -490,7 +501,10 @@ class Pilot:
             self.gate.audited(plan.horizon, audit.gain_steps, cost, exact=plan.low_noise)
         elif plan.low_noise:
             self.ledger.exact_moves += kept
-            self.gate.moved(kept and worth > cost)
+            if overfits:
+                self.gate.overfitted()
+            else:
+                self.gate.moved(kept and worth > cost)
         else:
             self.ledger.unaudited_moves += kept
             self.gate.moved(kept)
@@ -499,13 +513,16 @@ class Pilot:
         self.last_reason = transition.reason
         return transition
 
-    def refused(self, step: int, plan: Plan, cost: float) -> None:
-        """A move was taken back before any full step followed on it."""
+    def refused(self, step: int, plan: Plan, cost: float, overfits: bool = False) -> None:
+        """A move was taken back before any full step followed on it. overfits: it raised the held-out loss."""
         self.confidence.learn(self._features(plan.forecast, plan.horizon), kept=False, weight=1.0)
         self.bandit.reward(plan.horizon, self._context(step), 0.0, cost)
         self.ledger.cost += cost
         self.gate.spend(0.0 if plan.low_noise else cost)
-        self.gate.moved(False)
+        if overfits:
+            self.gate.overfitted()
+        else:
+            self.gate.moved(False)
         self.counts.moves["refused"] += 1
 
     def abandoned(self, plan: Plan, cost: float) -> None:

@@ -54,7 +54,7 @@ class RateRace:
         self.spent = 0
         """Full steps of rates that lost."""
         self.begun = False
-        """The first step, which all rates share, is done."""
+        """There is a snapshot of the beginning, from which all rates start."""
         self.batches: list[Any] = []
         self._told = False
 
@@ -67,15 +67,14 @@ class RateRace:
         """A step at the first rate; after the last one all other rates run. use: sets the factor of the rate."""
         if not self._told:  # at least two others follow: one that is higher, and one beyond the better of the two
             self._told = True
-            self._tell(0, self.begun + len(self.batches), 2 * (self.steps - 1))
-        output = full_step(batch)
-        if not self.begun:  # before it the optimizer has nothing to go back to
+            self._tell(0, len(self.batches), 2 * self.steps)
+        if not self.begun:
             self.mover.safety.take()
             self.mover.safety.wait()  # full steps follow, not probes
             self.begun = True
-            return output
+        output = full_step(batch)
         self.batches.append(map_tensors(batch, lambda tensor: tensor.clone()))
-        if len(self.batches) >= self.steps - 1:
+        if len(self.batches) >= self.steps:
             self._run_others(full_step, use)
         return output
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from foretrain.control.pilot import Pilot
-from foretrain.engine.loop import Engine
+from foretrain.engine.loop import HELD_OUT_RECORD, Engine
 from foretrain.engine.offload import HostSnapshots
 from foretrain.engine.state import Snapshot, put_together, snapshot
 
@@ -38,6 +38,8 @@ class Safety:
         """Where the data is; set by `fit`."""
         self.on = True
         """Off where memory has run out too often: then there is no way back, and nothing is tried either."""
+        self.best: Snapshot | None = None
+        """Of the point in the open chain where the held-out loss was lowest."""
         self._other: Snapshot | None = None
         """Host memory of the second snapshot, used over and over."""
 
@@ -64,6 +66,26 @@ class Safety:
         self.wait()
         return self._other
 
+    def take_best(self) -> None:
+        """Of a chain, which changes no predictor."""
+        state = self.state(for_move=False)
+        if self.host is None:
+            self.best = snapshot(state, into=self.best)
+            return
+        self.best = self.host.take(state, into=self.best)
+        self.wait()
+
+    def go_to_best(self) -> None:
+        """Back to there; data goes on, since every batch gives the same loss."""
+        position = self.engine.position
+        self.rewind(self.best)
+        self.engine.position = position
+
+    def drop_best(self) -> None:
+        if self.best is not None and self.host is not None:
+            self.host.lane.finish()  # its memory is given back
+        self.best = None
+
     def wait(self) -> None:
         """From now on weights and optimizer may change. The host does not wait."""
         if self.host is not None:
@@ -79,7 +101,8 @@ class Safety:
         Of an emergency the predictor takes no harm, and its state can be larger than all else.
         """
         state = self.engine.changing_state_dict()
-        state["progress"] = {name: state["progress"][name] for name in ("global_step", "position")}
+        names = ("global_step", "position", *HELD_OUT_RECORD)
+        state["progress"] = {name: state["progress"][name] for name in names}
         look_ahead = getattr(self.engine, "look_ahead", None)
         state["look_ahead"] = look_ahead.state_dict() if look_ahead is not None else None
         predictor = self.pilot.observer.predictor
@@ -90,7 +113,7 @@ class Safety:
         return state
 
     def forget(self) -> None:
-        self.taken = None
+        self.taken = self.best = None
 
     def forget_other(self) -> None:
         """Nothing will be audited soon."""
@@ -101,6 +124,9 @@ class Safety:
         self.wait()
         state = put_together(to or self._snapshot())
         self.engine.rewind(state)
+        for name in HELD_OUT_RECORD:
+            if name in state["progress"]:  # not there in older checkpoints
+                setattr(self.engine, name, state["progress"][name])
         look_ahead = getattr(self.engine, "look_ahead", None)
         if look_ahead is not None and state["look_ahead"] is not None:  # else switched on when the run was resumed
             look_ahead.load_state_dict(state["look_ahead"])
@@ -115,8 +141,11 @@ class Safety:
         """Emergency: the weights of the snapshot; data goes on, so that bad data is not met again."""
         if self.taken is not None:
             position = self.engine.position
+            record = {name: getattr(self.engine, name) for name in HELD_OUT_RECORD}
             self.rewind()
             self.engine.position = position
+            for name, value in record.items():  # they were measured on weights that were sound
+                setattr(self.engine, name, value)
             self.engine.meter.fetch()
             self.engine.meter.skipped_in_a_row = 0  # they were steps of other weights
             self.pilot.observer.restart()
@@ -142,19 +171,24 @@ class Safety:
     def state_dict(self) -> dict[str, Any]:
         if self.host is not None:
             self.host.lane.finish()
-        return {"safe": None if self.taken is None else put_together(self.taken), "safe_step": self.taken_at}
+        best = None if self.best is None else put_together(self.best)
+        safe = None if self.taken is None else put_together(self.taken)
+        return {"safe": safe, "safe_step": self.taken_at, "best": best}
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
         self.taken_at = int(state["safe_step"])
         if self.host is not None:
             self.host.lane.finish()  # the memory of the one before is given back
-            self.taken = None if state["safe"] is None else self.host.take(state["safe"])
-            self.wait()
-            return
-        self.taken = None if state["safe"] is None else snapshot(state["safe"])
-        if self.taken is not None:
-            on_device = {name: _place(name, tensor, device) for name, tensor in self.taken.tensors.items()}
-            self.taken = Snapshot(on_device, self.taken.tree)
+        self.taken, self.best = self._loaded(state["safe"], device), self._loaded(state.get("best"), device)
+        self.wait()
+
+    def _loaded(self, state: Any, device: torch.device) -> Snapshot | None:
+        if state is None:
+            return None
+        if self.host is not None:
+            return self.host.take(state)
+        taken = snapshot(state)
+        return Snapshot({name: _place(name, tensor, device) for name, tensor in taken.tensors.items()}, taken.tree)
 
 
 def _place(name: str, tensor: Tensor, device: torch.device) -> Tensor:

@@ -92,6 +92,12 @@ class Record:
         """A look begins."""
         self.closed, self.rows = self.closed + self.rows, []
 
+    def forget(self, steps: int) -> None:
+        """The last steps were taken back, as far as no look has judged them yet."""
+        left = max(0, len(self.closed) + len(self.rows) - steps)
+        self.rows = self.rows[: max(0, left - len(self.closed))]
+        self.closed = self.closed[:left]
+
     def undone(self, step: int) -> Vitals | None:
         """A rollback undid the steps since the last look: they are judged now, and no look counts them again. Of too
         few to have an average only those that are no number say something."""

@@ -17,6 +17,8 @@ from foretrain.dynamics.predictor import Array
 from foretrain.dynamics.trajectory import Layout
 
 _LEAST_CURVATURE = 1e-8
+Point = tuple[Tensor, Tensor]
+"""Weights and gradient."""
 
 
 class Secant:
@@ -44,33 +46,34 @@ class Secant:
         """s_i . y_j, by row."""
         self._lengths: Array = np.zeros(pairs)
         """Of s, by row."""
-        self.mark: tuple[Tensor, Tensor] | None = None
-        """Weights and gradient of a point to come back to."""
+        self.mark: Point | None = None
+        """A point to come back to, over all chains."""
+        self.best: Point | None = None
+        """Where the held-out loss of the open chain was lowest."""
 
     @property
     def bytes(self) -> int:
-        return 4 * self.layout.size * (2 * len(self.s) + 4 + 2 * (self.mark is not None))
+        return 4 * self.layout.size * (2 * len(self.s) + 4 + 2 * (self.mark is not None) + 2 * (self.best is not None))
 
     def forget(self) -> None:
+        """All but the mark, which is a point and knows nothing of pairs."""
         self.order = []
         self.known = False
-        self.mark = None
+        self.best = None
 
     @property
     def longest(self) -> float:
         """Length of the longest s."""
         return float(self._lengths[self.order].max()) if self.order else 0.0
 
-    def set_mark(self) -> None:
-        """The point of the last gradient is worth coming back to."""
-        self.mark = (self.weights.clone(), self.gradient.clone())
+    def point(self) -> Point:
+        """That of the last gradient."""
+        return self.weights.clone(), self.gradient.clone()
 
     @torch.no_grad()
-    def go_to_mark(self) -> None:
+    def go_to(self, point: Point) -> None:
         """As if the last gradient had been taken there; the way back makes a pair, too."""
-        if self.mark is None:
-            return
-        weights, gradient = self.mark
+        weights, gradient = point
         self._add(weights - self.weights, gradient - self.gradient)
         self.weights.copy_(weights)
         self.gradient.copy_(gradient)
@@ -152,13 +155,16 @@ class Secant:
         tensors = {"s": self.s[:count], "y": self.y[:count], "weights": self.weights, "gradient": self.gradient}
         tensors["sy"] = torch.from_numpy(self._sy[:count, :count].copy())
         tensors["lengths"] = torch.from_numpy(self._lengths[:count].copy())
-        if self.mark is not None:
-            tensors["mark_weights"], tensors["mark_gradient"] = self.mark
-        return {"order": list(self.order), "known": self.known} | (tensors if self.known else {})
+        points: dict[str, Any] = {}
+        for name, point in (("mark", self.mark), ("best", self.best)):
+            if point is not None:
+                points[f"{name}_weights"], points[f"{name}_gradient"] = point
+        return {"order": list(self.order), "known": self.known} | points | (tensors if self.known else {})
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.forget()
+        self.mark, self.best = self._point(state, "mark"), self._point(state, "best")
         if not state["known"] or len(state["order"]) > len(self.s):
             return
         self.known, self.order = True, [int(row) for row in state["order"]]
@@ -168,10 +174,13 @@ class Secant:
         self.weights.copy_(state["weights"])
         self.gradient.copy_(state["gradient"])
         self._lengths[:count] = state["lengths"].cpu().numpy()
-        if "mark_weights" in state:
-            device = self.weights.device
-            self.mark = (state["mark_weights"].clone().to(device), state["mark_gradient"].clone().to(device))
         self._sy[:count, :count] = state["sy"].cpu().numpy()
+
+    def _point(self, state: dict[str, Any], name: str) -> Point | None:
+        if f"{name}_weights" not in state:
+            return None
+        device = self.weights.device
+        return state[f"{name}_weights"].clone().to(device), state[f"{name}_gradient"].clone().to(device)
 
 
 def _solve(triangle: Tensor, right: Tensor, upper_triangle: bool) -> Tensor:

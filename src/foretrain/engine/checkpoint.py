@@ -1,5 +1,6 @@
 """Checkpoints that survive a kill at any moment: safetensors and JSON, a checksum manifest written last, one rename.
 
+checkpoints/best-step-00000400/  weights and buffers alone, where the held-out loss was lowest; written alike
 checkpoints/step-00000500/   appears only by rename, complete; later than an emergency: step-00000500-after-rollback-1
   model.safetensors ...      one file per component
   state.json                 everything that is not a tensor
@@ -31,6 +32,7 @@ _MANIFEST = "manifest.json"
 _STATE = "state.json"
 _STEP_FOLDER = re.compile(r"step-([0-9]{8,18})(?:-after-rollback-([0-9]{1,9}))?")
 """The second number counts how often a checkpoint was saved at an earlier step than the one before it."""
+_BEST_FOLDER = re.compile(r"best-step-([0-9]{8,18})")
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _JSON_LIMIT = 64 * 2**20
 
@@ -69,7 +71,19 @@ class CheckpointStore:
 
     def save(self, step: int, state: Mapping[str, Any]) -> Path:
         """Write `state` as the checkpoint of `step`. On failure nothing changes and SaveError says why."""
-        final = self.root / self._name(step)
+        final = self._save(self.root / self._name(step), step, state)
+        self._prune()
+        return final
+
+    def save_best(self, step: int, state: Mapping[str, Any], keep_others: bool = False) -> Path:
+        """Write `state` as that of the lowest held-out loss. keep_others: those before it may turn out to be the best
+        after all; else they are removed, once this one is there."""
+        final = self._save(self.root / f"best-step-{step:08d}", step, state)
+        if not keep_others:
+            self.prune_best(step)
+        return final
+
+    def _save(self, final: Path, step: int, state: Mapping[str, Any]) -> Path:
         temporary = self.root / f".tmp-{final.name}"
         parts = take_apart(state)
         try:
@@ -84,7 +98,6 @@ class CheckpointStore:
         except (RuntimeError, MemoryError):  # out of memory
             self._sweep()
             raise
-        self._prune()
         return final
 
     def _name(self, step: int) -> str:
@@ -113,10 +126,15 @@ class CheckpointStore:
     def _prune(self) -> None:
         """Remove what is older than the newest `keep`; failing to delete never hurts a run."""
         for _, folder in list(self.steps())[self.keep :]:
-            with contextlib.suppress(OSError):
-                if not folder.is_symlink():
-                    (folder / "manifest.json").unlink(missing_ok=True)  # first: half a checkpoint is no checkpoint
-                remove(folder)
+            _discard(folder)
+
+    def prune_best(self, step: int | None) -> None:
+        """Only that of `step` is the best. If it is not there, others are better than none; None: there is none."""
+        found = self.best()
+        if step is None or step in found:
+            for other, folder in found.items():
+                if other != step:
+                    _discard(folder)
 
     # --- loading -----------------------------------------------------------------------------------------------------
 
@@ -152,6 +170,13 @@ class CheckpointStore:
         for (_, step), folder in self._found():
             yield step, folder
 
+    def best(self) -> dict[int, Path]:
+        """step -> folder of the lowest held-out loss, latest step first: one, or two while a move is open."""
+        if not self.root.is_dir():
+            return {}
+        matches = [(_BEST_FOLDER.fullmatch(path.name), path) for path in self.root.iterdir()]
+        return dict(sorted(((int(match[1]), path) for match, path in matches if match), reverse=True))
+
     def _found(self) -> list[tuple[tuple[int, int], Path]]:
         """((rollbacks, step), folder), newest first."""
         if not self.root.is_dir():
@@ -164,7 +189,7 @@ class CheckpointStore:
         if not self.root.is_dir():
             return
         with contextlib.suppress(OSError):  # a folder that cannot be written can still be read
-            for path in self.root.glob(".old-step-*"):
+            for path in self.root.glob(".old-*step-*"):
                 final = self.root / path.name.removeprefix(".old-")
                 if final.exists():
                     remove(path)
@@ -183,6 +208,13 @@ class CheckpointStore:
         except OSError:
             return folder
         return aside
+
+
+def _discard(folder: Path) -> None:
+    with contextlib.suppress(OSError):
+        if not folder.is_symlink():
+            (folder / _MANIFEST).unlink(missing_ok=True)  # first: half a checkpoint is no checkpoint
+        remove(folder)
 
 
 def _write(folder: Path, step: int, parts: Snapshot) -> None:
@@ -285,7 +317,7 @@ def _read_manifest(folder: Path) -> _Manifest:
         raise CheckpointError(f"{path} is damaged: {_first_problem(error)}") from None
     if manifest.format != FORMAT:
         raise CheckpointError(f"{path} has format {manifest.format}; this version reads format {FORMAT}")
-    match = _STEP_FOLDER.fullmatch(folder.name)
+    match = _STEP_FOLDER.fullmatch(folder.name) or _BEST_FOLDER.fullmatch(folder.name)
     if match and int(match[1]) != manifest.step:
         raise CheckpointError(f"{path} is of step {manifest.step}, not of this folder")
     if _STATE not in manifest.files:

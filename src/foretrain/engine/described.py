@@ -18,7 +18,15 @@ _HIDDEN = frozenset({"params", "peak_lr", "initial_lr", "foreach", "fused", "cap
 
 def is_configured(model: nn.Module) -> bool:
     """Whether a model is what the sections `model` and `data` speak of."""
-    return isinstance(model, GPT2)
+    return isinstance(unwrapped(model), GPT2)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The user's own module inside torch.compile's or DistributedDataParallel's."""
+    inner = getattr(model, "_orig_mod", None)
+    if inner is None and isinstance(model, nn.parallel.DistributedDataParallel):
+        inner = model.module
+    return unwrapped(inner) if isinstance(inner, nn.Module) else model
 
 
 def full_name(thing: object) -> str:
@@ -35,6 +43,7 @@ def optimizer_settings(optimizer: Optimizer) -> dict[str, Any]:
     found: dict[str, list[Any]] = {}
     for group in optimizer.param_groups:
         for name, value in group.items():
+            value = group.get("initial_lr", value) if name == "lr" else value  # what a scheduler began with
             value = float(value) if isinstance(value, Tensor) and value.numel() == 1 else value
             if name not in _HIDDEN and _is_plain(value):
                 found.setdefault(name, []).append(list(value) if isinstance(value, (tuple, list)) else value)
@@ -47,13 +56,15 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, (bool, int, float, str))
 
 
-def in_words(optimizer: Optimizer, config: Config, own: bool) -> str:
+def in_words(optimizer: Optimizer, config: Config, rates: Rates, own: bool) -> str:
     """torch.optim.Adam, lr 0.003."""
+    scheduler = rates.scheduler if isinstance(rates, FollowedRates) else None
+    followed = [] if scheduler is None else [type(scheduler).__name__]
     if not own:
-        return f"{config.optimizer.type}, lr {config.optimizer.peak_rate:g}"
+        return ", ".join([config.optimizer.type, f"lr {config.optimizer.peak_rate:g}", *followed])
     settings = optimizer_settings(optimizer)
     told = [f"{name} {_number(settings[name])}" for name in ("lr", "weight_decay") if settings.get(name)]
-    return ", ".join([full_name(optimizer), *told])
+    return ", ".join([full_name(optimizer), *told, *followed])
 
 
 def _number(value: Any) -> str:
@@ -72,7 +83,7 @@ def settings_of_run(
         for section in _OF_MODEL:
             values.pop(section, None)
         values.pop("batch_size", None)
-        values["model"] = {"type": full_name(model)}
+        values["model"] = {"type": full_name(unwrapped(model))}
         if rows:
             values["batch_size"] = rows
         if config.hybrid.mode == "off":

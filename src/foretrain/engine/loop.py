@@ -45,6 +45,8 @@ from foretrain.errors import CheckpointError, ConfigError, InputError, is_out_of
 
 _COUNTS = ("global_step", "position", "tokens", "backward_passes", "evaluations_without_best")
 _LOSSES = ("best_val_loss", "last_val_loss", "last_train_loss")
+HELD_OUT_RECORD = ("best_val_loss", "best_step", "last_val_loss", "evaluations_without_best")
+"""What evaluations leave behind; those of weights that were taken back do not count."""
 
 
 class Engine:
@@ -116,9 +118,11 @@ class Engine:
         """Or samples: what `unit` says."""
         self.unit = "tokens" if is_configured(self.model) else "samples"
         self.rows = 0
-        """Of the last batch."""
+        """Of the largest batch so far."""
         self.position = 0
         self.best_val_loss: float | None = None
+        self.best_step: int | None = None
+        """Where it was measured."""
         self.evaluations_without_best = 0
         self.evaluation_due = False
         """An evaluation was begun and is not finished: a run that is resumed makes it first."""
@@ -196,7 +200,7 @@ class Engine:
             self.average.update()
         self.meter.add(output)
         self.tokens += self.count(batch)
-        self.rows = rows_of(batch)
+        self.rows = max(self.rows, rows_of(batch))  # the last batch of an epoch may be smaller
         self.backward_passes += 1
         return output
 
@@ -371,6 +375,7 @@ class Engine:
             "progress": {
                 **{name: getattr(self, name) for name in _COUNTS + _LOSSES},
                 "probe_tokens": self.probe_tokens,
+                "best_step": self.best_step,
                 "evaluation_due": self.evaluation_due,
                 "metrics": dict(self.last_metrics),
                 "rows": self.rows,
@@ -379,10 +384,27 @@ class Engine:
             },
         }
 
+    def weights_state_dict(self) -> dict[str, Any]:
+        """What was learned, and nothing of how: enough for `load_weights`."""
+        average = self.average.state_dict() if self.average is not None else None
+        return {"model": changing_state(self.model), "average": average, "frozen": self.frozen}
+
+    def load_weights(self, state: dict[str, Any], origin: str = "the given state") -> None:
+        """Weights, buffers and averages of a state, in place; all else stays."""
+        with self._as_checkpoint_error(origin):
+            self._check_frozen(state, origin)
+            self._put_back_weights(state, origin)
+
     def load_state_dict(self, state: dict[str, Any], origin: str = "the given state") -> None:
         """Put a state back, in place: afterwards every step is, bit for bit, what it would have been."""
-        try:
+        with self._as_checkpoint_error(origin):
             self._put_back(state, origin)
+
+    @staticmethod
+    @contextmanager
+    def _as_checkpoint_error(origin: str) -> Iterator[None]:
+        try:
+            yield
         except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             if is_out_of_memory(error):
                 raise
@@ -406,17 +428,20 @@ class Engine:
         """Weights, optimizer, average, loss scale and random states."""
         if self.away is not None:
             self.away.back()
-        restore_model(self.model, state["model"], origin)
+        self._put_back_weights(state, origin)
         keep = not self.own_optimizer and isinstance(self.rate, ScheduledRates)
         restore_optimizer(self.optimizer, state["optimizer"], origin, keep_settings=keep)
-        if (self.average is None) != (state["average"] is None):
-            raise CheckpointError(f"{origin}: evaluation.ema_decay was switched on or off since; use the same setting")
-        if self.average is not None:
-            self.average.load_state_dict(state["average"])
         self.precision.load_state_dict(state["precision"])
         restore_random_state(state["random"])
         self.rate.load_state_dict(state.get("rates") or {})
         self.rate.forget()
+
+    def _put_back_weights(self, state: dict[str, Any], origin: str) -> None:
+        restore_model(self.model, state["model"], origin)
+        if (self.average is None) != (state["average"] is None):
+            raise CheckpointError(f"{origin}: evaluation.ema_decay was switched on or off since; use the same setting")
+        if self.average is not None:
+            self.average.load_state_dict(state["average"])
 
     @cached_property
     def frozen(self) -> str:
@@ -424,17 +449,21 @@ class Engine:
         weights = frozen_weights(self.model)
         return checksum(weights) if weights else ""
 
-    def _put_back(self, state: dict[str, Any], origin: str) -> None:
+    def _check_frozen(self, state: dict[str, Any], origin: str) -> None:
         if state["frozen"] != self.frozen:
             raise CheckpointError(
                 f"{origin}: its frozen weights are not those of this model; start from the same weights, and freeze "
                 "the same ones"
             )
+
+    def _put_back(self, state: dict[str, Any], origin: str) -> None:
+        self._check_frozen(state, origin)
         self._put_back_training(state, origin)
         progress = state["progress"]
         self.clock = Stopwatch(float(progress["seconds"]))
         self.meter.load_state_dict(progress)
         self.probe_tokens = int(progress.get("probe_tokens", 0))
+        self.best_step = progress.get("best_step")  # not there in older checkpoints
         self.evaluation_due = bool(progress.get("evaluation_due", False))
         self.last_metrics = dict(progress.get("metrics", {}))
         self.rows = int(progress.get("rows", 0))

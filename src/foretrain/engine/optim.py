@@ -89,6 +89,9 @@ def can_be_recorded(optimizer: Optimizer) -> bool:
     )
 
 
+_SAVED = (Tensor, bool, int, float, str, list, tuple, dict, type(None))
+
+
 def plain_state(optimizer: Optimizer) -> dict[str, Any]:
     """The optimizer's state, if it can be copied and saved."""
     state = optimizer.state_dict()
@@ -99,6 +102,11 @@ def plain_state(optimizer: Optimizer) -> dict[str, Any]:
                     f"{type(optimizer).__name__} keeps {name} in {type(value).__name__}, a tensor of tensors, which "
                     "snapshots and checkpoints cannot copy; use an optimizer whose state is plain tensors, such as "
                     "optimizer.type = 'adamw' with optimizer.state_type = '8bit', or one of bitsandbytes"
+                )
+            if not isinstance(value, _SAVED):
+                raise ConfigError(
+                    f"{type(optimizer).__name__} keeps {name} in {type(value).__name__}, which snapshots and "
+                    "checkpoints cannot copy; keep its state in tensors, numbers, texts, lists and dicts"
                 )
     return state
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from foretrain.engine import checkpoint
 from foretrain.engine.checkpoint import CheckpointStore, separate
+from foretrain.engine.described import unwrapped
 from foretrain.engine.runfolder import WEIGHTS as NAME
 from foretrain.engine.state import checksum
 from foretrain.errors import CheckpointError, InputError, SaveError
@@ -22,14 +23,6 @@ from foretrain.files import explain_failed_write, remove, sync_file
 _WRAPPINGS = ("_orig_mod.", "module.")
 """What torch.compile and DistributedDataParallel put before the names of weights."""
 Module = TypeVar("Module", bound=nn.Module)
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The user's own module inside torch.compile's or DistributedDataParallel's."""
-    inner = getattr(model, "_orig_mod", None)
-    if inner is None and isinstance(model, nn.parallel.DistributedDataParallel):
-        inner = model.module
-    return unwrapped(inner) if isinstance(inner, nn.Module) else model
 
 
 def write_weights(model: nn.Module, path: Path) -> None:

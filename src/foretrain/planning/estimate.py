@@ -138,7 +138,7 @@ def tries_nothing(config: Config, target: Target) -> bool:
         return True
     judged = target.adapters and config.hybrid.probe_examples  # by held-out examples
     large = all_parameters(config, target).elements > NEED_A_REASON
-    return large and not judged and no_audit_is_affordable(config)
+    return large and not judged and no_audit_is_affordable(config, config.max_steps)
 
 
 def estimate(config: Config, target: Target) -> Estimate:

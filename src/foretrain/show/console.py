@@ -268,7 +268,7 @@ def summary_table(summary: Mapping[str, Any], verbose: bool = False) -> Table:
         **{name: f"{value:.4g}" for name, value in (summary.get("metrics") or {}).items()},
         "training loss": _number(summary.get("final_train_loss")),
         "steps": _steps(summary, _tried(summary) or verbose),
-        "backward passes": f"{summary['backward_passes']:,}",
+        "backward passes": _passes(summary),
         unit: f"{summary['tokens']:,}",
         "training time": f"{duration(summary['seconds'])} ({summary['seconds']:.1f} s)",
         "total time": _total(summary.get("total_seconds")),
@@ -301,6 +301,12 @@ def _steps(summary: Mapping[str, Any], in_parts: bool) -> str:
     parts = [f"{count:,} {words[phase]}" for phase, count in summary["steps"].items() if count]
     total = f"{summary['global_step']:,}"
     return f"{total} = {' + '.join(parts)}" if in_parts and len(parts) > 1 else total
+
+
+def _passes(summary: Mapping[str, Any]) -> str | None:
+    """Of a run in which they are not the steps."""
+    passes = summary["backward_passes"]
+    return None if passes == summary["global_step"] else f"{passes:,}"
 
 
 def _memory(phases: Mapping[str, Mapping[str, int]]) -> str | None:

@@ -1,0 +1,114 @@
+"""The figures of the README's tables are what the raw files of benchmarks/results say."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def readme() -> str:
+    return " ".join((ROOT / "README.md").read_text("utf-8").split())
+
+
+def raw(name: str) -> Any:
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text("utf-8"))
+
+
+def full_batch_runs() -> dict[str, list[dict[str, float]]]:
+    """Seconds of every arm to Adam's final loss, for each seed of each problem that sees the same points every step."""
+    problems: dict[str, list[dict[str, float]]] = {}
+    for row in raw("2026-11-15-low-noise-cpu")["results"]:
+        if row["problem"] != "poisson_fresh":
+            seconds = {arm: values["seconds"] or float("inf") for arm, values in row["arms"].items()}
+            problems.setdefault(row["problem"], []).append(seconds)
+    return problems
+
+
+def how_much_sooner(runs: list[dict[str, float]], *arms: str) -> list[float]:
+    return [min(run[arm] for arm in arms) / run["hybrid"] for run in runs]
+
+
+def test_full_batch_problems(readme: str) -> None:
+    problems = full_batch_runs()
+    over_adam = {name: how_much_sooner(runs, "adam, tuned cosine") for name, runs in problems.items()}
+    medians = [statistics.median(ratios) for ratios in over_adam.values()]
+    lowest = min(ratio for ratios in over_adam.values() for ratio in ratios)
+    assert len(problems) == 8
+    assert f"{min(medians):.1f}x to {max(medians):.1f}x sooner" in readme
+    assert f"the slowest single run {lowest:.1f}x" in readme
+    slower_than_soap = [
+        name for name, runs in problems.items() if statistics.median(how_much_sooner(runs, "soap, tuned cosine")) < 1
+    ]
+    slower_than_lbfgs = [
+        name
+        for name, runs in problems.items()
+        if statistics.median(how_much_sooner(runs, "l-bfgs 10", "l-bfgs 100")) < 1
+    ]
+    words = {4: "four", 5: "five"}
+    assert (
+        f"SOAP is faster on {words[len(slower_than_soap)]} of them, L-BFGS on {words[len(slower_than_lbfgs)]}" in readme
+    )
+
+
+def test_fresh_points_bring_nothing(readme: str) -> None:
+    rows = [row["arms"] for row in raw("2026-11-15-low-noise-cpu")["results"] if row["problem"] == "poisson_fresh"]
+    ratios = [row["adam, tuned cosine"]["seconds"] / (row["hybrid"]["seconds"] or float("inf")) for row in rows]
+    assert f"fresh points in every step ({statistics.median(ratios):.1f}x)" in readme
+
+
+def test_muon_on_124_million_parameters(readme: str) -> None:
+    muon = [
+        run
+        for run in raw("2026-11-15-campaign-lm124m-muon")["runs"]
+        if (run["arm"], run["learning_rate"], run["max_steps"]) == ("plain", 0.002, 350)
+    ]
+    adamw = raw("2026-11-15-campaign-lm124m-adamw")["runs"]
+    ratios = []
+    for seed in (1, 2):
+        mine = next(run for run in muon if run["seed"] == seed)
+        theirs = {
+            run["max_steps"]: run
+            for run in adamw
+            if (run["arm"], run["learning_rate"], run["seed"]) == ("plain", 0.001, seed)
+        }
+        assert theirs[525]["loss"] > mine["loss"], "AdamW needs more than half as many steps again"
+        ratios.append(theirs[700]["seconds"] / mine["seconds"])
+    assert all(1.6 <= ratio <= 1.7 for ratio in ratios)
+    assert "1.64x and 1.66x" in readme
+
+
+def test_the_rate_that_finds_itself(readme: str) -> None:
+    runs = raw("2026-11-15-finetune-banking77-auto-cpu")["results"]
+    auto = {run["seed"]: run for run in runs if run["arm"] == "auto"}
+    best = {run["seed"]: run for run in runs if run["arm"] == "plain" and run["rate"] == 0.01}
+    assert all(auto[seed]["loss"] == best[seed]["loss"] for seed in best)
+    cost = sum(run["seconds"] for run in auto.values()) / sum(run["seconds"] for run in best.values())
+    assert f"for {cost:.1f} runs" in readme
+
+
+def test_speed_on_a_gpu(readme: str) -> None:
+    arms = raw("2026-11-15-throughput-cuda")["results"]["batch 64"]
+    speeds = {name: values["tokens_per_second"] for name, values in arms.items()}
+    ours = next(speed for name, speed in speeds.items() if name.startswith("foretrain"))
+    plain = speeds["plain loop, bf16 compiled"]
+    assert f"{ours:,.0f} against {plain:,.0f} tokens/s" in readme
+    assert f"{ours / plain:.2f}x" in readme
+
+
+def test_kills(readme: str) -> None:
+    counts = [
+        mode
+        for part in raw("2026-11-15-crash-matrix")["counts"].values()
+        for name, mode in part.items()
+        if name != "control"
+    ]
+    kills, passes = (sum(mode[key] for mode in counts) for key in ("points", "PASS"))
+    assert kills == passes
+    assert f"{kills} interruptions" in readme
