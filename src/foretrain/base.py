@@ -10,18 +10,26 @@ from pathlib import Path
 from typing import Any
 
 from foretrain import config as configuration
+from foretrain.config import ModelConfig
 from foretrain.data import tokenizers
 from foretrain.data.templates import Format, make_format
 from foretrain.data.tokenizers import Tokenizer
-from foretrain.errors import CheckpointError, InputError
+from foretrain.errors import CheckpointError, ConfigError, InputError
+from foretrain.files import user_path
 from foretrain.models import huggingface
 from foretrain.models.adapter_files import Adapter
-from foretrain.models.gpt2 import GPT2, GPT2Shape
+from foretrain.models.gpt2 import GPT2, GPT2Shape, shape_from_config
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9_][\w.-]*(/[\w.-]+)?")
 """`gpt2`, or `organisation/model`."""
-_SHAPE = ("n_layer", "n_head", "n_embd", "n_positions", "vocab_size")
-"""Layers, heads, width, context and vocabulary in Hugging Face's words."""
+_SHAPE = {
+    "layers": "n_layer",
+    "heads": "n_head",
+    "width": "n_embd",
+    "context": "n_positions",
+    "vocab_size": "vocab_size",
+}
+"""The numbers of a model in our words and in Hugging Face's."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +57,11 @@ def open_base(path: str | Path, tokenizer: str = "", vocabulary: str = "", **opt
         config = configuration.load(path / "config.toml").config
         if not config.model.weights:
             raise CheckpointError(f"{path}: its config.toml does not say what was fine-tuned (model.weights)")
-        if Path(config.model.weights).resolve() == path.resolve():
-            raise CheckpointError(f"{path}: its config.toml names itself as what was fine-tuned (model.weights)")
+        if (find_folder(config.model.weights) / "adapter").is_dir():
+            raise CheckpointError(
+                f"{path}: what its config.toml names as fine-tuned (model.weights = {config.model.weights}) is a "
+                "fine-tuning run and no model"
+            )
         beside = path / "tokenizer.json"
         tokenizer = tokenizer or (str(beside) if beside.is_file() else "")
         inner = open_base(config.model.weights, tokenizer, vocabulary, **options)
@@ -77,7 +88,7 @@ def open_base(path: str | Path, tokenizer: str = "", vocabulary: str = "", **opt
 
 def find_folder(name: str | Path) -> Path:
     """The folder of this path, or a model of this name that lies in Hugging Face's cache. Nothing is downloaded."""
-    path = Path(name).expanduser()
+    path = user_path(name)
     if path.is_dir():
         return path
     is_inside = path.parent != Path() and path.parent.is_dir()
@@ -99,10 +110,10 @@ def find_folder(name: str | Path) -> Path:
 def _hub_cache() -> Path:
     """Where huggingface_hub keeps what it downloaded."""
     if cache := os.environ.get("HF_HUB_CACHE"):
-        return Path(cache).expanduser()
+        return user_path(cache, "HF_HUB_CACHE")
     home = os.environ.get("HF_HOME")
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return (Path(home) if home else Path(base) / "huggingface").expanduser() / "hub"
+    return user_path(Path(home) if home else Path(base) / "huggingface", "HF_HOME") / "hub"
 
 
 def _snapshots(cached: Path) -> list[Path]:
@@ -121,12 +132,14 @@ def shape_of(folder: Path) -> GPT2Shape:
     path = folder / "config.json"
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-        layers, heads, width, context, vocab_size = (int(values[name]) for name in _SHAPE)
+        if any(isinstance(values[name], (bool, type(None))) for name in _SHAPE.values()):
+            raise TypeError("its numbers are not given")
+        numbers = ModelConfig(**{ours: values[theirs] for ours, theirs in _SHAPE.items()})
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror}); it must say the model's shape") from None
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, RecursionError, ConfigError) as error:
         raise CheckpointError(f"{path}: does not describe a GPT-2 ({type(error).__name__}: {error})") from None
-    return GPT2Shape(layers, heads, width, context, vocab_size)
+    return shape_from_config(numbers)
 
 
 def tokenizer_beside(folder: Path) -> Tokenizer | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from importlib import metadata
@@ -38,6 +39,8 @@ from foretrain.terminal import (
     say,
     silent,
 )
+
+_LONGEST_LINE = 2000
 
 app = App(
     name="foretrain",
@@ -325,12 +328,16 @@ def _carry_out(arguments: list[str], document: Document | None) -> int:
 
     def fail(error: BaseException, text: str, code: int) -> int:
         text = " ".join(text.split())
+        if len(text) > _LONGEST_LINE:
+            text = f"{text[:_LONGEST_LINE]} ..."
         if document is not None:
             document.fail(error, text, code)
         say(f"error: {text}")
         return code
 
     try:
+        if any("\0" in argument for argument in arguments):
+            raise InputError("an argument holds a zero byte, which no name and no text on a command line can")
         app(arguments, print_error=False, exit_on_error=False)
     except CycloptsError as error:
         return fail(error, _misuse(error), 2)
@@ -345,6 +352,9 @@ def _carry_out(arguments: list[str], document: Document | None) -> int:
         if is_out_of_memory(error):
             where = "Out of memory outside of the run's steps: use a smaller model or batch_size, or another device."
             return fail(error, f"{error} {where}", OutOfMemory.exit_code)
+        if isinstance(error, OSError) and error.filename is not None:  # a name or path, from wherever it came
+            name = os.fsdecode(error.filename) if isinstance(error.filename, (str, bytes)) else str(error.filename)
+            return fail(error, f"{name}: {error.strerror}; check the path and its permissions", 2)
         if document is not None:  # a fault of ours: the program that reads us is told, and the traceback follows
             document.fail(error, f"{type(error).__name__}: {error}", 1)
         raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -203,8 +204,10 @@ def _make_room(file: Path) -> None:
         make_folder(file.parent)
         if file.is_dir():
             raise InputError(f"--out {file}: this is a folder; name a file in it")
+        with tempfile.TemporaryFile(dir=file.parent):
+            pass
     except OSError as error:
-        raise InputError(f"--out {file}: the folder cannot be made ({error.strerror})") from None
+        raise InputError(f"--out {file}: nothing can be written there ({error.strerror}); choose another") from None
 
 
 def _write(file: Path, record: dict[str, Any]) -> None:

@@ -23,6 +23,7 @@ from foretrain.terminal import (
     chosen_level,
     end_run,
     flag,
+    for_reader,
     put,
     put_json,
     put_written,
@@ -207,7 +208,7 @@ def _write(base: Base, prompts: list[str], sampling: Sampling, stream: bool, as_
     if stream:
         for text in prompts:
             for token in generator.stream(text, sampling):
-                sys.stdout.write(token.text)
+                sys.stdout.write(for_reader(token.text))
                 sys.stdout.flush()
                 if is_lost(sys.stdout):
                     return
@@ -225,7 +226,7 @@ def _write(base: Base, prompts: list[str], sampling: Sampling, stream: bool, as_
     for number, completion in enumerate(completions):
         if number:
             put("---")
-        put(completion.text)
+        put(for_reader(completion.text))
 
 
 @adapters_app.command(name="list")
@@ -263,6 +264,7 @@ def list_(
     if not rows:
         put(f"no adapters in {folder}")
         return
+    from rich.markup import escape
     from rich.table import Table
 
     from foretrain.show.screen import screen
@@ -270,12 +272,12 @@ def list_(
     table = Table("folder", "rank", "alpha", "layers", "parameters", "base", box=None, pad_edge=False)
     for row in rows:
         table.add_row(
-            row["folder"],
+            escape(row["folder"]),
             str(row["rank"]),
             f"{row['alpha']:g}",
             str(row["layers"]),
             f"{row['parameters']:,}",
-            row["base"],
+            escape(row["base"]),
         )
     screen().print(table)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from foretrain.errors import InputError
+from foretrain.files import user_path
 from foretrain.terminal import Json, Settings, flag, put, put_json, say
 
 _SAY_THE_VOCABULARY = {"data.path", "data.tokenizer", "data.vocabulary", "model.vocab_size", "model.weights"}
@@ -175,7 +176,7 @@ def _target(config: Config, device: str) -> Target:
     adapters = config.preset == "finetune"
     shape, length, rows = replace(shape_from_config(config.model), vocab_size=_vocabulary(config)), None, 0
     if adapters:
-        folder = Path(config.model.weights).expanduser()
+        folder = user_path(config.model.weights, "model.weights")
         if not config.model.weights or not folder.is_dir():
             raise InputError(
                 f"model.weights = {config.model.weights!r}: there is no such folder; name the model to fine-tune, as "

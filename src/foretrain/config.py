@@ -15,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 
 from foretrain import schema
 from foretrain.errors import ConfigError
+from foretrain.files import user_path
 from foretrain.names import (
     BARE_ALIASES,
     KEY_ALIASES,
@@ -92,7 +93,7 @@ def load(path: str | Path | None = None, overrides: Sequence[str] = (), preset: 
 
     preset: where neither names one."""
     notices: list[str] = []
-    values = _resolve(_flatten(_read(Path(path))), str(path), notices) if path is not None else {}
+    values = _resolve(_read(user_path(path)), str(path), notices) if path is not None else {}
     said: dict[str, str] = {}
     entries: dict[str, Any] = {}
     for text in overrides:
@@ -187,13 +188,17 @@ def _read(path: Path) -> dict[str, Any]:
             "`foretrain config init FILE` writes one to start from"
         ) from None
     try:
-        return tomllib.loads(text.decode("utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        return _flatten(tomllib.loads(text.decode("utf-8")))
+    except ValueError as error:  # also what is not UTF-8, and numbers of thousands of digits
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: nested too deeply for a configuration; settings have at most one section") from None
 
 
 def _flatten(mapping: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
+    if prefix.count(".") > _FEW:
+        raise ConfigError(f"{prefix[:_SHOWN]}...: settings have a section and a name, and nothing below that")
     for key, value in mapping.items():
         if isinstance(value, Mapping):
             flat.update(_flatten(value, f"{prefix}{key}."))
@@ -211,6 +216,10 @@ def parse_override(text: str) -> tuple[str, Any]:
         return key.strip(), tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:
         return key.strip(), value.strip()  # bare words need no quotes on the command line
+    except (ValueError, RecursionError):
+        raise ConfigError(
+            f"--set {text[:_SHOWN]}...: no setting has so many digits, or brackets within brackets"
+        ) from None
 
 
 def _resolve(entries: Mapping[str, Any], source: str, notices: list[str]) -> dict[str, Any]:
@@ -305,10 +314,23 @@ def _build(values: Mapping[str, Any], origin: str, said: Mapping[str, str] = Map
     for name, value in merged.items():
         section, _, key = name.rpartition(".")
         (nested.setdefault(section, {}) if section else nested)[key] = value
+    _refuse_half_characters(merged, origin)
     try:
         return Config.model_validate(nested)
     except ValidationError as error:
         raise ConfigError(_explain(error, origin, said)) from None
+
+
+def _refuse_half_characters(values: Mapping[str, Any], origin: str) -> None:
+    """Names that are not UTF-8 reach Python as halves of characters; a run's config.toml cannot hold them."""
+    for name, value in values.items():
+        for text in value if isinstance(value, list) else [value]:
+            try:
+                str(text).encode("utf-8")
+            except UnicodeEncodeError:
+                raise ConfigError(
+                    f"{origin}: {name} = {str(text)!r} is not UTF-8, and config.toml could not hold it; rename the file"
+                ) from None
 
 
 def _explain(error: ValidationError, origin: str, said: Mapping[str, str]) -> str:
@@ -328,6 +350,8 @@ def _say(problems: Sequence[Any], origin: str, said: Mapping[str, str]) -> str:
         return f"{who}: {message}"
     kinds = {problem["type"] for problem in problems if _named(problem) == name}
     wrong = next((text for start, text in _WRONG.items() if all(kind.startswith(start) for kind in kinds)), "")
+    if first["type"] == "less_than_equal":
+        wrong = f"too large, it is at most {first['ctx']['le']:,}"
     wrong = "no value is given" if first["input"] == "" else wrong or "this cannot be used"
     return f"{who}: {wrong}; allowed: {setting.kind}"
 
@@ -378,6 +402,7 @@ _WRONG = {
 }
 """By how pydantic's names of problems begin."""
 _FEW = 3
+_SHOWN = 60
 
 
 _FIELD_PARTS = frozenset(part for name in KNOWN for part in name.split("."))

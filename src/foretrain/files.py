@@ -12,6 +12,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from foretrain.errors import InputError
+
+_LONGEST_SHOWN = 100
+
 
 def for_json(value: Any) -> Any:
     """The same with None for numbers that JSON does not have."""
@@ -20,6 +24,32 @@ def for_json(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [for_json(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def user_path(text: str | Path, what: str = "") -> Path:
+    """A path as somebody wrote it, `~` included: every such path goes through here. It need not exist.
+
+    Raises InputError for one that the system cannot even look up. what: the setting or option that it comes from.
+    """
+    where = f"{what} = " if what else ""
+    try:
+        path = Path(text).expanduser()
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return path
+    except RuntimeError:
+        user = str(text).partition("/")[0]
+        raise InputError(f"{where}{text}: there is no home folder of {user}; write the path in full") from None
+    except ValueError:  # a zero byte, or half a surrogate pair
+        raise InputError(f"{where}{str(text)!r}: no path can hold these characters; write it without them") from None
+    except OSError as error:
+        shown = _shortened(str(text))
+        raise InputError(f"{where}{shown}: cannot be looked up ({error.strerror}); check the path") from None
+    return path
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
 
 
 def sync_file(path: Path) -> None:

@@ -281,7 +281,8 @@ class Run:
         if not found:
             self.emit(Notice("load_best: no evaluation was made, so the model stays as it is"))
             return
-        step, path = next(iter(found.items()))
+        step = self.trainer.best_step if self.trainer.best_step in found else next(iter(found))
+        path = found[step]
         state = checkpoint.read(path)
         self.trainer.load_weights(state, str(path))
         loss = float(state["best"]["loss"])
@@ -507,16 +508,27 @@ class Run:
             raise InputError("resume needs a run folder; name it with out=...")
         loaded = self.store.load_newest(lambda path, reason: self.emit(CheckpointRejected(str(path), reason)))
         if loaded is None:
-            self.emit(Notice(f"{self.store.root} holds no checkpoint yet: starting at step 0", level="info"))
+            self._tell_no_checkpoint(self.store.root)
             return
         meta = self._check_origin(loaded)
         self.trainer.load_state_dict(loaded.state, str(loaded.path))
         self.trainer.start_counting_anew()
         self.loader_state = loaded.state.get("loader")
         self.saved_step = loaded.step
-        self.earlier_seconds = float(meta.get("total_seconds") or self.trainer.clock.seconds)
+        try:
+            self.earlier_seconds = float(meta.get("total_seconds") or self.trainer.clock.seconds)
+        except (TypeError, ValueError):
+            raise CheckpointError(f"{loaded.path}: its total_seconds are no number; start from another one") from None
         self.emit(Resumed(loaded.step, str(loaded.path)))
         self._tell_changes(meta)
+
+    def _tell_no_checkpoint(self, root: Path) -> None:
+        """A warning where there must have been some: the log tells of steps."""
+        logged = self.folder is not None and self.folder.metrics.is_file() and self.folder.metrics.stat().st_size > 0
+        text = f"{root} holds no checkpoint yet: starting at step 0"
+        if logged:
+            text = f"{root} holds no checkpoint, though metrics.jsonl tells of an earlier run: starting over at step 0"
+        self.emit(Notice(text, level="warning" if logged else "info"))
 
     def _check_origin(self, loaded: checkpoint.Loaded) -> dict[str, Any]:
         """Refuse a checkpoint of another kind or of other data."""

@@ -5,12 +5,22 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import sys
 from collections.abc import Iterator
 from typing import Any, TextIO
 
 _GONE = {errno.EPIPE, errno.EIO, errno.ENXIO, errno.ESTALE}
 """What writing says when the reader of a pipe, or the terminal, is gone."""
+
+
+_UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+"""Characters that steer a terminal, or turn the direction of reading: what comes from files shows them, never obeys."""
+
+
+def visible(text: str) -> str:
+    """The same with escapes for characters that steer a terminal."""
+    return _UNSEEN.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 class Outlet:
@@ -26,7 +36,11 @@ class Outlet:
     def write(self, text: str) -> int:
         if not self.lost:
             with self._dropping():
-                self._stream.write(text)
+                try:
+                    self._stream.write(text)
+                except UnicodeEncodeError:  # names that are not UTF-8, or a terminal that knows few characters
+                    encoding = self._stream.encoding
+                    self._stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
         return len(text)
 
     def flush(self) -> None:

@@ -20,11 +20,20 @@ from pydantic import (
 from foretrain.errors import ConfigError
 from foretrain.sizes import parse_size
 
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+MOST, LARGEST = 2**31 - 1, 1e30
+"""No setting is larger, so that what is computed from them overflows nowhere."""
+UNSEEN_LIMITS = (MOST, LARGEST, 2**12, 2**16, 2**20, 2**24)
+"""Nobody comes near these: they keep absurd numbers out, and listings leave them out."""
+Positive = Annotated[float, Field(gt=0, le=LARGEST, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, le=LARGEST, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
-Count = Annotated[int, Field(ge=1)]
-CountOrZero = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Field(ge=1, le=MOST)]
+CountOrZero = Annotated[int, Field(ge=0, le=MOST)]
+Layers = Annotated[int, Field(ge=1, le=2**12)]
+Size = Annotated[int, Field(ge=1, le=2**16)]
+"""Of what is allocated."""
+Rows = Annotated[int, Field(ge=1, le=2**24)]
+"""Of what is allocated, many times over."""
 Switch = Literal["auto", True, False]
 Level = Literal["quiet", "normal", "verbose"]
 Share = bool | Annotated[float, Field(ge=0, le=1)]
@@ -66,15 +75,15 @@ class ModelConfig(Section):
 
     type: Literal["gpt2-tiny", "gpt2-small", "gpt2-medium", "gpt2-large", "gpt2-xl"] = "gpt2-tiny"
     """Size: tiny 0.8M, small 124M, medium 355M, large 774M, xl 1558M parameters."""
-    layers: Count | None = None
+    layers: Layers | None = None
     """Number of transformer blocks. Unset: as in `type`."""
-    heads: Count | None = None
+    heads: Size | None = None
     """Attention heads per block; must divide `width`. Unset: as in `type`, or width / 64 for another width."""
-    width: Count | None = None
+    width: Annotated[int, Field(ge=1, le=2**20)] | None = None
     """Size of the residual stream. Unset: as in `type`."""
-    context: Count | None = None
+    context: Rows | None = None
     """Tokens per sequence. Unset: as in `type`."""
-    vocab_size: Count | None = None
+    vocab_size: Rows | None = None
     """Number of different tokens. Unset: as many as the tokenizer knows."""
     dropout: Fraction = 0.0
     """Share of activations dropped while training. Helps against overfitting on small data."""
@@ -127,7 +136,7 @@ class DataConfig(Section):
 class LoraConfig(Section):
     """`foretrain finetune`: the adapter, a low-rank update beside frozen linear layers."""
 
-    rank: Count = 8
+    rank: Size = 8
     """Size of the inner dimension: more can learn more, and costs more."""
     alpha: Positive = 16.0
     """The update is scaled by alpha / rank."""
@@ -209,7 +218,7 @@ class ScheduleConfig(Section):
     """Learning rate at the end of the decay, and ever after."""
     base_rate: Positive = 1e-5
     """Lowest rate of `cyclic`; the highest is `optimizer.learning_rate`."""
-    cycle_length: Annotated[int, Field(ge=2)] = 1000
+    cycle_length: Annotated[int, Field(ge=2, le=MOST)] = 1000
     """Steps per cycle in `cyclic`."""
     mode: Literal["triangular", "triangular2", "exp_range"] = "triangular"
     """`cyclic`: constant height, half the height after each cycle, or height shrinking by `gamma` each step."""
@@ -318,7 +327,7 @@ class CheckpointConfig(Section):
 
     interval: CountOrZero | None = None
     """Steps between checkpoints. Unset: five per run. 0: only at the end and on Ctrl-C or SIGTERM."""
-    keep: Annotated[int, Field(ge=2)] = 2
+    keep: Annotated[int, Field(ge=2, le=MOST)] = 2
     """Newest checkpoints that stay on disk; at least 2, so that a damaged one can be replaced by the one before."""
     keep_best: bool = True
     """Keep the weights of the lowest held-out loss too, as `best-step-...`: without the state of the optimizer, and
@@ -354,7 +363,7 @@ class HybridConfig(Section):
     """Predicted steps between corrections inside a long rollout. 0: only at its end."""
     monitor_interval: Count = 1
     """Predicted steps between forward passes that watch a rollout."""
-    window_steps: Annotated[int, Field(ge=2)] = 10
+    window_steps: Annotated[int, Field(ge=2, le=MOST)] = 10
     """Full steps whose total displacement is one observation."""
     basis_type: Literal["auto", "fp32", "bf16"] = "auto"
     """Number format of the stored directions. `auto`: fp32 up to 32M trained parameters, bf16 above."""
@@ -391,17 +400,17 @@ class PredictorConfig(Section):
     """Pull of `linear` towards its prior, in windows' worth of evidence."""
     forgetting: Annotated[float, Field(gt=0, le=1)] = 0.97
     """How much of the past `linear` keeps per window."""
-    hidden_dims: list[Count] = [64, 64]
+    hidden_dims: Annotated[list[Size], Field(max_length=64)] = [64, 64]
     """Layers of `mlp`."""
-    deterministic_dim: Count = 256
+    deterministic_dim: Size = 256
     """Size of the recurrent state of `rssm`."""
-    stochastic_dim: Count = 32
+    stochastic_dim: Size = 32
     """Number of categorical variables of `rssm`."""
-    num_categoricals: Annotated[int, Field(ge=2)] = 32
+    num_categoricals: Annotated[int, Field(ge=2, le=2**16)] = 32
     """Classes of each of them."""
-    ensemble_size: Count = 3
+    ensemble_size: Annotated[int, Field(ge=1, le=1000)] = 3
     """Members of `mlp` and `rssm`; they differ in first weights and in the data they see."""
-    bptt_steps: Count = 4
+    bptt_steps: Size = 4
     """Windows that `rssm` is trained through."""
     learning_rate: Positive = 1e-3
     """Learning rate of `mlp` and `rssm` themselves."""
@@ -410,7 +419,7 @@ class PredictorConfig(Section):
 class CorrectionConfig(Section):
     """How errors of past forecasts correct a move."""
 
-    residuals: Count = 1000
+    residuals: Annotated[int, Field(ge=1, le=2**20)] = 1000
     """Residuals that are remembered."""
     similarity: Annotated[float, Field(ge=-1, lt=1)] = 0.7
     """Cosine of two training states above which a residual of one counts for the other."""
@@ -427,7 +436,7 @@ class AuditConfig(Section):
     """Share of the run that audits and unproven moves may cost. 0: nothing is tried where noise is high. Where it is
     too little for one audit, directions are kept for the first tenth of the run only, and by models above 32M trained
     parameters not at all."""
-    steps: Annotated[int, Field(ge=2)] = 20
+    steps: Annotated[int, Field(ge=2, le=MOST)] = 20
     """Full steps after which the two forks of an audit are compared."""
 
 
@@ -438,7 +447,7 @@ class GuardConfig(Section):
     """Skip the update of a step whose loss or gradient is NaN or infinite. The check costs no host synchronisation."""
     max_skipped_steps: Count = 25
     """Give up, with a saved checkpoint, after this many skipped steps in a row."""
-    explosion_factor: Annotated[float, Field(gt=1, allow_inf_nan=False)] = 10.0
+    explosion_factor: Annotated[float, Field(gt=1, le=LARGEST, allow_inf_nan=False)] = 10.0
     """A gradient norm this many times the usual one is a warning."""
     vanishing_factor: Fraction = 0.01
     """A gradient norm below this share of the usual one is a warning."""
@@ -507,9 +516,9 @@ class Config(Section):
     """Length of the run in optimizer steps."""
     epochs: Positive | None = None
     """Length of the run in passes over the training data, instead of `max_steps`."""
-    batch_size: Count = 16
+    batch_size: Rows = 16
     """Sequences per optimizer step."""
-    accumulation_steps: Count = 1
+    accumulation_steps: Rows = 1
     """Split each batch into this many parts and add up their gradients: same result, less memory."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 1
     """Decides first weights, data order and dropout."""
@@ -621,8 +630,9 @@ def _describe(annotation: Any, metadata: Sequence[Any]) -> str:
     for item in metadata:
         for part in getattr(item, "metadata", [item]):
             for sign, attribute in (("≥", "ge"), (">", "gt"), ("≤", "le"), ("<", "lt")):
-                if getattr(part, attribute, None) is not None:
-                    limits.append(f"{sign} {getattr(part, attribute)}")
+                limit = getattr(part, attribute, None)
+                if limit is not None and not (attribute == "le" and limit in UNSEEN_LIMITS):
+                    limits.append(f"{sign} {limit}")
     if name is None:
         name = "list of strings"
     return f"{name} {', '.join(limits)}".strip()

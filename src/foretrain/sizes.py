@@ -6,6 +6,7 @@ import re
 
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 """As in trade, GB is 10^9 bytes and GiB 2^30."""
+_MOST_DIGITS = 30
 _FORM = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([KMGT]i?B)")
 
 
@@ -14,6 +15,8 @@ def parse_size(text: str) -> int:
     match = _FORM.fullmatch(text.strip())
     if match is None:
         raise ValueError(f"{text!r} is not an amount of memory; write a number and a unit, such as 14GB, 6GiB or 800MB")
+    if len(match[1]) > _MOST_DIGITS:
+        raise ValueError(f"{text[:_MOST_DIGITS]!r}... has too many digits for an amount of memory; write 14GB, or 6GiB")
     size = int(float(match[1]) * UNITS[match[2]])
     if size <= 0:
         raise ValueError(f"{text!r} is no memory at all; write a positive amount, such as 14GB")

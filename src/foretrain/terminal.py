@@ -17,6 +17,7 @@ from cyclopts import Parameter
 
 from foretrain.errors import InputError
 from foretrain.files import for_json
+from foretrain.outlet import visible
 
 if TYPE_CHECKING:
     from foretrain.schema import Level
@@ -75,6 +76,11 @@ def put(text: str) -> None:
     sys.stdout.flush()
 
 
+def for_reader(text: str) -> str:
+    """What a model wrote, for standard output: a terminal shows its control characters and does not obey them."""
+    return visible(text) if sys.stdout.isatty() else text
+
+
 def put_beside(start: str, text: str) -> None:
     """A result that begins with a name or a mark: on a terminal, further lines of the text stay beside it."""
     if sys.stdout.isatty():
@@ -84,8 +90,8 @@ def put_beside(start: str, text: str) -> None:
 
 
 def say(text: str) -> None:
-    """What happens, on standard error."""
-    sys.stderr.write(text + "\n")
+    """What happens, on standard error. It may quote files."""
+    sys.stderr.write(visible(text) + "\n")
     sys.stderr.flush()
 
 

@@ -22,6 +22,7 @@ from foretrain.engine.precision import choose_device
 from foretrain.engine.runfolder import RunFolder
 from foretrain.errors import CheckpointError, ConfigError, ForetrainError, InputError
 from foretrain.events import Bus, Listener
+from foretrain.files import user_path
 from foretrain.models import lora
 from foretrain.models.adapter_files import save_adapter
 from foretrain.models.gpt2 import GPT2
@@ -176,7 +177,7 @@ def base_of(config: Config) -> Base:
 
 
 def default_folder(config: Config) -> Path:
-    weights = Path(config.model.weights).expanduser().resolve()
+    weights = user_path(config.model.weights, "model.weights").resolve()
     name = weights.parent.name if weights.name == "model" else weights.name
     return Path("runs") / f"{name}-adapter-{datetime.now().astimezone():%Y%m%d-%H%M%S}"
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from foretrain import HybridTrainer, config, run
+from foretrain.engine import checkpoint
 from foretrain.engine.runfolder import RunFolder
 from foretrain.errors import CheckpointError
 from foretrain.events import Event, Notice
@@ -51,6 +52,32 @@ def test_an_empty_folder_starts_at_0_and_says_so(workshop: Any) -> None:
     assert "new/checkpoints holds no checkpoint yet: starting at step 0" in printed
     assert "resumed" not in printed
     assert workshop.is_as_undisturbed("new")
+
+
+def test_checkpoints_that_are_gone_are_a_warning(workshop: Any) -> None:
+    shutil.rmtree(workshop.checkpoints)
+    code, printed = workshop.foretrain("train", "tiny.toml", "--out", "killed", "--resume", "--quiet")
+    assert code == 0
+    assert "warning: killed/checkpoints holds no checkpoint, though metrics.jsonl tells of an earlier run" in printed
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "value"),
+    [("meta", "total_seconds", "long"), ("progress", "position", -3), ("progress", "global_step", "x")],
+)
+def test_a_forged_state_is_refused_in_one_line(section: str, name: str, value: Any, workshop: Any) -> None:
+    """With checksums that are right."""
+    for folder in workshop.checkpoints.glob("step-*"):
+        content = json.loads((folder / "state.json").read_text())
+        content["state"][section][name] = value
+        (folder / "state.json").write_text(json.dumps(content))
+        manifest = json.loads((folder / "manifest.json").read_text())
+        size, digest = (folder / "state.json").stat().st_size, checkpoint._digest(folder / "state.json")
+        manifest["files"]["state.json"] = {"size": size, "sha256": digest}
+        (folder / "manifest.json").write_text(json.dumps(manifest))
+    code, printed = workshop.foretrain("train", "tiny.toml", "--out", "killed", "--resume", "--quiet")
+    assert (code, printed.count("\n")) == (2, 1), printed
+    assert "Traceback" not in printed
 
 
 def test_no_folder_and_no_configuration_is_a_mistake(workshop: Any) -> None:

@@ -16,6 +16,7 @@ from foretrain.errors import ConfigError
 positive = st.floats(1e-12, 1e6)
 fraction = st.floats(0, 0.999)
 count = st.integers(1, 10**9)
+size = st.integers(1, 2**12)
 count_or_zero = st.integers(0, 10**9)
 # what a file can hold: no lone surrogates
 text = st.text(st.characters(codec="utf-8"), max_size=20)
@@ -30,11 +31,11 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "seed": st.integers(0, 2**63 - 1),
     "device": text,
     "model.type": st.sampled_from(["gpt2-tiny", "gpt2-small", "gpt2-xl"]),
-    "model.layers": count,
-    "model.heads": count,
-    "model.width": count,
-    "model.context": count,
-    "model.vocab_size": count,
+    "model.layers": size,
+    "model.heads": size,
+    "model.width": size,
+    "model.context": size,
+    "model.vocab_size": size,
     "model.dropout": fraction,
     "model.bias": st.booleans(),
     "model.normalization": st.sampled_from(["layernorm", "rmsnorm"]),

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foretrain.errors import DataError
-from foretrain.files import make_folder, sync_file, write_synced
+from foretrain.files import make_folder, sync_file, user_path, write_synced
 
 PARTS = ("train", "held_out")
 _META, _TOKENIZER = "meta.json", "tokenizer.json"
@@ -37,9 +37,8 @@ class Damaged(Exception):
 def root(chosen: str) -> Path:
     """Where token files are kept: as chosen, in the user's cache folder, or else in the system's temporary folder."""
     if chosen:
-        return Path(chosen).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path("~/.cache").expanduser())
-    folder = Path(base) / "foretrain" / "tokens"
+        return user_path(chosen, "data.cache")
+    folder = user_path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "XDG_CACHE_HOME") / "foretrain" / "tokens"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if os.access(folder, os.W_OK):

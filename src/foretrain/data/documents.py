@@ -19,6 +19,7 @@ from typing import Any
 
 from foretrain.data.tokenizers import whole
 from foretrain.errors import DataError, how_to_install
+from foretrain.files import user_path
 
 TOKEN_SUFFIXES = (".bin", ".npy")
 _OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
@@ -85,12 +86,15 @@ def find(paths: str | list[str], setting: str = "data.path") -> Source:
 
 
 def _expand(entry: str, setting: str) -> list[Path]:
-    path = Path(entry).expanduser()
+    path = user_path(entry, setting)
     if path.is_file():
         return [path]
     if path.is_dir():
-        inside = (file for file in path.rglob("*") if file.is_file())
-        found = sorted(file for file in inside if _plain_suffix(file) in _FOLDER_SUFFIXES)
+        try:
+            inside = [file for file in path.rglob("*") if _plain_suffix(file) in _FOLDER_SUFFIXES and file.is_file()]
+        except OSError as error:
+            raise DataError(f"{setting}: {error.filename}: {error.strerror}; name the files or a glob") from None
+        found = sorted(inside)
         if not found:
             raise DataError(
                 f"{setting}: folder {entry} holds no {', '.join(_FOLDER_SUFFIXES)} file; name the files or a glob"

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from foretrain.data import library
 from foretrain.errors import DataError
+from foretrain.files import user_path
 
 END_OF_TEXT = "<|endoftext|>"
 Tokens = NDArray[np.unsignedinteger[Any]]
@@ -181,7 +182,7 @@ def gpt2(folder: str | Path) -> BPETokenizer:
     """GPT-2's own encoding, from its two vocabulary files."""
     from tokenizers import AddedToken
 
-    folder = Path(folder).expanduser()
+    folder = user_path(folder, "data.vocabulary")
     for vocabulary, merges in (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt")):
         if (folder / vocabulary).is_file() and (folder / merges).is_file():
             break
@@ -225,7 +226,7 @@ def _byte_level(vocabulary: str | None, merges: str | None) -> Any:
 
 def load(path: str | Path) -> Tokenizer:
     """A tokenizer from its JSON file: one written by foretrain, or any `tokenizers` file."""
-    path = Path(path).expanduser()
+    path = user_path(path, "data.tokenizer")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -17,6 +17,7 @@ from foretrain.data import cache, documents, tokenizers
 from foretrain.data.documents import Piece, Source
 from foretrain.data.tokenizers import Tokenizer
 from foretrain.errors import DataError
+from foretrain.files import user_path
 
 DOCUMENT_SPLIT_FROM = 100
 """From this many documents on whole documents are held out; below, the end of the text."""
@@ -91,8 +92,8 @@ def _key(config: DataConfig, source: Source, validation: Source | None) -> str:
         "files": source.fingerprint(),
         "validation": validation.fingerprint() if validation else None,
     }
-    for name in (config.tokenizer, config.vocabulary):
-        path = Path(name).expanduser()
+    for setting, name in (("data.tokenizer", config.tokenizer), ("data.vocabulary", config.vocabulary)):
+        path = user_path(name, setting)
         if name and path.exists():
             files = sorted(file for file in path.iterdir() if file.is_file()) if path.is_dir() else [path]
             recipe[name] = documents.fingerprint(files)

@@ -468,7 +468,9 @@ class Engine:
         self.last_metrics = dict(progress.get("metrics", {}))
         self.rows = int(progress.get("rows", 0))
         for name in _COUNTS:
-            setattr(self, name, int(progress[name]))
+            if (count := int(progress[name])) < 0:
+                raise ValueError(f"{name} = {count}")
+            setattr(self, name, count)
         for name in _LOSSES:
             setattr(self, name, None if progress[name] is None else float(progress[name]))
 

@@ -25,8 +25,11 @@ def choose_device(name: str) -> torch.device:
         return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
     try:
         device = torch.device(name)
+        known = device.type in ("cpu", "cuda", "mps")
     except RuntimeError:
-        raise ConfigError(f"device = {name!r} is not a device; use auto, cpu, cuda, cuda:1 or mps") from None
+        known = False
+    if not known:
+        raise ConfigError(f"device = {name!r} is not a device to train on; use auto, cpu, cuda, cuda:1 or mps")
     if device.type == "cuda":
         if not torch.cuda.is_available():
             raise ConfigError(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as ProgressBar
 from rich.table import Table
@@ -79,7 +80,7 @@ class RunProgress:
 
 
 def _table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
-    table = Table(title=title, title_justify="left")
+    table = Table(title=escape(title), title_justify="left")
     for name in left:
         table.add_column(name, overflow="fold")
     for name in right:
@@ -98,7 +99,7 @@ def run_table(record: Mapping[str, Any]) -> Table:
         medians, drift = benchmark["process_medians"], benchmark["drift_percent"]
         words = [time_in_words(value) for value in (benchmark["median"], min(medians), max(medians))]
         outliers = f"{100 * benchmark['outlier_share']:.0f} %"
-        table.add_row(name, *words, outliers, "" if drift is None else f"{drift:+.1f} %")
+        table.add_row(escape(name), *words, outliers, "" if drift is None else f"{drift:+.1f} %")
     return table
 
 
@@ -119,7 +120,7 @@ def comparison_table(verdicts: Mapping[str, Verdict], seconds: bool, a: str, b: 
         if verdict.runs_needed == MOST_RUNS:
             needed += " or more"
         table.add_row(
-            name,
+            escape(name),
             *(time_in_words(median, seconds) for median in verdict.medians if medians),
             percent(verdict.ratio),
             f"{percent(low)} .. {percent(high)}",
@@ -174,7 +175,7 @@ def history_table(history: Mapping[str, Series]) -> Table:
     for name, series in history.items():
         ends = (time_in_words(series.medians[0], series.seconds), time_in_words(series.medians[-1], series.seconds))
         steps = [f"{percent(step.ratio)} between {step.before} and {step.after}" for step in series.steps]
-        table.add_row(name, sparkline(series.medians), *ends, "\n".join(steps) or "none")
+        table.add_row(escape(name), sparkline(series.medians), *ends, escape("\n".join(steps)) or "none")
     return table
 
 

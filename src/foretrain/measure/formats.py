@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from foretrain.errors import InputError
 
 FORMAT = "foretrain bench 1"
 KNOWN = "known are files of `foretrain bench run`, plain JSON {name: [median of each process]}, pytest-benchmark's JSON"
+_LONGEST = 1e100
 _MOST_SAMPLES = 500
 """Of one process; a longer list is reduced to its median, which it settles anyway."""
 _SECONDS = {"ps": 1e-12, "ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0}
@@ -90,7 +90,7 @@ def _checked(path: Path, name: str, samples: Any) -> list[float]:
     """Finite and above zero, or a ratio of them would mean nothing."""
     for value in samples:
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not number or not math.isfinite(value) or value <= 0:
+        if not number or not 0 < value <= _LONGEST:
             raise InputError(f"{path}: {name!r} holds {value!r}; times are finite numbers above zero")
     if not samples:
         raise InputError(f"{path}: {name!r} has a process without samples; remove it or measure it again")
@@ -103,8 +103,10 @@ def _checked(path: Path, name: str, samples: Any) -> list[float]:
 def _read_json(results: Results, text: str) -> None:
     try:
         content = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
-        where = f"line {error.lineno}: {error.msg}" if isinstance(error, json.JSONDecodeError) else "nested too deep"
+    except (ValueError, RecursionError) as error:
+        where = "nested too deep" if isinstance(error, RecursionError) else str(error)
+        if isinstance(error, json.JSONDecodeError):
+            where = f"line {error.lineno}: {error.msg}"
         raise InputError(f"{results.source}: not valid JSON ({where}); was it written completely?") from None
     if not isinstance(content, dict):
         raise InputError(f"{results.source}: a JSON object is needed, not a list; {KNOWN}")

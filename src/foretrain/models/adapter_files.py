@@ -15,7 +15,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from foretrain.errors import CheckpointError, ConfigError, SaveError
-from foretrain.files import explain_failed_write, give_usual_mode, make_folder, sync_file, write_atomic, write_synced
+from foretrain.files import (
+    explain_failed_write,
+    give_usual_mode,
+    make_folder,
+    sync_file,
+    user_path,
+    write_atomic,
+    write_synced,
+)
 from foretrain.models import base_weights, huggingface, lora
 from foretrain.models.gpt2 import GPT2
 from foretrain.models.lora import LoraSettings
@@ -141,7 +149,7 @@ def _write(
 
 def read_adapter(folder: str | Path) -> Adapter:
     """An adapter from PEFT's files, checked; its layers have the names that they have in the files."""
-    folder = Path(folder)
+    folder = user_path(folder)
     config = _read_config(folder)
     try:
         settings = LoraSettings(
@@ -151,7 +159,7 @@ def read_adapter(folder: str | Path) -> Adapter:
             rank_stabilized=bool(config.get("use_rslora", False)),
             bias=config.get("bias", "none"),
         )
-    except (ConfigError, TypeError, ValueError) as error:
+    except (ConfigError, TypeError, ValueError, OverflowError) as error:
         raise CheckpointError(f"{folder / CONFIG} cannot be used: {error}") from None
     weights, base_checksum = _read_weights(folder)
     tensors = {_own_tensor_name(name, folder): value for name, value in weights.items()}

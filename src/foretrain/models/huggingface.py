@@ -14,7 +14,7 @@ from torch import Tensor
 from foretrain.data.handover import tokenizer_files
 from foretrain.data.tokenizers import Tokenizer
 from foretrain.errors import CheckpointError
-from foretrain.files import give_usual_mode
+from foretrain.files import give_usual_mode, user_path
 from foretrain.models.gpt2 import GPT2
 
 _NAMES = {
@@ -111,8 +111,10 @@ def _check_config(model: GPT2, path: Path) -> None:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"model.weights: {path} cannot be read ({error})") from None
+    if not isinstance(config, dict):
+        raise CheckpointError(f"model.weights: {path} does not describe a model; it must hold one object")
     wanted = {
         "n_head": model.shape.heads,
         "activation_function": "gelu_new",
@@ -168,7 +170,7 @@ def save(model: GPT2, folder: str | Path, tokenizer: Tokenizer | None = None, ch
 
 def load(model: GPT2, folder: str | Path) -> None:
     """Fill `model` from a folder with a GPT-2 `model.safetensors`."""
-    path = Path(folder) / "model.safetensors"
+    path = user_path(folder, "model.weights") / "model.safetensors"
     if not path.is_file():
         raise CheckpointError(f"model.weights: {path} does not exist; name a folder that holds model.safetensors")
     try:

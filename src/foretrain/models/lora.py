@@ -333,5 +333,5 @@ def check_tensor(name: str, value: Tensor, shape: Iterable[int]) -> None:
     """Refuse a tensor of another shape or with values that are no numbers."""
     if list(value.shape) != list(shape):
         raise CheckpointError(f"the adapter's {name} has shape {list(value.shape)}, the model needs {list(shape)}")
-    if not value.is_floating_point() or not bool(value.isfinite().all()):
+    if not value.is_floating_point() or not bool(value.float().isfinite().all()):
         raise CheckpointError(f"the adapter's {name} holds values that are no finite numbers; it is damaged")

@@ -123,7 +123,7 @@ def _arms(arms: list[dict[str, Any]], wide: bool) -> Table:
         seen = None if same else arm["smallest_detectable"]
         extra = (f"{arm['backward_passes_mean']:,.0f}", "" if seen is None else f"{seen - 1:.1%}")
         table.add_row(
-            arm["label"],
+            escape(arm["label"]),
             f"{arm['learning_rate']:.3g}",
             str(arm["n"]),
             _with_deviation(arm["loss_mean"], arm["loss_deviation"]) if wide else loss_text(arm["loss_mean"]),

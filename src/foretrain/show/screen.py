@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal, TextIO, cast
+from typing import Any, Literal, TextIO, cast
 
 from rich.console import Console
+from rich.text import Text
 
-from foretrain.outlet import discard
+from foretrain.outlet import discard, visible
 
 _WIDE = 200
 """Columns of a table that nobody looks at on a terminal: none of its cells is cut or folded."""
@@ -14,6 +15,10 @@ _WIDE = 200
 
 class Screen(Console):
     """One whose reader may go away, as `head` does: what is printed afterwards is dropped, and the work goes on."""
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """Texts may quote files: characters that steer a terminal are shown."""
+        return super().render_str(visible(text), **options)
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
