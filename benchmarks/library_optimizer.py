@@ -40,6 +40,7 @@ SETTINGS: dict[str, Any] = {
     "max_steps": STEPS,
     "hybrid.warmup_steps": 50,
     "audit.time_budget": 0.2,
+    "optimizer.gradient_clip_norm": 1.0,  # asked for, so that an optimizer of a library gets it too
 }
 
 

@@ -327,7 +327,9 @@ def test_a_second_run_in_the_same_folder_needs_overwrite(
     assert "already holds a run" in capsys.readouterr().err
     assert command(*arguments, "--set", "max_steps=2", "--overwrite") == 0
     assert json.loads((out / "summary.json").read_text(encoding="utf-8"))["global_step"] == 2
-    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["step-00000001", "step-00000002"]
+    best, *others = sorted(path.name for path in (out / "checkpoints").iterdir())
+    assert best in ("best-step-00000001", "best-step-00000002")
+    assert others == ["step-00000001", "step-00000002"]
     assert (out / "notes.txt").read_text(encoding="utf-8") == "mine"
 
 
@@ -393,6 +395,9 @@ def test_export_writes_the_newest_checkpoint_and_a_named_one(
         for folder in (out / "model", tmp_path / "newest", tmp_path / "older")
     )
     assert of_run == newest != older
+    (best,) = (out / "checkpoints").glob("best-step-*")
+    assert command("export", best, tmp_path / "best") == 0
+    assert (tmp_path / "best" / "model.safetensors").is_file()
     capsys.readouterr()
     assert command("export", out, tmp_path / "older") == 2
     assert "add --overwrite to replace files" in capsys.readouterr().err

@@ -890,8 +890,15 @@ def _(bench: Bench) -> None:
 def _(bench: Bench) -> None:
     for keep in (2, 4):
         folder = bench.train(checkpoint__interval=1, checkpoint__keep=keep)[2]
-        names = sorted(path.name for path in (folder / "checkpoints").iterdir())
+        names = sorted(path.name for path in (folder / "checkpoints").glob("step-*"))
         assert names == [f"step-{step:08d}" for step in range(7 - keep, 7)]
+
+
+@effect("checkpoint.keep_best")
+def _(bench: Bench) -> None:
+    for keep in (True, False):
+        folder = bench.train(checkpoint__keep_best=keep)[2]
+        assert len(list((folder / "checkpoints").glob("best-step-*"))) == keep
 
 
 @effect("checkpoint.directions")

@@ -241,7 +241,7 @@ def test_the_record_is_what_happened(tmp_path: Path) -> None:
     assert not settings.keys() & {"data", "lora", "predictor", "audit", "correction"}
     page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
     assert "points per second" in page
-    for false in ("muon", "gpt2", "tokens"):
+    for false in ("muon", "gpt2", "tokens per second"):
         assert false not in page, false
     assert write_report([tmp_path / "run"], tmp_path / "again.html")
 

@@ -281,7 +281,8 @@ class Run:
         if not found:
             self.emit(Notice("load_best: no evaluation was made, so the model stays as it is"))
             return
-        step, path = next(iter(found.items()))
+        step = self.trainer.best_step if self.trainer.best_step in found else next(iter(found))
+        path = found[step]
         state = checkpoint.read(path)
         self.trainer.load_weights(state, str(path))
         loss = float(state["best"]["loss"])

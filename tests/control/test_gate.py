@@ -164,6 +164,19 @@ def test_scattered_audits_prove_nothing() -> None:
     assert made.interval()[0] < 0
 
 
+def test_moves_that_overfit_shut_it_for_longer() -> None:
+    made = gate()
+    waits = []
+    for _ in range(4):
+        made.overfitted()
+        waits.append(made.wait)
+    assert waits == [4, 16, 64, 64]
+    assert not made.ask(EXACT).open
+    made.moved(True)
+    made.overfitted()
+    assert made.wait == 4
+
+
 def test_backing_off_doubles_and_ends_with_a_gain() -> None:
     made = gate(budget=1.0)
     waits = []

@@ -208,6 +208,60 @@ def test_a_kill_at_any_point_of_a_delete_costs_nothing(tmp_path: Path) -> None:
         assert names(root) == ["step-00000003", "step-00000004"]
 
 
+# --- the best one ----------------------------------------------------------------------------------------------------
+
+
+def test_the_best_one_stays_beside_the_newest_and_is_never_resumed_from(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    for step in range(1, 6):
+        store.save(step, state(step))
+        if step in (2, 3):
+            store.save_best(step, state(10 * step))
+    assert names(tmp_path) == ["best-step-00000003", "step-00000004", "step-00000005"]
+    assert store.best() == {3: tmp_path / "best-step-00000003"}
+    assert same(read(tmp_path / "best-step-00000003"), state(30))
+    loaded = store.load_newest()
+    assert loaded is not None
+    assert loaded.step == 5
+
+
+def test_the_one_before_stays_while_a_move_is_open(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    assert store.best() == {}
+    store.save_best(20, state())
+    for step in (30, 40):
+        store.save_best(step, state(), keep_others=True)
+    assert list(store.best()) == [40, 30, 20]
+    store.prune_best(25)  # which is not there
+    assert list(store.best()) == [40, 30, 20]
+    store.prune_best(20)
+    assert list(store.best()) == [20]
+    store.prune_best(None)
+    assert store.best() == {}
+
+
+def test_a_kill_at_any_moment_leaves_a_whole_best_one(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    store.save_best(20, state(1.0))
+    shutil.copytree(tmp_path / "best-step-00000020", tmp_path / ".tmp-best-step-00000020")
+    (tmp_path / "best-step-00000020").rename(tmp_path / ".old-best-step-00000020")  # between two renames
+    store.load_newest()
+    assert names(tmp_path) == ["best-step-00000020"]
+    assert same(read(tmp_path / "best-step-00000020"), state(1.0))
+    shutil.copytree(tmp_path / "best-step-00000020", tmp_path / "best-step-00000030")
+    (tmp_path / "best-step-00000030" / "manifest.json").unlink()  # half deleted
+    assert list(store.best()) == [20]
+    store.prune_best(20)
+    assert names(tmp_path) == ["best-step-00000020"]
+
+
+def test_a_best_one_of_another_step_is_refused(tmp_path: Path) -> None:
+    path = CheckpointStore(tmp_path).save_best(20, state())
+    path.rename(tmp_path / "best-step-00000021")
+    with pytest.raises(CheckpointError, match="is of step 20"):
+        verify(tmp_path / "best-step-00000021")
+
+
 # --- what a kill leaves behind ---------------------------------------------------------------------------------------
 
 

@@ -5,6 +5,7 @@ checkpoints/step-00000500/   appears only by rename, complete; later than an eme
   model.safetensors ...      one file per component
   state.json                 everything that is not a tensor
   manifest.json              size and SHA-256 of every other file, written last
+checkpoints/best-step-00000400/  the same way, but weights and buffers alone: where the held-out loss was lowest
 """
 
 from __future__ import annotations
@@ -130,9 +131,8 @@ class CheckpointStore:
 
     def prune_best(self, step: int | None) -> None:
         """Only that of `step` is the best. If it is not there, others are better than none; None: there is none."""
-        found = self.best()
-        if step is None or step in found:
-            for other, folder in found.items():
+        if step is None or step in self.best():
+            for other, folder in self._best_folders().items():
                 if other != step:
                     _discard(folder)
 
@@ -172,6 +172,10 @@ class CheckpointStore:
 
     def best(self) -> dict[int, Path]:
         """step -> folder of the lowest held-out loss, latest step first: one, or two while a move is open."""
+        return {step: folder for step, folder in self._best_folders().items() if (folder / _MANIFEST).is_file()}
+
+    def _best_folders(self) -> dict[int, Path]:
+        """With those that a kill left half deleted."""
         if not self.root.is_dir():
             return {}
         matches = [(_BEST_FOLDER.fullmatch(path.name), path) for path in self.root.iterdir()]

@@ -108,7 +108,7 @@ def carry_out(
     _check(spec, summary, account)
     moves = summary.get("moves") or {}
     result = _head(spec, config, started) | {
-        "learning_rate": summary.get("learning_rate", {}).get("chosen", config.optimizer.peak_rate),
+        "learning_rate": (summary.get("learning_rate") or {}).get("chosen", config.optimizer.peak_rate),
         "loss": test_loss,
         "held_out_loss": summary["final_val_loss"],
         "seconds": trainer.clock.seconds,

@@ -139,7 +139,7 @@ class RunRecord:
     @property
     def predicts(self) -> bool:
         """Whether prediction was on at all."""
-        return self.tried or "moves" in self.summary or self.last("confidence") is not None
+        return self.tried or self.summary.get("moves") is not None or self.last("confidence") is not None
 
     def of_kind(self, *kinds: str) -> list[Entry]:
         return [entry for entry in self.decisions if entry.kind in kinds]
