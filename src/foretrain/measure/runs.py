@@ -17,7 +17,8 @@ import torch
 
 from foretrain.config import Config, changed, to_mapping
 from foretrain.engine.graph import GraphedStep
-from foretrain.engine.step import tensors_of
+from foretrain.engine.loop import count
+from foretrain.engine.step import rows_of, tensors_of
 from foretrain.errors import CheckpointError, ConfigError, DataError, ForetrainError, SaveError
 from foretrain.events import Bus, Evaluated, Event, Listener, Moved, Notice, PhaseChanged, Progress
 from foretrain.files import for_json
@@ -83,7 +84,7 @@ def carry_out(
     trainer, recorder = _trainer(job, spec, config)
     if listener is not None:
         trainer.bus.subscribe(listener)
-    drawn = _Drawn(job.loader, trainer.count)
+    drawn = _Drawn(job.loader, count if trainer.unit == "tokens" else rows_of)
     weights = _checksum([p.detach() for p in trainer.full_step.parameters])
     if trainer.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(trainer.device)
@@ -165,6 +166,8 @@ def _warm_up(task: Task, config: Config, warmed: set[str]) -> None:
     trainer = HybridTrainer(job.model, None, job.loss_fn, longer, probe=_probe(job, config))
     with closing(iter(job.loader)) as batches:  # type: ignore[type-var]
         windows = 2 * config.hybrid.window_steps if trainer.pilot is not None else 0  # the second one scores a forecast
+        if _WARM_STEPS + windows > config.max_steps:
+            trainer.end_at(_WARM_STEPS + windows)
         for _ in range(_WARM_STEPS + windows):
             batch = next(batches)
             trainer.step(batch)
