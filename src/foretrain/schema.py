@@ -299,8 +299,8 @@ class CheckpointConfig(Section):
     keep: Annotated[int, Field(ge=2)] = 2
     """Newest checkpoints that stay on disk; at least 2, so that a damaged one can be replaced by the one before."""
     keep_best: bool = True
-    """Keep the weights of the lowest held-out loss too, as `best-step-...`: without the optimizer's state, and only where
-    there is held-out data."""
+    """Keep the weights of the lowest held-out loss too, as `best-step-...`: without the optimizer's state, and only
+    where there is held-out data."""
     directions: bool = True
     """Save the directions that moves are made of: up to 22 bytes per trained weight for large models, 40 for small
     ones. `false`: checkpoints are smaller and quicker by that, but a resumed run first has to watch some windows anew,
