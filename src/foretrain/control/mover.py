@@ -134,7 +134,7 @@ class Mover:
     def finish(self, batch: Any) -> None:
         """The run is over. Where the loss is exact it ends at the lowest point that is known, by the held-out loss if
         there is one."""
-        if self.move is not None:
+        if self.move is not None or not self.chain.marked:  # without chains a run ends as the plain loop does
             return
         judged = self.unseen.loss if self.unseen.active else None
         went = [losses for losses in (self.chain.finish(batch, judged), self.unseen.finish()) if losses is not None]
