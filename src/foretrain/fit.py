@@ -446,7 +446,7 @@ class Run:
         path = self._saved(partial(self._write, self.store), must)
         if path is None:
             return
-        sizes = {file.stem: file.stat().st_size / 2**20 for file in path.iterdir()}
+        sizes = {file.stem: file.stat().st_size / 1e6 for file in path.iterdir()}
         self.saved_step = trainer.global_step
         seconds = round(time.perf_counter() - started, 3)
         weights, prediction = (round(sizes.get(part, 0.0), 2) for part in ("model", "hybrid"))

@@ -62,7 +62,7 @@ _OBSTACLES = "obstacles"
 _NOT_IN_EVERY_RUN = (
     *("moves", "predicted_steps", "corrections", "recoveries", "rollbacks", "forecast", "confidence", "predictability"),
     *("exact", "audit", "learning_rate", "predictor", "basis_mb", "health", "memory", "peak_memory_mb"),
-    *("out_of_memory", "signal"),
+    *("out_of_memory", "signal", "best_checkpoint"),
 )
 """Keys of the summary that are None where there is nothing to say, so that every summary has the same keys."""
 _LOOK_EVERY = 10
@@ -205,7 +205,12 @@ class HybridTrainer(Engine):
         self._past_the_end = True
         text = (
             f"step() goes on after the last of max_steps = {self.config.max_steps}, with a learning rate of "
-            f"{self.schedule(self.global_step):.3g}; raise max_steps, or leave it out for a loop without an end"
+            f"{self.schedule(self.global_step):.3g}; "
+            + (
+                "raise max_steps, or leave it out for a loop without an end"
+                if self._max_steps_given
+                else "a schedule of the Config goes by max_steps: set it"
+            )
         )
         warnings.warn(text, stacklevel=3)
         self.bus.emit(Notice(text))
@@ -582,6 +587,7 @@ class HybridTrainer(Engine):
         self._set_length(loader, epochs)
         held = [as_tensors(batch, self._float_type) for batch in held_out] if held_out is not None else []
         self._check_scheduler(held)
+        self.measure(held[:1], metrics or {})  # a metric that fails does so before anything is trained
         with ExitStack() as stack:
             folder = out if isinstance(out, RunFolder) else None
             if out is not None and not isinstance(out, RunFolder):
