@@ -45,6 +45,7 @@ from foretrain.engine.own import (
 from foretrain.engine.rates import FollowedRates
 from foretrain.engine.runfolder import WEIGHTS, RunFolder
 from foretrain.engine.signals import StopRequest
+from foretrain.engine.state import random_state, restore_random_state
 from foretrain.engine.step import StepOutput
 from foretrain.engine.weights import write_weights
 from foretrain.errors import ConfigError, DivergenceError, InputError
@@ -580,14 +581,20 @@ class HybridTrainer(Engine):
         if on_interrupt not in ("raise", "return"):
             raise InputError(f"on_interrupt = {on_interrupt!r}: it is 'raise' or 'return'")
         check_metrics(metrics or {})
+        if metrics and held_out is None:
+            raise InputError("metrics are measured on held-out batches: give some to fit()")
+        if resume and overwrite:
+            raise InputError("resume goes on with the run in out=..., overwrite replaces it: choose one")
         if load_best:
             check_load_best(self.config, out, held_out)
         self.unit = unit or self.unit
         self.stopping = False
         self._set_length(loader, epochs)
+        random = random_state()  # a DataLoader draws from it when it is read
         held = [as_tensors(batch, self._float_type) for batch in held_out] if held_out is not None else []
         self._check_scheduler(held)
         self.measure(held[:1], metrics or {})  # a metric that fails does so before anything is trained
+        restore_random_state(random)
         with ExitStack() as stack:
             folder = out if isinstance(out, RunFolder) else None
             if out is not None and not isinstance(out, RunFolder):

@@ -88,7 +88,7 @@ class Levers:
 def levers_of(config: Config) -> Levers:
     """Where model and optimizer are made from the configuration."""
     optimizer = config.optimizer
-    return Levers(decay_now=optimizer.weight_decay, epsilon_now=optimizer.epsilon, kind=optimizer.type)
+    return Levers(decay_now=optimizer.decay, epsilon_now=optimizer.epsilon, kind=optimizer.type)
 
 
 def levers_of_own(optimizer: Optimizer) -> Levers:

@@ -23,7 +23,7 @@ Measure = Callable[..., Any]
 """A loss or a metric: of (model, batch), or of (output, target)."""
 OptimizerLike = Optimizer | type[Optimizer] | Callable[..., Optimizer] | str | None
 NAMES: tuple[str, ...] = get_args(OptimizerConfig.model_fields["type"].annotation)
-_OUTPUTS = frozenset(["output", "outputs", "out", "prediction", "predictions", "pred", "preds", "logits", "y_pred", "y_hat"])
+_OUTPUTS = frozenset({"output", "outputs", "out", "prediction", "predictions", "pred", "preds", "logits", "y_pred"})
 _TARGETS = frozenset(["target", "targets", "tgt", "label", "labels", "truth", "y", "y_true"])
 _MODELS = frozenset({"model", "module", "net", "network"})
 _TORCHS = ("torch.nn.functional", "torch.nn.modules.loss")
@@ -266,7 +266,7 @@ def _arguments(config: Config) -> dict[str, Any]:
     if "optimizer.learning_rate" in names and config.optimizer.learning_rate is not None:
         arguments["lr"] = config.optimizer.learning_rate
     if "optimizer.weight_decay" in names:
-        arguments["weight_decay"] = config.optimizer.weight_decay
+        arguments["weight_decay"] = config.optimizer.decay
     return arguments
 
 
