@@ -272,6 +272,23 @@ def test_a_metric_that_fails_does_so_before_anything_is_trained() -> None:
     assert not of(events, Progress)
 
 
+def test_held_out_data_leaves_the_order_of_a_shuffled_loader_alone() -> None:
+    def train(held_out: DataLoader[Any] | None) -> Tensor:
+        trainer, _ = made({"max_steps": 6, "seed": 5})
+        trainer.fit(DataLoader(loader().dataset, batch_size=8, shuffle=True), held_out, progress=False)
+        return trainer.model.weight.detach()
+
+    assert torch.equal(train(None), train(loader(8)))
+
+
+def test_metrics_need_held_out_data_and_one_folder_has_one_purpose(tmp_path: Path) -> None:
+    trainer, _ = made({"max_steps": 2})
+    with pytest.raises(InputError, match="metrics are measured on held-out batches"):
+        trainer.fit(loader(), metrics={"accuracy": accuracy}, progress=False)
+    with pytest.raises(InputError, match="choose one"):
+        trainer.fit(loader(), out=tmp_path, resume=True, overwrite=True, progress=False)
+
+
 def test_arguments_of_metrics_are_known_by_their_names() -> None:
     trainer, _ = made({"max_steps": 2})
     right = {
