@@ -293,7 +293,7 @@ def test_progress_goes_to_standard_error_and_the_result_to_standard_output(
     assert "held-out loss │" in output.out
     assert "run finished" not in output.err
     assert f"report   {tmp_path / 'run' / 'report.html'}  (open it in a browser)\n" in output.err
-    assert f"live    foretrain watch {tmp_path / 'run'} --open\n" in output.err
+    assert re.search(rf"live +foretrain watch {re.escape(str(tmp_path / 'run'))} --open\n", output.err)
     assert "\x1b" not in output.err
 
 

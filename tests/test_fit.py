@@ -285,6 +285,7 @@ LOADERS: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")  # of fork, from Python 3.12 on
 @pytest.mark.parametrize("stop", [2, 5, 8])
 @pytest.mark.parametrize("name", LOADERS)
 def test_any_loader_is_resumed_exactly(name: str, stop: int, make_trainer: Make, tmp_path: Path) -> None:

@@ -134,6 +134,14 @@ def test_a_run_resumed_inside_a_chain_that_is_taken_back_later_is_the_same(tmp_p
         assert_same_state(saved(resumed), end)
 
 
+def test_a_run_that_makes_no_chain_ends_as_the_plain_loop_does() -> None:
+    """Though the loss is exact, and evaluations have found a lower held-out loss."""
+    idle, _, summary = fit(None, evaluation__interval=10, hybrid__full_steps=1000)
+    plain, _, _ = fit(None, evaluation__interval=10, hybrid__mode="off")
+    assert summary["best_val_loss"] < summary["final_val_loss"]
+    assert same_weights(idle.model, plain.model)
+
+
 # --- the best weights ------------------------------------------------------------------------------------------------
 
 PLAIN = {"hybrid__mode": "off", "evaluation__interval": 10}

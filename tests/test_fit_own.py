@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -262,14 +263,55 @@ def test_the_console_counts_in_samples(capsys: pytest.CaptureFixture[str]) -> No
     assert "tok" not in shown
 
 
+def test_a_metric_that_fails_does_so_before_anything_is_trained() -> None:
+    trainer, events = made({"max_steps": 4})
+    before = trainer.model.weight.detach().clone()
+    with pytest.raises(InputError, match=r"the metric 'mae' failed .*It is called with \(model, batch\); name its"):
+        trainer.fit(loader(), loader(8), metrics={"mae": lambda one, other: (one - other).abs()}, progress=False)
+    assert torch.equal(trainer.model.weight, before)
+    assert not of(events, Progress)
+
+
+def test_held_out_data_leaves_the_order_of_a_shuffled_loader_alone() -> None:
+    def train(held_out: DataLoader[Any] | None) -> Tensor:
+        trainer, _ = made({"max_steps": 6, "seed": 5})
+        trainer.fit(DataLoader(loader().dataset, batch_size=8, shuffle=True), held_out, progress=False)
+        return trainer.model.weight.detach()
+
+    assert torch.equal(train(None), train(loader(8)))
+
+
+def test_metrics_need_held_out_data_and_one_folder_has_one_purpose(tmp_path: Path) -> None:
+    trainer, _ = made({"max_steps": 2})
+    with pytest.raises(InputError, match="metrics are measured on held-out batches"):
+        trainer.fit(loader(), metrics={"accuracy": accuracy}, progress=False)
+    with pytest.raises(InputError, match="choose one"):
+        trainer.fit(loader(), out=tmp_path, resume=True, overwrite=True, progress=False)
+
+
+def test_arguments_of_metrics_are_known_by_their_names() -> None:
+    trainer, _ = made({"max_steps": 2})
+    right = {
+        "one": lambda out, expected: (out.argmax(1) == expected).float(),
+        "two": lambda logits, tgt: (logits.argmax(1) == tgt).float(),
+        "three": lambda net, batch: (net(batch[0]).argmax(1) == batch[1]).float(),
+    }
+    metrics = trainer.fit(loader(), loader(8), metrics=right, progress=False)["metrics"]
+    assert metrics["one"] == metrics["two"] == metrics["three"]
+
+
 def test_advice_names_what_has_an_effect_here() -> None:
     torch.manual_seed(0)
     model = nn.Linear(3, 2)
+    decaying = torch.optim.AdamW(model.parameters())
+    trainer = HybridTrainer(model, decaying, nn.CrossEntropyLoss(), from_mapping(OFF))
+    finding = trainer.checkup.health.advice.overfitting(10, 0.5, 3)
+    assert dict(finding.change) == {"weight_decay of your AdamW": 0.1}
     trainer = HybridTrainer(model, torch.optim.Adam(model.parameters()), nn.CrossEntropyLoss(), from_mapping(OFF))
     advice = trainer.checkup.health.advice
     now = trainer.checkup.health.effective(1e-3, 0.0, 20)
     finding = advice.overfitting(10, 0.5, 3)
-    assert dict(finding.change) == {"weight_decay of your Adam": 0.1}
+    assert not finding.change  # weight decay would end quasi-Newton leaps
     assert "dropout in your model" in finding.meaning
     assert dict(advice.divergence(10, 5.0, 2.0, 1.0, now).change) == {"lr of your Adam": 0.0005}
     assert dict(advice.vanishing(10, "layer", 0.0, 1.0, 0).change) == {"eps of your Adam": pytest.approx(1e-12)}
@@ -294,7 +336,9 @@ print("saved as if it were finished")
 
 
 def test_a_script_ends_at_ctrl_c_after_the_run_was_saved(tmp_path: Path) -> None:
-    ended = subprocess.run([sys.executable, "-c", SCRIPT, str(tmp_path / "run")], capture_output=True, text=True)
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "run")]
+    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell ignores it in the background
+    ended = subprocess.run(command, capture_output=True, text=True, preexec_fn=heard)
     assert ended.returncode in (130, -signal.SIGINT)
     assert "as if it were finished" not in ended.stdout
     last = ended.stderr.strip().splitlines()[-1]

@@ -134,7 +134,7 @@ EVERYTHING = {
     "optimizer.gradient_clip_norm": 0.0,
     "precision.type": "bf16",
     "precision.predict": "fp32",
-    "max_steps": 60,
+    "max_steps": 100,
     "hybrid.warmup_steps": 10,
     "hybrid.full_steps": 5,
     "hybrid.window_steps": 5,

@@ -446,7 +446,7 @@ class Run:
         path = self._saved(partial(self._write, self.store), must)
         if path is None:
             return
-        sizes = {file.stem: file.stat().st_size / 2**20 for file in path.iterdir()}
+        sizes = {file.stem: file.stat().st_size / 1e6 for file in path.iterdir()}
         self.saved_step = trainer.global_step
         seconds = round(time.perf_counter() - started, 3)
         weights, prediction = (round(sizes.get(part, 0.0), 2) for part in ("model", "hybrid"))
@@ -564,10 +564,10 @@ class Run:
 
 
 def _effective(name: str, settings: Mapping[str, Any]) -> str:
-    """What a setting was; of a learning rate that was left unset, what it then is."""
-    value = settings.get(name)
-    if value is None and name == "optimizer.learning_rate":
-        value = OptimizerConfig(type=settings["optimizer.type"]).peak_rate
+    """What a setting was; of a learning rate or weight decay that was left unset, what it then is."""
+    value, unset = settings.get(name), OptimizerConfig(type=settings["optimizer.type"])
+    if value is None:
+        value = {"optimizer.learning_rate": unset.peak_rate, "optimizer.weight_decay": unset.decay}.get(name)
     return "unset" if value is None else json.dumps(value)
 
 

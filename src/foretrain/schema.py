@@ -158,8 +158,9 @@ class OptimizerConfig(Section):
     learning_rate: Positive | Literal["auto"] | None = None
     """Peak learning rate. Unset: 6e-3 for `muon`, 2e-3 for the others. `auto` (`foretrain finetune`): several
     rates run the first steps, and the one that held-out examples like best goes on."""
-    weight_decay: NonNegative = 0.1
-    """Pull towards zero, on matrices only. Decoupled from the gradient, except for `adam` and `sgd`."""
+    weight_decay: NonNegative | None = None
+    """Pull towards zero, on matrices only. Unset: 0.1 for `adamw` and `muon`, where it is decoupled from the gradient;
+    0 for `adam` and `sgd`, where it is not."""
     beta1: Fraction = 0.9
     """Averaging of the gradient in Adam and AdamW."""
     beta2: Fraction = 0.95
@@ -196,6 +197,13 @@ class OptimizerConfig(Section):
         if self.learning_rate == "auto":
             return FIRST_RATE
         return self.learning_rate or (6e-3 if self.type == "muon" else 2e-3)
+
+    @property
+    def decay(self) -> float:
+        """The weight decay, also where none is set."""
+        if self.weight_decay is not None:
+            return self.weight_decay
+        return 0.1 if self.type in ("adamw", "muon") else 0.0
 
 
 class ScheduleConfig(Section):

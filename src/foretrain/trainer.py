@@ -45,6 +45,7 @@ from foretrain.engine.own import (
 from foretrain.engine.rates import FollowedRates
 from foretrain.engine.runfolder import WEIGHTS, RunFolder
 from foretrain.engine.signals import StopRequest
+from foretrain.engine.state import random_state, restore_random_state
 from foretrain.engine.step import StepOutput
 from foretrain.engine.weights import write_weights
 from foretrain.errors import ConfigError, DivergenceError, InputError
@@ -62,7 +63,7 @@ _OBSTACLES = "obstacles"
 _NOT_IN_EVERY_RUN = (
     *("moves", "predicted_steps", "corrections", "recoveries", "rollbacks", "forecast", "confidence", "predictability"),
     *("exact", "audit", "learning_rate", "predictor", "basis_mb", "health", "memory", "peak_memory_mb"),
-    *("out_of_memory", "signal"),
+    *("out_of_memory", "signal", "best_checkpoint"),
 )
 """Keys of the summary that are None where there is nothing to say, so that every summary has the same keys."""
 _LOOK_EVERY = 10
@@ -205,7 +206,12 @@ class HybridTrainer(Engine):
         self._past_the_end = True
         text = (
             f"step() goes on after the last of max_steps = {self.config.max_steps}, with a learning rate of "
-            f"{self.schedule(self.global_step):.3g}; raise max_steps, or leave it out for a loop without an end"
+            f"{self.schedule(self.global_step):.3g}; "
+            + (
+                "raise max_steps, or leave it out for a loop without an end"
+                if self._max_steps_given
+                else "a schedule of the Config goes by max_steps: set it"
+            )
         )
         warnings.warn(text, stacklevel=3)
         self.bus.emit(Notice(text))
@@ -575,13 +581,20 @@ class HybridTrainer(Engine):
         if on_interrupt not in ("raise", "return"):
             raise InputError(f"on_interrupt = {on_interrupt!r}: it is 'raise' or 'return'")
         check_metrics(metrics or {})
+        if metrics and held_out is None:
+            raise InputError("metrics are measured on held-out batches: give some to fit()")
+        if resume and overwrite:
+            raise InputError("resume goes on with the run in out=..., overwrite replaces it: choose one")
         if load_best:
             check_load_best(self.config, out, held_out)
         self.unit = unit or self.unit
         self.stopping = False
         self._set_length(loader, epochs)
+        random = random_state()  # a DataLoader draws from it when it is read
         held = [as_tensors(batch, self._float_type) for batch in held_out] if held_out is not None else []
         self._check_scheduler(held)
+        self.measure(held[:1], metrics or {})  # a metric that fails does so before anything is trained
+        restore_random_state(random)
         with ExitStack() as stack:
             folder = out if isinstance(out, RunFolder) else None
             if out is not None and not isinstance(out, RunFolder):
@@ -613,7 +626,7 @@ class HybridTrainer(Engine):
             stack.callback(console.close)
         if folder is None:
             return
-        log = JsonlLog(folder.metrics, self.bus.emit)
+        log = JsonlLog(folder.metrics, emit=self.bus.emit)
         stack.callback(self.bus.subscribe(log))
         stack.callback(log.close)
         if self.config.log.report:

@@ -226,6 +226,18 @@ def test_large_gradients_of_a_loss_that_falls_all_the_while_are_no_explosion() -
     assert Ailment.EXPLOSION in look(np.concatenate([falling[:100], np.full(100, 300.0)]))
 
 
+def test_where_leaps_were_kept_the_optimizers_rate_is_not_blamed() -> None:
+    """Neither for a climb after them, which is taken back, nor for short steps, which it did not make."""
+    falling = np.geomspace(400.0, 0.01, 100)
+    for leaps in (False, True):
+        health = Health(from_mapping({}), [])
+        for step, losses in ((100, falling), (200, np.full(100, 300.0))):
+            health.note([(loss, 5e3 if place % 20 == 0 else 1e2, 0.0) for place, loss in enumerate(losses)])
+            health.record.close()
+            _, found = health.examine(Situation(step, Effective(3e-3, 0.0, 10), leaps=leaps))
+        assert (Ailment.EXPLOSION in {finding.ailment for finding in found}) is not leaps
+
+
 def test_a_lucky_first_batch_is_no_measure_of_ruin() -> None:
     """Squared errors of single examples: the first can be next to nothing."""
     for seed in range(20):

@@ -32,9 +32,10 @@ def hints(
     bus.subscribe(events.append)
     torch.manual_seed(0)
     model = nn.Linear(3, 1)
-    config = {"device": "cpu", "max_steps": 200, "optimizer.type": "adam", "schedule.type": "constant"}
-    config |= {"optimizer.weight_decay": 0.0, "optimizer.learning_rate": 1e-3}
+    config = {"device": "cpu", "max_steps": 200, "schedule.type": "constant"}
     made = optimizer(model.parameters()) if optimizer is not None else None
+    if made is None:
+        config |= {"optimizer.type": "adam", "optimizer.weight_decay": 0.0, "optimizer.learning_rate": 1e-3}
     trainer = HybridTrainer(model, made, loss, from_mapping(config | (settings or {})), bus=bus)
     for position in range(60):
         order = torch.randperm(64, generator=torch.Generator().manual_seed(position))[: int(64 * abs(shares))]

@@ -182,7 +182,8 @@ def test_the_run_ends_where_its_held_out_loss_was_lowest() -> None:
     after = held_out(run)
     assert after < before
     (said,) = [event.message for event in run.events if isinstance(event, Notice)]
-    assert said.startswith(f"the run ends where its held-out loss was lowest: {after:.4g} instead of")
+    assert said.startswith("the run ends with the weights of its lowest held-out loss, ")
+    assert f"{after:.4g} (" in said
     assert run.trainer.mover.end_loss == pytest.approx(run.trainer.probe(TRAINED))
 
 

@@ -257,6 +257,7 @@ DRAWING = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")  # of fork, from Python 3.12 on
 @pytest.mark.parametrize("options", [{"prefetch": 4}, {"prefetch": 0}, {"prefetch": 4, "workers": 2}])
 @pytest.mark.parametrize("name", DRAWING)
 def test_what_samples_draw_follows_from_seed_epoch_and_index(name: str, options: dict[str, int]) -> None:
@@ -270,6 +271,7 @@ def test_what_samples_draw_follows_from_seed_epoch_and_index(name: str, options:
                 assert torch.equal(next(batches), expected[number])
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")  # of fork, from Python 3.12 on
 @pytest.mark.parametrize("options", [{"prefetch": 4}, {"prefetch": 4, "workers": 1}])
 def test_samples_leave_the_generators_of_the_model_alone(options: dict[str, int]) -> None:
     def draw() -> list[float]:

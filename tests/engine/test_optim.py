@@ -214,3 +214,11 @@ def test_a_state_of_objects_is_refused_in_words(make_config: Make, make_model: M
         ConfigError, match="Objects keeps history in range, which snapshots and checkpoints cannot copy"
     ):
         trainer.state_dict()
+
+
+@pytest.mark.parametrize(("kind", "decay"), [("adamw", 0.1), ("muon", 0.1), ("adam", 0.0), ("sgd", 0.0)])
+def test_weights_decay_unasked_only_where_that_is_decoupled_from_the_gradient(kind: str, decay: float) -> None:
+    groups = optim.build(nn.Linear(3, 3), OptimizerConfig(type=kind)).param_groups
+    assert max(group["weight_decay"] for group in groups) == decay
+    groups = optim.build(nn.Linear(3, 3), OptimizerConfig(type=kind, weight_decay=0.3)).param_groups
+    assert max(group["weight_decay"] for group in groups) == 0.3

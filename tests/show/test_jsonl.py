@@ -25,7 +25,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def test_events_become_lines_with_the_names_of_their_fields(tmp_path: Path) -> None:
-    log = JsonlLog(tmp_path / "metrics.jsonl", lambda: NOW)
+    log = JsonlLog(tmp_path / "metrics.jsonl", now=lambda: NOW)
     log(RunStarted(0, 10, 5, 4, "cpu", "fp32", "title", {"data": "x [y] ü"}))
     log(Progress(1, 2.5, 1.0, 3e-4, 64, 100.0, 0.5, 0))
     log(Evaluated(1, 2.0, 0.1, False, True))
@@ -42,6 +42,8 @@ def test_events_become_lines_with_the_names_of_their_fields(tmp_path: Path) -> N
             "precision": "fp32",
             "title": "title",
             "details": {"data": "x [y] ü"},
+            "unit": "tokens",
+            "optimizer": "",
         },
         {
             "event": "Progress",
@@ -70,6 +72,7 @@ def test_events_become_lines_with_the_names_of_their_fields(tmp_path: Path) -> N
             "seconds": 0.1,
             "averaged_weights": False,
             "best": True,
+            "metrics": {},
         },
     ]
 
@@ -103,7 +106,7 @@ def test_numbers_that_json_does_not_have_become_null(value: float, tmp_path: Pat
 
 
 def test_the_summary_is_left_to_its_own_file(tmp_path: Path) -> None:
-    log = JsonlLog(tmp_path / "metrics.jsonl", lambda: NOW)
+    log = JsonlLog(tmp_path / "metrics.jsonl", now=lambda: NOW)
     log(RunEnded(10, "finished", {"final_val_loss": 1.0, "config": {}}))
     log.close()
     assert lines(tmp_path / "metrics.jsonl") == [{"event": "RunEnded", "time": TIME, "step": 10, "reason": "finished"}]

@@ -96,6 +96,11 @@ class Chain:
     def ready(self) -> bool:
         return self.secant is not None and len(self.secant.order) >= LEAST_PAIRS and self._last is not None
 
+    @property
+    def marked(self) -> bool:
+        """There was a chain, and there is a point of it to come back to."""
+        return self.secant is not None and self.secant.mark is not None
+
     # --- leaps -------------------------------------------------------------------------------------------------------
 
     def compare(self, batch: Any) -> None:
@@ -160,7 +165,7 @@ class Chain:
 
         Returns what the judging loss was where the run came to, and what it is where it goes back to; None if it stays.
         """
-        if self.secant is None or self.secant.mark is None:
+        if not self.marked:
             return None
         now = [p.detach().clone() for p in self.parameters]
         judge = unseen or partial(self.engine.probe, batch)

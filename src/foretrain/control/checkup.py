@@ -164,6 +164,7 @@ class Checkup:
             recovery.distrusts,
             recovery.lacking,
             recovery.threshold,
+            leaps=pilot.exact.chains > 0,
         )
 
     # --- what is said ------------------------------------------------------------------------------------------------

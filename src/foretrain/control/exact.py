@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import astuple, dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from foretrain.dynamics.records import WindowRecord
@@ -154,14 +154,14 @@ class ExactGain:
     # --- state -------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        points = {name: list(astuple(getattr(self, name))) for name in _POINTS}
+        points = {name: asdict(getattr(self, name)) for name in _POINTS}
         return {name: getattr(self, name) for name in _SAVED} | points
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name in _SAVED:
             setattr(self, name, state[name])
         for name in _POINTS:
-            setattr(self, name, Point(*state[name]))
+            setattr(self, name, Point(**state[name]))
 
 
 def _reached(point: Point) -> str:

@@ -88,7 +88,7 @@ class Levers:
 def levers_of(config: Config) -> Levers:
     """Where model and optimizer are made from the configuration."""
     optimizer = config.optimizer
-    return Levers(decay_now=optimizer.weight_decay, epsilon_now=optimizer.epsilon, kind=optimizer.type)
+    return Levers(decay_now=optimizer.decay, epsilon_now=optimizer.epsilon, kind=optimizer.type)
 
 
 def levers_of_own(optimizer: Optimizer) -> Levers:
@@ -97,7 +97,7 @@ def levers_of_own(optimizer: Optimizer) -> Levers:
     decay, epsilon = group.get("weight_decay"), group.get("eps")
     return Levers(
         rate=f"lr of your {name}",
-        decay=None if decay is None else f"weight_decay of your {name}",
+        decay=None if not decay else f"weight_decay of your {name}",  # from 0 on it would end quasi-Newton leaps
         decay_now=float(decay or 0.0),
         epsilon=None if not isinstance(epsilon, float) else f"eps of your {name}",
         epsilon_now=epsilon if isinstance(epsilon, float) else 0.0,
@@ -231,7 +231,7 @@ class Advice:
             "warning",
             f"the held-out loss was best {evaluations} evaluations ago and rose since, while the training loss fell: "
             f"the model learns its examples by heart; more data, {self.levers.dropout} or "
-            "evaluation.early_stopping_patience help too",
+            "evaluation.early_stopping_patience help too, and `checkpoint.keep_best` has the best weights",
             {} if name is None else {name: rounded(decay * 10) if decay > 0 else 0.1},
         )
 

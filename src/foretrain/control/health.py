@@ -63,6 +63,9 @@ class Situation:
     """Times that confidence alone was missing for several cycles."""
     confidence: float = 0.0
     threshold: float = 0.0
+    leaps: bool = False
+    """Quasi-Newton leaps were kept: they, and not the optimizer's rate, say how far the weights go, and a climb of the
+    optimizer's own steps after them is taken back."""
 
 
 class Health:
@@ -137,7 +140,7 @@ class Health:
         if not math.isfinite(vitals.loss):
             return
         senseless = vitals.ruined and vitals.usual_norm > CRITICAL_NORM  # what is usual in ruin is no limit to clip to
-        if self._explodes(vitals, now) and not senseless:
+        if self._explodes(vitals, now) and not senseless and not situation.leaps:
             yield self.advice.explosion(step, vitals.largest_norm, vitals.usual_norm, vitals.spikes, now)
         if vitals.ruined:
             yield self.advice.ruin(step, vitals.loss, self.record.start.loss, now)
@@ -213,6 +216,8 @@ class Health:
     def _underfitting(self, situation: Situation) -> Iterator[HealthFinding]:
         last = self._evaluations[-OVERFITTING_EVALUATIONS - 1 :]
         if len(last) <= OVERFITTING_EVALUATIONS or not situation.high_rate or not 0 < self._update < LOW_UPDATE:
+            return
+        if situation.leaps:
             return
         falling = all(after[0] < before[0] for before, after in itertools.pairwise(last))
         held_out, trained = last[-1]

@@ -134,14 +134,16 @@ class Mover:
     def finish(self, batch: Any) -> None:
         """The run is over. Where the loss is exact it ends at the lowest point that is known, by the held-out loss if
         there is one."""
-        if self.move is not None:
+        if self.move is not None or not self.chain.marked:  # without chains a run ends as the plain loop does
             return
         judged = self.unseen.loss if self.unseen.active else None
-        went = [losses for losses in (self.chain.finish(batch, judged), self.unseen.finish()) if losses is not None]
+        to_chain, to_evaluation = self.chain.finish(batch, judged), self.unseen.finish()
+        went = [losses for losses in (to_chain, to_evaluation) if losses is not None]
         self.end_loss = self.engine.probe(batch) if went else None
         if went and judged is not None:
-            text = f"the run ends where its held-out loss was lowest: {went[-1][1]:.4g} instead of {went[0][0]:.4g}"
-            self.emit(Notice(text, level="info"))
+            where = "at the end of its last chain" if to_evaluation is None else f"at step {self.unseen.step}"
+            text = f"{went[-1][1]:.4g} ({where}) instead of {went[0][0]:.4g}"
+            self.emit(Notice(f"the run ends with the weights of its lowest held-out loss, {text}", level="info"))
 
     def evaluated(self, loss: float) -> None:
         """A held-out loss was measured: chains lead far, so the run may come back here in the end."""

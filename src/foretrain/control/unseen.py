@@ -55,6 +55,8 @@ class Unseen:
         """Looks since the lowest."""
         self.evaluated = math.nan
         """Lowest held-out loss of an evaluation outside of moves."""
+        self.step = 0
+        """When that was."""
         self._weights: list[Tensor] = []
         """There."""
 
@@ -80,7 +82,7 @@ class Unseen:
     def note(self, loss: float) -> None:
         """An evaluation of weights that stay: they are kept where the loss is the lowest so far."""
         if self.active and self.engine.average is None and not loss >= self.evaluated:
-            self.evaluated = loss
+            self.evaluated, self.step = loss, self.engine.global_step
             self._weights = [p.detach().clone() for p in self.engine.full_step.parameters]
 
     @torch.no_grad()
@@ -145,10 +147,10 @@ class Unseen:
 
     def state_dict(self) -> dict[str, Any]:
         state = {name: getattr(self, name) for name in _SAVED}
-        return state | {"evaluated": self.evaluated, "weights": list(self._weights)}
+        return state | {"evaluated": self.evaluated, "step": self.step, "weights": list(self._weights)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name in _SAVED:
             setattr(self, name, state[name])
-        self.evaluated = float(state["evaluated"])
+        self.evaluated, self.step = float(state["evaluated"]), int(state["step"])
         self._weights = [tensor.clone().to(self.engine.device) for tensor in state["weights"]]

@@ -6,7 +6,7 @@ import itertools
 import queue
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from foretrain.data import randomness
+from foretrain.data import nested, randomness
 from foretrain.data.order import random_integer, shuffled
 from foretrain.errors import DataError
 
@@ -159,7 +159,7 @@ class Loader:
             stop = min(index + (position + 1) * self.batch_size - first, count)
             pieces.append(self._fetch(self._order(np.arange(index, stop), epoch), epoch))
             first += stop - index
-        return _join(pieces)
+        return nested.join(pieces)
 
     def _fetch(self, indices: NDArray[np.int64], epoch: int) -> Any:
         if isinstance(self.samples, MappedSamples):
@@ -197,7 +197,7 @@ class Loader:
         while True:
             batch = self.batch(self.position)
             self.position += 1
-            yield _pin(batch) if self.pin_memory else batch
+            yield nested.pin(batch) if self.pin_memory else batch
 
     def _from_workers(self) -> Iterator[Any]:
         """Batches in order, each made in a process whose generators are nobody else's."""
@@ -214,7 +214,7 @@ class Loader:
         )
         for batch in batches:
             self.position += 1
-            yield _pin(batch) if self.pin_memory else batch
+            yield nested.pin(batch) if self.pin_memory else batch
 
     def _prefetched(self) -> Iterator[Any]:
         ready: queue.Queue[Any] = queue.Queue(maxsize=self.prefetch)
@@ -225,7 +225,7 @@ class Loader:
                 try:
                     item: Any = self.batch(position)
                     if self.pin_memory:
-                        item = _pin(item)
+                        item = nested.pin(item)
                 except BaseException as error:  # noqa: BLE001 - handed to the consumer, which raises it
                     item = _Failure(error)
                 while not stop.is_set():
@@ -270,35 +270,6 @@ def _outlive_signals(worker: int) -> None:
 class _Failure:
     def __init__(self, error: BaseException) -> None:
         self.error = error
-
-
-def _like(batch: Any, parts: list[Any]) -> Any:
-    """A tuple, named tuple or list of `parts`, as `batch` is one."""
-    return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
-
-
-def _pin(batch: Any) -> Any:
-    if isinstance(batch, Tensor):
-        return batch.pin_memory()
-    if isinstance(batch, dict):
-        return {key: _pin(value) for key, value in batch.items()}
-    if isinstance(batch, (tuple, list)):
-        return _like(batch, [_pin(value) for value in batch])
-    return batch
-
-
-def _join(pieces: Sequence[Any]) -> Any:
-    """Concatenate batches along their first dimension."""
-    first = pieces[0]
-    if len(pieces) == 1:
-        return first
-    if isinstance(first, Tensor):
-        return torch.cat(list(pieces))
-    if isinstance(first, dict):
-        return {key: _join([piece[key] for piece in pieces]) for key in first}
-    if isinstance(first, (tuple, list)):
-        return _like(first, [_join([piece[place] for piece in pieces]) for place in range(len(first))])
-    raise DataError(f"a batch of {type(first).__name__} cannot span two epochs; return tensors, tuples or dicts")
 
 
 def held_out_batches(tokens: NDArray[Any], context: int, batch_size: int, limit: int) -> list[tuple[Tensor, Tensor]]:

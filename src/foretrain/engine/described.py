@@ -12,6 +12,8 @@ from foretrain.engine.rates import FollowedRates, Rates
 from foretrain.models.gpt2 import GPT2
 
 _OF_MODEL = ("model", "data", "lora")
+_OF_TEXT = frozenset({"batches", "answers", "final_answer", "fused_loss", "loss_rows", "narrow_residual"})
+"""Settings of other sections that only language models of ours and their data go by."""
 _OF_PREDICTION = ("predictor", "correction", "audit")
 _HIDDEN = frozenset({"params", "peak_lr", "initial_lr", "foreach", "fused", "capturable", "differentiable", "maximize"})
 
@@ -61,7 +63,8 @@ def in_words(optimizer: Optimizer, config: Config, rates: Rates, own: bool) -> s
     scheduler = rates.scheduler if isinstance(rates, FollowedRates) else None
     followed = [] if scheduler is None else [type(scheduler).__name__]
     if not own:
-        return ", ".join([config.optimizer.type, f"lr {config.optimizer.peak_rate:g}", *followed])
+        decay = [f"weight_decay {config.optimizer.decay:g}"] if config.optimizer.decay else []
+        return ", ".join([config.optimizer.type, f"lr {config.optimizer.peak_rate:g}", *decay, *followed])
     settings = optimizer_settings(optimizer)
     told = [f"{name} {_number(settings[name])}" for name in ("lr", "weight_decay") if settings.get(name)]
     return ", ".join([full_name(optimizer), *told, *followed])
@@ -83,6 +86,8 @@ def settings_of_run(
         for section in _OF_MODEL:
             values.pop(section, None)
         values.pop("batch_size", None)
+        for section in ("evaluation", "engine", "precision"):
+            values[section] = {name: value for name, value in values[section].items() if name not in _OF_TEXT}
         values["model"] = {"type": full_name(unwrapped(model))}
         if rows:
             values["batch_size"] = rows

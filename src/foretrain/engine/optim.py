@@ -23,7 +23,7 @@ def build(model: nn.Module, config: OptimizerConfig) -> Optimizer:
     if any(p.is_cuda for p in trained.values()):
         rate = torch.tensor(rate, device=next(p.device for p in trained.values() if p.is_cuda))
     groups = [
-        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": matrices, "weight_decay": config.decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
@@ -60,8 +60,8 @@ def _build_muon(
     if isinstance(rate, Tensor):
         rest = torch.full_like(rate, float(rest))
     groups = [
-        {"params": hidden, "algorithm": "muon", "lr": rate, "weight_decay": config.weight_decay},
-        {"params": others, "algorithm": "adamw", "lr": rest, "weight_decay": config.weight_decay},
+        {"params": hidden, "algorithm": "muon", "lr": rate, "weight_decay": config.decay},
+        {"params": others, "algorithm": "adamw", "lr": rest, "weight_decay": config.decay},
         {"params": vectors, "algorithm": "adamw", "lr": rest, "weight_decay": 0.0},
     ]
     return Muon(

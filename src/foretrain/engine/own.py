@@ -17,13 +17,14 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from foretrain.config import Config, OptimizerConfig, given
-from foretrain.errors import ConfigError, InputError
+from foretrain.errors import ConfigError, InputError, is_out_of_memory
 
 Measure = Callable[..., Any]
 """A loss or a metric: of (model, batch), or of (output, target)."""
 OptimizerLike = Optimizer | type[Optimizer] | Callable[..., Optimizer] | str | None
 NAMES: tuple[str, ...] = get_args(OptimizerConfig.model_fields["type"].annotation)
-_TARGETS = frozenset({"target", "targets", "label", "labels", "y", "y_true"})
+_OUTPUTS = frozenset({"output", "outputs", "out", "prediction", "predictions", "pred", "preds", "logits", "y_pred"})
+_TARGETS = frozenset(["target", "targets", "tgt", "label", "labels", "truth", "y", "y_true"])
 _MODELS = frozenset({"model", "module", "net", "network"})
 _TORCHS = ("torch.nn.functional", "torch.nn.modules.loss")
 
@@ -54,8 +55,8 @@ def pair(batch: Any) -> tuple[Any, Any]:
 def is_criterion(function: Measure) -> bool:
     """Whether it is to be called with (output, target) and not with (model, batch).
 
-    It is if it is one of torch's own losses, or if its second argument is called target, targets, label, labels, y or
-    y_true, unless its first one is called model, module, net or network.
+    It is if it is one of torch's own losses, or if its first argument is called as outputs are (output, pred, logits),
+    or its second as targets are (target, label, y), unless the first one is called model, module, net or network.
     """
     if getattr(function, "__module__", "") in _TORCHS:
         return True
@@ -64,7 +65,9 @@ def is_criterion(function: Measure) -> bool:
     except (TypeError, ValueError):
         return False
     names = [name for name, p in signature.parameters.items() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return len(names) > 1 and names[1] in _TARGETS and names[0] not in _MODELS
+    if len(names) < 2 or names[0] in _MODELS:
+        return False
+    return names[0] in _OUTPUTS or names[1] in _TARGETS
 
 
 def as_loss(function: Measure, device: torch.device) -> Callable[[nn.Module, Any], Tensor]:
@@ -94,15 +97,22 @@ def check_metrics(metrics: Mapping[str, Measure]) -> None:
 def measured(metrics: Mapping[str, Measure], model: nn.Module, batch: Any) -> list[Tensor]:
     """Each metric's mean over one batch. Those of (output, target) share one forward pass."""
     values, output, target = [], None, None
-    for function in metrics.values():
-        if not is_criterion(function):
-            value = function(model, batch)
-        else:
-            if output is None:
-                inputs, target = pair(batch)
-                output = model(inputs)
-            value = function(output, target)
-        values.append(torch.as_tensor(value).detach().double().mean())
+    for name, function in metrics.items():
+        criterion = is_criterion(function)
+        if criterion and output is None:
+            inputs, target = pair(batch)
+            output = model(inputs)
+        try:
+            value = function(output, target) if criterion else function(model, batch)
+            values.append(torch.as_tensor(value).detach().double().mean())
+        except (TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
+            if is_out_of_memory(error):
+                raise
+            raise InputError(
+                f"the metric {name!r} failed ({type(error).__name__}: {error}). It is called with "
+                f"{'(output, target)' if criterion else '(model, batch)'}; name its arguments (output, target) or "
+                "(model, batch), and let it return a number, or one for each row"
+            ) from error
     return values
 
 
@@ -256,7 +266,7 @@ def _arguments(config: Config) -> dict[str, Any]:
     if "optimizer.learning_rate" in names and config.optimizer.learning_rate is not None:
         arguments["lr"] = config.optimizer.learning_rate
     if "optimizer.weight_decay" in names:
-        arguments["weight_decay"] = config.optimizer.weight_decay
+        arguments["weight_decay"] = config.optimizer.decay
     return arguments
 
 

@@ -162,7 +162,8 @@ def _warm_up(task: Task, config: Config, warmed: set[str]) -> None:
     if key in warmed:
         return
     job = task.job(config)
-    trainer = HybridTrainer(job.model, None, job.loss_fn, config, probe=_probe(job, config))
+    longer = config.model_copy(update={"max_steps": config.max_steps + _WARM_STEPS + 2 * config.hybrid.window_steps})
+    trainer = HybridTrainer(job.model, None, job.loss_fn, longer, probe=_probe(job, config))
     with closing(iter(job.loader)) as batches:  # type: ignore[type-var]
         windows = 2 * config.hybrid.window_steps if trainer.pilot is not None else 0  # the second one scores a forecast
         if _WARM_STEPS + windows > config.max_steps:

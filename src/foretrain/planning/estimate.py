@@ -253,7 +253,7 @@ def _move(config: Config, target: Target, parameters: Parameters) -> int:
 
 def _pairs(config: Config, target: Target, learned: int) -> int:
     """Only where the loss may be exact: without weight decay and loss scale."""
-    possible = config.hybrid.mode == "leap" and not config.optimizer.weight_decay and target.precision != "fp16"
+    possible = config.hybrid.mode == "leap" and not config.optimizer.decay and target.precision != "fp16"
     judged = target.adapters and config.hybrid.probe_examples  # by held-out examples, which search instead
     possible = possible and not (config.engine.update_in_backward or config.hybrid.search is False or judged)
     pairs = min(config.hybrid.secant_pairs, int(config.hybrid.secant_memory_mb * 2**20 / (2 * learned or 1)))

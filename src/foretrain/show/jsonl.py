@@ -29,7 +29,7 @@ class JsonlLog:
     """
 
     def __init__(
-        self, path: Path, emit: Listener = lambda _: None, now: Callable[[], datetime] = lambda: datetime.now(UTC)
+        self, path: Path, now: Callable[[], datetime] = lambda: datetime.now(UTC), emit: Listener = lambda _: None
     ) -> None:
         self._now = now
         self.path = path

@@ -1,0 +1,41 @@
+"""Batches of any form: tensors in tuples, lists and dictionaries."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foretrain.errors import DataError
+
+
+def _like(batch: Any, parts: list[Any]) -> Any:
+    """A tuple, named tuple or list of `parts`, as `batch` is one."""
+    return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+
+
+def pin(batch: Any) -> Any:
+    """The same batch in pinned memory."""
+    if isinstance(batch, Tensor):
+        return batch.pin_memory()
+    if isinstance(batch, dict):
+        return {key: pin(value) for key, value in batch.items()}
+    if isinstance(batch, (tuple, list)):
+        return _like(batch, [pin(value) for value in batch])
+    return batch
+
+
+def join(pieces: Sequence[Any]) -> Any:
+    """Concatenate batches along their first dimension."""
+    first = pieces[0]
+    if len(pieces) == 1:
+        return first
+    if isinstance(first, Tensor):
+        return torch.cat(list(pieces))
+    if isinstance(first, dict):
+        return {key: join([piece[key] for piece in pieces]) for key in first}
+    if isinstance(first, (tuple, list)):
+        return _like(first, [join([piece[place] for piece in pieces]) for place in range(len(first))])
+    raise DataError(f"a batch of {type(first).__name__} cannot span two epochs; return tensors, tuples or dicts")
