@@ -194,7 +194,7 @@ def test_parameters_that_no_optimizer_holds_are_named() -> None:
 
 
 def test_settings_without_effect_are_named() -> None:
-    model, settings = net(), {**OFF, "optimizer.learning_rate": 0.1, "optimizer.weight_decay": 0.1}
+    model, settings = net(), {**OFF, "optimizer.learning_rate": 0.1, "optimizer.beta1": 0.9}
     with pytest.warns(UserWarning, match=r"^optimizer\.learning_rate of the Config: no effect on an optimizer that is"):
         HybridTrainer(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.MSELoss(), from_mapping(settings))
 
