@@ -115,7 +115,12 @@ def effect(name: str) -> Callable[[Check], Check]:
     return register
 
 
-@pytest.mark.parametrize("name", [setting.name for setting in settings()])
+def grouped(name: str) -> Any:
+    """Checks that share runs go to one process."""
+    return pytest.param(name, marks=pytest.mark.xdist_group("watched") if name.startswith("predictor.") else ())
+
+
+@pytest.mark.parametrize("name", [grouped(setting.name) for setting in settings()])
 def test_every_setting_has_an_effect(
     name: str,
     tmp_path: Path,
@@ -1278,20 +1283,32 @@ def _(bench: Bench) -> None:
 
 
 def swinging(position: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What is to be learned turns round every 40 steps: more than a linear forecast can know."""
+    """What is to be learned turns round every 24 steps: more than a linear forecast can know."""
     inputs, targets = random_rows(position)
-    return inputs, targets * (1.0 if position // 40 % 2 else -1.0)
+    return inputs, targets * (1.0 if position // 24 % 2 else -1.0)
 
 
 def watched(**changes: Any) -> Hybrid:
-    """A run that only forecasts, long enough for a network to be listened to."""
-    settings = {"hybrid__warmup_steps": 2000, "hybrid__window_steps": 5, "audit__time_budget": 1.0, **changes}
-    return hybrid(800, Regression, swinging, **settings)
+    """A run that only forecasts, of enough windows for a network to be listened to."""
+    settings = {"hybrid__warmup_steps": 2000, "hybrid__window_steps": 3, "audit__time_budget": 1.0, **changes}
+    return hybrid(480, Regression, swinging, **settings)
+
+
+WATCHED: dict[str, Hybrid] = {}
+
+
+def watched_once(**changes: Any) -> Hybrid:
+    """The same, but of each configuration only one: many checks begin with the same one."""
+    named = {name.replace("__", "."): value for name, value in changes.items()}
+    key = json.dumps(to_mapping(from_mapping(named)), sort_keys=True)
+    if key not in WATCHED:
+        WATCHED[key] = watched(**changes)
+    return WATCHED[key]
 
 
 def changes_forecasts(name: str, first: Any, second: Any, **base: Any) -> tuple[Hybrid, Hybrid]:
     """Two values of a setting lead to different forecasts of one and the same motion."""
-    one, other = (watched(**base, **{name: value}) for value in (first, second))
+    one, other = (watched_once(**{**base, name: value}) for value in (first, second))
     assert torch.equal(one.weights, other.weights)  # a forecast alone changes nothing
     assert not np.allclose(one.forecast, other.forecast, rtol=1e-6, atol=0)
     return one, other
@@ -1322,7 +1339,7 @@ def _(bench: Bench) -> None:
 @effect("predictor.type")
 def _(bench: Bench) -> None:
     names = ("momentum", "linear", "mlp", "rssm")
-    runs = [watched(predictor__type=name, **SMALL) for name in names]
+    runs = [watched_once(predictor__type=name, **SMALL) for name in names]
     assert [run.trainer.summary()["predictor"] for run in runs] == list(names)
     assert len({run.forecast.tobytes() for run in runs}) == 4
     again = watched(predictor__type="rssm", **SMALL)
@@ -1365,31 +1382,27 @@ def _(bench: Bench) -> None:
     assert size(first) < size(second)
 
 
-RSSM = {name: value for name, value in SMALL.items() if "hidden" not in name} | {"predictor__type": "rssm"}
-
-
-def without(name: str) -> dict[str, Any]:
-    return {key: value for key, value in RSSM.items() if key != name}
+RSSM = SMALL | {"predictor__type": "rssm"}
 
 
 @effect("predictor.deterministic_dim")
 def _(bench: Bench) -> None:
     name = "predictor__deterministic_dim"
-    first, second = changes_forecasts(name, 11, 37, **without(name))
+    first, second = changes_forecasts(name, 11, 37, **RSSM)
     assert size(first) < size(second)
 
 
 @effect("predictor.stochastic_dim")
 def _(bench: Bench) -> None:
     name = "predictor__stochastic_dim"
-    first, second = changes_forecasts(name, 3, 7, **without(name))
+    first, second = changes_forecasts(name, 3, 7, **RSSM)
     assert size(first) < size(second)
 
 
 @effect("predictor.num_categoricals")
 def _(bench: Bench) -> None:
     name = "predictor__num_categoricals"
-    first, second = changes_forecasts(name, 5, 19, **without(name))
+    first, second = changes_forecasts(name, 5, 19, **RSSM)
     assert size(first) < size(second)
 
 
@@ -1397,8 +1410,7 @@ def _(bench: Bench) -> None:
 def _(bench: Bench) -> None:
     name = "predictor__ensemble_size"
     for kind in ("mlp", "rssm"):
-        settings = {key: value for key, value in SMALL.items() if key != name}
-        single, several = changes_forecasts(name, 1, 4, **settings, predictor__type=kind)
+        single, several = changes_forecasts(name, 1, 4, **SMALL, predictor__type=kind)
         assert size(single) < size(several)
         assert single.trainer.observer.forecast.disagreement == 0
 

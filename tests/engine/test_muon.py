@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from foretrain.engine import muon as muon_module
 from foretrain.engine import precision
 from foretrain.engine.muon import Muon, iteration_type, orthogonalize
 
@@ -17,6 +18,7 @@ from foretrain.engine.muon import Muon, iteration_type, orthogonalize
 def number_format(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """As on a CPU with bf16 instructions, and as on one without."""
     monkeypatch.setattr(precision, "cpu_has_bf16_products", lambda: request.param == "bf16")
+    monkeypatch.setattr(muon_module, "SMALL", 0)  # the matrices here are
     return str(request.param)
 
 
@@ -154,8 +156,14 @@ def test_the_iteration_is_in_the_format_that_the_cpu_can_multiply(number_format:
     assert iteration_type(torch.device("cpu")) == number_format
 
 
+def test_small_matrices_are_iterated_in_fp32_on_every_cpu(number_format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(muon_module, "SMALL", 6)
+    types = [orthogonalize(torch.ones(1, *shape)).dtype for shape in ((6, 20), (20, 6), (7, 20), (20, 7))]
+    assert types == [torch.float32] * 2 + [precision.DTYPES[number_format]] * 2
+
+
 def test_other_devices_iterate_in_bf16() -> None:
-    assert [iteration_type(torch.device(name)) for name in ("cuda", "mps")] == ["bf16", "bf16"]
+    assert [iteration_type(torch.device(name), (4, 4)) for name in ("cuda", "mps")] == ["bf16", "bf16"]
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import signal
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -240,12 +241,8 @@ class Undisturbed:
     end: Any = None
 
 
-RUNS: dict[str, Undisturbed] = {}
-
-
+@functools.cache
 def undisturbed(name: str) -> Undisturbed:
-    if name in RUNS:
-        return RUNS[name]
     case, run = CASES[name], Undisturbed()
     trainer, events = case.trainer()
     for phase in loop(trainer, case):
@@ -255,11 +252,30 @@ def undisturbed(name: str) -> Undisturbed:
     run.events = [repr(event) for event in events]
     run.moves = [event for event in events if isinstance(event, Moved)]
     run.end = saved(trainer)
-    RUNS[name] = run
     return run
 
 
-@pytest.mark.parametrize("name", CASES)
+FURTHER = 40
+"""Steps that a resumed run is followed for: more than a cycle. It then has the state of the run that was never stopped,
+and with it that run's future: `test_resumed_again_and_again` goes on from such states to the end."""
+
+
+def goes_on_as(run: Undisturbed, step: int, case: Case, trainer: HybridTrainer, events: list[Event]) -> None:
+    """A trainer that was resumed after `step` does what the undisturbed run did, and comes to the same state."""
+    last = min(step + FURTHER, len(run.states) - 1)
+    for now in range(step + 1, last + 1):
+        assert trainer.step(case.batch(trainer.position)).phase == run.phases[now], (step, now)
+    assert [repr(event) for event in events] == run.events[run.told[step] : run.told[last]], step
+    assert_same_state(saved(trainer), run.states[last])
+
+
+each_case = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.xdist_group(f"resumed: {name}")) for name in CASES]
+)
+"""Tests of one case go to one process, which then makes its undisturbed run once."""
+
+
+@each_case
 def test_the_run_goes_through_what_it_is_there_for(name: str) -> None:
     case, run = CASES[name], undisturbed(name)
     assert set(run.phases) == case.phases
@@ -270,7 +286,7 @@ def test_the_run_goes_through_what_it_is_there_for(name: str) -> None:
     assert sum(counts.values()) == run.end["progress"]["global_step"] == case.steps
 
 
-@pytest.mark.parametrize("name", CASES)
+@each_case
 def test_resumed_again_and_again(name: str) -> None:
     """After every step of a move and every third of the others a fresh trainer goes on that got nothing but the state:
     all states and all events are the same."""
@@ -291,8 +307,8 @@ def test_resumed_again_and_again(name: str) -> None:
     assert_same_state(saved(trainer), run.end)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_resumed_once_and_run_to_the_end(name: str) -> None:
+@each_case
+def test_resumed_once_and_followed(name: str) -> None:
     """From the state after every step of the first move, the steps around it, some of later moves, and some others."""
     case, run = CASES[name], undisturbed(name)
     moved = [step for step, phase in enumerate(run.phases) if phase in ("predict", "correct")]
@@ -301,23 +317,22 @@ def test_resumed_once_and_run_to_the_end(name: str) -> None:
     for step in sorted((near | set(range(0, len(run.states), 20))) & set(range(len(run.states)))):
         trainer, events = case.trainer()
         trainer.load_state_dict(copy.deepcopy(run.states[step]))
-        assert list(loop(trainer, case)) == run.phases[step + 1 :], step
-        assert [repr(event) for event in events] == run.events[run.told[step] :], step
-        assert_same_state(saved(trainer), run.end)
+        goes_on_as(run, step, case, trainer, events)
 
 
-@pytest.mark.parametrize("name", CASES)
+@each_case
 def test_a_state_that_was_loaded_is_not_touched(name: str) -> None:
     case, run = CASES[name], undisturbed(name)
     for phase in sorted(case.phases):
-        state = copy.deepcopy(run.states[run.phases.index(phase)])
-        trainer, _ = case.trainer()
+        step = run.phases.index(phase)
+        state = copy.deepcopy(run.states[step])
+        trainer, events = case.trainer()
         trainer.load_state_dict(state)
-        assert all(loop(trainer, case))
-        assert_same_state(state, run.states[run.phases.index(phase)])
+        goes_on_as(run, step, case, trainer, events)
+        assert_same_state(state, run.states[step])
 
 
-@pytest.mark.parametrize("name", CASES)
+@each_case
 def test_resumed_from_files(name: str, tmp_path: Path) -> None:
     case, run = CASES[name], undisturbed(name)
     store = CheckpointStore(tmp_path)
@@ -329,9 +344,7 @@ def test_resumed_from_files(name: str, tmp_path: Path) -> None:
         assert loaded is not None
         trainer, events = case.trainer()
         trainer.load_state_dict(loaded.state)
-        assert list(loop(trainer, case)) == run.phases[step + 1 :], step
-        assert [repr(event) for event in events] == run.events[run.told[step] :], step
-        assert_same_state(saved(trainer), run.end)
+        goes_on_as(run, step, case, trainer, events)
 
 
 # --- what recovery changed stays changed -----------------------------------------------------------------------------
@@ -501,13 +514,26 @@ STOPS = {
 }
 
 
-@pytest.mark.parametrize("loader", LOADERS)
-@pytest.mark.parametrize(("mode", "stop"), [(mode, stop) for mode, stops in STOPS.items() for stop in stops])
+@functools.cache
+def never_stopped(mode: str, loader: str) -> tuple[HybridTrainer, dict[str, Any], list[Event]]:
+    with tempfile.TemporaryDirectory() as folder:
+        return fit(Path(folder) / "straight", mode, loader)
+
+
+@pytest.mark.parametrize(
+    ("mode", "stop", "loader"),
+    [
+        pytest.param(mode, stop, loader, marks=pytest.mark.xdist_group(f"stopped: {mode}, {loader}"))
+        for loader in LOADERS
+        for mode, stops in STOPS.items()
+        for stop in stops
+    ],
+)
 def test_a_run_interrupted_in_any_phase_ends_as_if_nothing_had_been(
     mode: str, stop: tuple[str, int], loader: str, tmp_path: Path
 ) -> None:
     """In PREDICT and CORRECT the rollback that follows the resumption goes back to data before it."""
-    straight, summary, events = fit(tmp_path / "straight", mode, loader)
+    straight, summary, events = never_stopped(mode, loader)
     assert summary["moves"]["rolled_back"] >= 2
     first, stopped, before = fit(tmp_path / "stopped", mode, loader, stop_in=stop)
     assert stopped["reason"] == "interrupted"
@@ -602,17 +628,26 @@ OTHER = {
 }
 
 
-@pytest.mark.parametrize("what", OTHER)
-@pytest.mark.parametrize("name", ["leap, exact loss", "leap, rolled back", "leap, noisy"])
-def test_changed_settings_take_over_wherever_the_run_stopped(what: str, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        pytest.param(name, what, marks=pytest.mark.xdist_group(f"resumed: {name}"))
+        for name in ("leap, exact loss", "leap, rolled back", "leap, noisy")
+        for what in OTHER
+    ],
+)
+def test_changed_settings_take_over_wherever_the_run_stopped(name: str, what: str) -> None:
     """Nobody promises the same numbers, but the run goes on and ends well."""
     case, run = CASES[name], undisturbed(name)
     for phase in sorted(set(run.phases)):
+        step = run.phases.index(phase)
+        state = copy.deepcopy(run.states[step])
         settings = {**case.settings, **OTHER[what]}
         predictor = (lambda: None) if "predictor" in what else case.predictor
-        changed = Case(case.model, case.batch, settings, case.steps, set(), set(), predictor)
+        end = min(case.steps, state["progress"]["global_step"] + FURTHER)
+        changed = Case(case.model, case.batch, settings, end, set(), set(), predictor)
         trainer, _ = changed.trainer()
-        trainer.load_state_dict(copy.deepcopy(run.states[run.phases.index(phase)]))
+        trainer.load_state_dict(state)
         assert all(loop(trainer, changed))
-        assert trainer.global_step >= case.steps
+        assert trainer.global_step >= end
         assert all(bool(p.isfinite().all()) for p in trainer.model.parameters())

@@ -16,18 +16,26 @@ from foretrain.engine.skipping import SkippingOptimizer
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 NEWTON_SCHULZ_STEPS = 5
 EPSILON = 1e-7
+SMALL = 64
+"""Shorter side of matrices up to which every CPU is faster in fp32: there a product in bf16 has a high fixed cost."""
 
 
-def iteration_type(device: torch.device) -> str:
-    """Number format of the Newton-Schulz iteration: bf16 is enough for it; fp32 on CPUs that would emulate bf16."""
-    return "bf16" if device.type != "cpu" or precision.cpu_has_bf16_products() else "fp32"
+def iteration_type(device: torch.device, shape: tuple[int, ...] | None = None) -> str:
+    """Number format of the Newton-Schulz iteration for matrices of this shape; None: for large ones.
+
+    bf16 is enough. fp32 is faster on CPUs that would emulate bf16, and for small matrices on every CPU.
+    """
+    if device.type != "cpu":
+        return "bf16"
+    small = shape is not None and min(shape) <= SMALL
+    return "bf16" if precision.cpu_has_bf16_products() and not small else "fp32"
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:
     """Nearest (roughly) orthogonal matrix to each of [batch, rows, columns], by quintic Newton-Schulz; the result is in
     the format that suits the device."""
     a, b, c = COEFFICIENTS
-    x = matrices.to(precision.DTYPES[iteration_type(matrices.device)])
+    x = matrices.to(precision.DTYPES[iteration_type(matrices.device, tuple(matrices.shape[1:]))])
     tall = x.shape[1] > x.shape[2]
     if tall:
         x = x.mT

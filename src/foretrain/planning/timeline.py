@@ -103,11 +103,12 @@ def update_buffers(optimizer: OptimizerConfig, parameters: Parameters, cuda: boo
     sizes = parameters.by_shape
     if waiting is not None:
         sizes = {shape: min(size, math.prod(shape) + waiting // FP32) for shape, size in sizes.items()}
-    narrow_iteration = iteration_type(torch.device("cuda" if cuda else "cpu")) == "bf16"
-    return max(narrow, *(muon_bytes(shape, narrow_iteration) * size for shape, size in sizes.items()), 0)
+    return max(narrow, *(muon_bytes(shape, cuda) * size for shape, size in sizes.items()), 0)
 
 
-def muon_bytes(shape: tuple[int, ...], narrow_iteration: bool) -> int:
+def muon_bytes(shape: tuple[int, ...], cuda: bool) -> int:
     """Per element of all matrices of this shape. In fp32 an iteration needs more: its input, two states, two products
     of a matrix with its transpose, which are squares of the shorter side."""
-    return MUON_BYTES if narrow_iteration else MUON_BYTES + math.ceil(2 * FP32 * min(shape) / max(shape))
+    if iteration_type(torch.device("cuda" if cuda else "cpu"), shape) == "bf16":
+        return MUON_BYTES
+    return MUON_BYTES + math.ceil(2 * FP32 * min(shape) / max(shape))
