@@ -21,9 +21,9 @@ from foretrain.config import from_mapping
 PREDICTORS = ("momentum", "linear", "mlp", "rssm")
 STEPS = 1500
 SETTINGS: dict[str, dict[str, Any]] = {
-    "diabetes, sgd": {"optimizer.type": "sgd", "optimizer.learning_rate": 1e-3},
+    "diabetes, sgd": {"optimizer.type": "sgd", "optimizer.learning_rate": 1e-3, "optimizer.weight_decay": 0.1},
     "diabetes, adamw": {"optimizer.type": "adamw", "optimizer.learning_rate": 1e-4},
-    "breast cancer, sgd": {"optimizer.type": "sgd", "optimizer.learning_rate": 1e-3},
+    "breast cancer, sgd": {"optimizer.type": "sgd", "optimizer.learning_rate": 1e-3, "optimizer.weight_decay": 0.1},
     "breast cancer, adamw": {"optimizer.type": "adamw", "optimizer.learning_rate": 3e-4},
 }
 """Rates at which the plain run is still on its way after all its steps. At higher ones, where it ends close to the
