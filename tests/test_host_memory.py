@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -77,8 +77,13 @@ def plain() -> dict[str, World]:
     return {}
 
 
+def in_one_process(names: Iterable[str]) -> list[Any]:
+    """Tests that are compared with one and the same run, which is then made once."""
+    return [pytest.param(name, marks=pytest.mark.xdist_group(f"memory: {name}")) for name in names]
+
+
 @pytest.mark.parametrize("where", EACH)
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", in_one_process(RUNS))
 def test_a_run_has_the_same_bits_wherever_its_memory_is(name: str, where: str, plain: dict[str, World]) -> None:
     if name not in plain:
         plain[name] = make(name).run()
@@ -97,7 +102,9 @@ def test_these_runs_have_moves_of_every_kind(plain: dict[str, World]) -> None:
 @pytest.mark.parametrize(
     ("hidden", "lookahead", "snapshots"), [(0, 2, "device"), (600, 2, "device"), (600, 0, "device"), (600, 2, "pinned")]
 )
-@pytest.mark.parametrize("name", ["kept", "kept rollout", "audited rollout", "rolled back", "refused rollout"])
+@pytest.mark.parametrize(
+    "name", in_one_process(["kept", "kept rollout", "audited rollout", "rolled back", "refused rollout"])
+)
 def test_a_run_has_the_same_bits_when_its_state_leaves_and_comes_back_in_parts(
     name: str, hidden: int, lookahead: int, snapshots: str, plain: dict[str, World], monkeypatch: pytest.MonkeyPatch
 ) -> None:

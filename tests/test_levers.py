@@ -71,16 +71,25 @@ def losses(settings: dict[str, Any], make_config: Make, make_batch: Make) -> tup
     return [(result.loss, result.gradient_norm) for result in results], weights
 
 
+@pytest.fixture(scope="module")
+def plain_runs() -> dict[str, Any]:
+    """Those that were made already."""
+    return {}
+
+
 @HIDDEN_BY_TORCH
 @pytest.mark.usefixtures("quick_compiler")
 @pytest.mark.parametrize("settings", list(combinations()), ids=name_of)
 def test_every_combination_has_the_loss_curve_of_the_plain_run(
-    settings: dict[str, Any], make_config: Make, make_batch: Make
+    settings: dict[str, Any], plain_runs: dict[str, Any], make_config: Make, make_batch: Make
 ) -> None:
     dropout = {"model.dropout": settings["model.dropout"]}
     if dropout["model.dropout"]:  # parts of a batch draw other numbers than the whole
         dropout["accumulation_steps"] = settings["accumulation_steps"]
-    plain, plain_weights = losses(dropout, make_config, make_batch)
+    key = repr(dropout)
+    if key not in plain_runs:
+        plain_runs[key] = losses(dropout, make_config, make_batch)
+    plain, plain_weights = plain_runs[key]
     found, weights = losses(settings, make_config, make_batch)
     of_parts = OF_PARTS if settings["accumulation_steps"] > dropout.get("accumulation_steps", 1) else 0.0
     tolerance = max(TOLERANCE[settings["optimizer.state_type"]], of_parts, COMPILED * settings["engine.compile"])

@@ -64,13 +64,11 @@ def plain_loss(name: str, weight_decay: float | None = None) -> float:
     """At the end of the plain run, and lower than ever before in it: so it really takes all these steps."""
     changes = {} if weight_decay is None else {"optimizer__weight_decay": weight_decay}
     trainer, batch = trainer_of(name, SETTINGS[name], hybrid__mode="off", **changes), table(name)
-    losses = []
-    for _ in range(STEPS):
-        trainer.step(batch)
-        losses.append(trainer.probe(batch))
+    losses = [trainer.step(batch).loss for _ in range(STEPS)]  # each at the weights before its step
     assert trainer.backward_passes == STEPS
-    assert losses[-1] < min(losses[: STEPS * 99 // 100])
-    return losses[-1]
+    end = trainer.probe(batch)
+    assert end < losses[-1] < min(losses[: STEPS * 99 // 100])
+    return end
 
 
 def passes_to_the_plain_loss(name: str, **changes: Any) -> tuple[int, HybridTrainer]:
@@ -84,8 +82,14 @@ def passes_to_the_plain_loss(name: str, **changes: Any) -> tuple[int, HybridTrai
     pytest.fail(f"the loss of the plain run, {target}, was not reached: {trainer.probe(batch)}")
 
 
+each_table = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.xdist_group(f"predictable: {name}")) for name in SETTINGS]
+)
+"""Its tests go to one process, which makes its plain runs once."""
+
+
 @pytest.mark.parametrize("predictor", PREDICTORS)
-@pytest.mark.parametrize("name", SETTINGS)
+@each_table
 def test_each_predictor_saves_two_thirds_of_the_work(name: str, predictor: str) -> None:
     """Forecasts alone move the weights here."""
     passes, trainer = passes_to_the_plain_loss(name, predictor__type=predictor, hybrid__secant_pairs=0)
@@ -94,7 +98,7 @@ def test_each_predictor_saves_two_thirds_of_the_work(name: str, predictor: str) 
     assert moves["kept"] + moves["shrunk"] >= 1
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@each_table
 def test_so_do_quasi_newton_leaps(name: str) -> None:
     passes, trainer = passes_to_the_plain_loss(name, optimizer__weight_decay=0.0)
     assert 3 * passes <= STEPS
@@ -107,7 +111,7 @@ def test_weight_decay_forbids_quasi_newton_leaps(name: str) -> None:
     assert not trainer_of(name, SETTINGS[name]).mover.chain.possible
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@each_table
 def test_a_whole_run_ends_no_worse(name: str) -> None:
     trainer = trainer_of(name, SETTINGS[name])
     while trainer.global_step < STEPS or trainer.judging:
@@ -116,7 +120,7 @@ def test_a_whole_run_ends_no_worse(name: str) -> None:
     assert trainer.backward_passes <= 1.1 * STEPS  # audits of moves that gained are paid by what they gained
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@each_table
 def test_a_whole_run_of_forecasts_ends_no_worse(name: str) -> None:
     trainer = trainer_of(name, SETTINGS[name], hybrid__secant_pairs=0)
     while trainer.global_step < STEPS or trainer.judging:
@@ -140,17 +144,25 @@ def distance(trainer: HybridTrainer) -> float:
         return 1 + float(trainer.model(table("diabetes")[0]).square().mean())
 
 
-@pytest.mark.parametrize("predictor", PREDICTORS)
-def test_pure_noise_is_not_predicted(predictor: str) -> None:
-    settings = {"optimizer.type": "adamw", "optimizer.learning_rate": 1e-3, "max_steps": 1000}
-    plain = trainer_of("diabetes", settings, hybrid__mode="off")
-    trainer = trainer_of("diabetes", settings, predictor__type=predictor)
+NOISY = {"optimizer.type": "adamw", "optimizer.learning_rate": 1e-3, "max_steps": 1000}
+
+
+@functools.cache
+def plain_distance() -> float:
+    plain = trainer_of("diabetes", NOISY, hybrid__mode="off")
     for position in range(1000):
         plain.step(noise(position))
+    return distance(plain)
+
+
+@pytest.mark.xdist_group("noise")
+@pytest.mark.parametrize("predictor", PREDICTORS)
+def test_pure_noise_is_not_predicted(predictor: str) -> None:
+    trainer = trainer_of("diabetes", NOISY, predictor__type=predictor)
     while trainer.global_step < 1000 or trainer.judging:
         trainer.step(noise(trainer.position))
     summary = trainer.summary()
-    assert distance(trainer) <= 1.01 * distance(plain)
+    assert distance(trainer) <= 1.01 * plain_distance()
     assert trainer.backward_passes <= 1000 * (1 + trainer.config.audit.time_budget + 0.01)
     assert summary["steps"]["predict"] == 0
     assert summary["predictability"]["low_noise"] is False
