@@ -575,7 +575,9 @@ def test_the_command_goes_on_by_itself(workshop: Any, monkeypatch: pytest.Monkey
 
 def test_no_memory_for_the_model_itself(workshop: Any) -> None:
     """Before there is a run: still one line and the same exit code."""
-    code, printed = workshop.foretrain("train", "tiny.toml", "--out", "fresh", "--set", f"model.context={2**24}", "--set", "model.width=65536")
+    code, printed = workshop.foretrain(
+        "train", "tiny.toml", "--out", "fresh", "--set", f"model.context={2**24}", "--set", "model.width=65536"
+    )
     assert code == 3
     assert printed.splitlines()[-1].startswith("error: ")
     assert "Out of memory outside of the run's steps" in printed
