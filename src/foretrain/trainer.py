@@ -285,6 +285,8 @@ class HybridTrainer(Engine):
             self.rate_factor = pilot.recovery.rate_factor * self.checkup.health.rate_factor * factor
 
         output = self.race.step(batch, self._full_step, use)
+        if not self.race.open:  # the last step of the rate that goes on, not of the last one that was tried
+            self.rate.used = self.schedule(max(0, self.global_step - 1)) * self.rate_factor
         pilot.count(1, self.phase)
         return self._result(self.phase, output)
 

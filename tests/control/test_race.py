@@ -13,7 +13,7 @@ from foretrain import HybridTrainer
 from foretrain.config import changed, from_mapping
 from foretrain.control.race import FACTOR, MOST, with_short_warmup
 from foretrain.engine import offload
-from foretrain.events import Event, RateTrial, RateTried
+from foretrain.events import Event, Notice, RateTrial, RateTried
 from foretrain.schema import FIRST_RATE
 
 GENERATOR = torch.Generator().manual_seed(3)
@@ -91,6 +91,17 @@ def test_the_first_weights_are_saved_before_they_change(monkeypatch: pytest.Monk
     late = make(0.003, **{"memory.snapshots": "pinned"})
     train(late, 0.003)
     assert late.race.tried == usual.race.tried
+
+
+def test_what_is_told_after_a_race_is_of_the_rate_that_goes_on() -> None:
+    trainer = make(0.003)
+    events: list[Event] = []
+    trainer.bus.subscribe(events.append)
+    rates = [trainer.step(batch).learning_rate for batch in batches(0.003)[:11]]
+    assert max(rates[9:]) <= FIRST_RATE  # not the last rate that was tried
+    (said,) = [event.message for event in events if isinstance(event, Notice)]
+    assert said == f"the run goes on with a learning rate of {FIRST_RATE:.3g}, the best of 3"
+    assert "lr auto" in trainer.optimizer_in_words
 
 
 @pytest.mark.parametrize("stop", [3, 9, 10, 11, 25])

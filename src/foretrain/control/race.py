@@ -9,7 +9,7 @@ from typing import Any
 from foretrain.config import Config, changed
 from foretrain.control.mover import Mover
 from foretrain.engine.step import StepOutput, map_tensors
-from foretrain.events import RateTrial, RateTried
+from foretrain.events import Notice, RateTrial, RateTried
 from foretrain.schema import FIRST_RATE
 
 FACTOR = math.sqrt(10.0)
@@ -104,6 +104,8 @@ class RateRace:
         engine.meter.load_state_dict(rows)  # what others did is no progress of this run
         use(self.factor)
         self.batches, self.open = [], False
+        text = f"the run goes on with a learning rate of {FIRST_RATE * self.factor:.3g}, the best of {len(self.tried)}"
+        self.mover.emit(Notice(text, level="info"))
 
     def _tell(self, exponent: int, done: int, others: int = 0) -> None:
         rate = FIRST_RATE * FACTOR**exponent

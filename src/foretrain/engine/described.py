@@ -64,7 +64,8 @@ def in_words(optimizer: Optimizer, config: Config, rates: Rates, own: bool) -> s
     followed = [] if scheduler is None else [type(scheduler).__name__]
     if not own:
         decay = [f"weight_decay {config.optimizer.decay:g}"] if config.optimizer.decay else []
-        return ", ".join([config.optimizer.type, f"lr {config.optimizer.peak_rate:g}", *decay, *followed])
+        rate = "auto" if config.optimizer.learning_rate == "auto" else f"{config.optimizer.peak_rate:g}"
+        return ", ".join([config.optimizer.type, f"lr {rate}", *decay, *followed])
     settings = optimizer_settings(optimizer)
     told = [f"{name} {_number(settings[name])}" for name in ("lr", "weight_decay") if settings.get(name)]
     return ", ".join([full_name(optimizer), *told, *followed])

@@ -267,6 +267,7 @@ def summary_table(summary: Mapping[str, Any], verbose: bool = False) -> Table:
         "best held-out loss": _number(summary.get("best_val_loss")),
         **{name: f"{value:.4g}" for name, value in (summary.get("metrics") or {}).items()},
         "training loss": _number(summary.get("final_train_loss")),
+        "learning rate": _found_rate(summary.get("learning_rate")),
         "steps": _steps(summary, _tried(summary) or verbose),
         "backward passes": _passes(summary),
         unit: f"{summary['tokens']:,}",
@@ -289,6 +290,11 @@ def summary_table(summary: Mapping[str, Any], verbose: bool = False) -> Table:
 
 def _number(value: float | None) -> str | None:
     return None if value is None else loss_text(value)
+
+
+def _found_rate(found: Mapping[str, Any] | None) -> str | None:
+    """Where the learning rate was `auto`."""
+    return f"{found['chosen']:.3g}, the best of {len(found['tried'])} that were tried" if found else None
 
 
 def _total(seconds: float | None) -> str | None:
