@@ -148,6 +148,13 @@ def test_check_prints_notices_and_exits_with_0(
     assert len(answer["notices"]) == 1
 
 
+def test_a_text_instead_of_a_configuration_is_led_to_where_texts_are_named(
+    command: Command, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command("train", text_file, "--out", tmp_path / "run") == 2
+    assert f"data is named with --set data.path={text_file}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [

@@ -60,6 +60,8 @@ def test_an_interrupted_run_is_asked_at_its_newest_checkpoint(
     assert json.loads(capsys.readouterr().out) == json.loads(printed.out)
     assert command("generate", folder / "checkpoints" / "step-00000003", *ASK) == 0
     assert "the checkpoint of step 3" in capsys.readouterr().err
+    assert command("generate", tmp_path / "exported", *ASK[:4], "--max-tokens", "999", "--device", "cpu") == 0
+    assert "it ends where the model's context of 16 tokens does" in capsys.readouterr().err
 
 
 def test_what_is_newer_than_the_finished_model_is_taken(config: Any, tmp_path: Path) -> None:

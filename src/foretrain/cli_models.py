@@ -227,6 +227,8 @@ def _write(base: Base, prompts: list[str], sampling: Sampling, stream: bool, as_
         if number:
             put("---")
         put(for_reader(completion.text))
+    if any(completion.finish_reason == "context" for completion in completions):
+        say(f"it ends where the model's context of {base.model.shape.context} tokens does")
 
 
 @adapters_app.command(name="list")

@@ -190,7 +190,8 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         return _flatten(tomllib.loads(text.decode("utf-8")))
     except ValueError as error:  # also what is not UTF-8, and numbers of thousands of digits
-        raise ConfigError(f"{path}: not valid TOML: {error}") from None
+        data = "" if Path(path).suffix == ".toml" else f"; data is named with --set data.path={path}"
+        raise ConfigError(f"{path}: not valid TOML: {error}{data}") from None
     except RecursionError:
         raise ConfigError(f"{path}: nested too deeply for a configuration; settings have at most one section") from None
 
