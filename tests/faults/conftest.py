@@ -32,7 +32,7 @@ def load_script(path: Path) -> ModuleType:
     return module
 
 
-def wait_until(condition: Callable[[], Any], process: subprocess.Popen[Any] | None = None) -> Any:
+def wait_until(condition: Callable[[], Any], process: Any = None) -> Any:
     """The first true value of `condition`; fails when the process ends before, or the deadline passes."""
     deadline = time.monotonic() + HANGS
     while not (value := condition()):

@@ -22,9 +22,10 @@ from foretrain.events import Event, Progress
 
 from .conftest import wait_until
 
-# As the command `foretrain`, with Ctrl-C as a terminal has it, even if the tests themselves run in the background.
+# As the command `foretrain`, with signals as a terminal has them, even if the tests themselves run in the background.
 FORETRAIN = (
-    "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from foretrain.cli import main; main()"
+    "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    "signal.signal(signal.SIGHUP, signal.SIG_DFL); from foretrain.cli import main; main()"
 )
 ENDLESS = ["max_steps=1000000", "schedule.type=constant", "evaluation.interval=50", "log.interval=1"]
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
@@ -34,10 +35,10 @@ def settings(*changes: str) -> list[str]:
     return [part for change in changes for part in ("--set", change)]
 
 
-def start(code: str, *arguments: str) -> subprocess.Popen[bytes]:
+def start(code: str) -> subprocess.Popen[bytes]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "300"}
     with Path("output.txt").open("wb") as output:
-        return subprocess.Popen([sys.executable, "-c", code, *arguments], stderr=output, stdout=output, env=environment)
+        return subprocess.Popen([sys.executable, "-c", code], stderr=output, stdout=output, env=environment)
 
 
 def steps_in(log: Path) -> int:
@@ -46,10 +47,10 @@ def steps_in(log: Path) -> int:
 
 @pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
 def test_a_signal_stops_and_saves_and_the_printed_command_goes_on(
-    number: signal.Signals, workshop: Any, foretrain: Callable[..., tuple[int, str]]
+    number: signal.Signals, workshop: Any, warm: Any, foretrain: Callable[..., tuple[int, str]]
 ) -> None:
     out = workshop.folder / "my run"
-    process = start(FORETRAIN, "train", "tiny.toml", "--out", "my run", *settings(*ENDLESS))
+    process = warm.start(workshop.folder, "train", "tiny.toml", "--out", "my run", *settings(*ENDLESS))
     try:
         wait_until(lambda: steps_in(out / "metrics.jsonl") >= 5, process)
         code, printed = foretrain("train", "tiny.toml", "--out", "my run", "--resume", *settings(*ENDLESS))
@@ -82,14 +83,15 @@ def test_a_signal_stops_and_saves_and_the_printed_command_goes_on(
     assert ends[0].read_bytes() == ends[1].read_bytes()
 
 
-def test_a_kill_needs_no_goodbye(workshop: Any, foretrain: Callable[..., tuple[int, str]]) -> None:
+def test_a_kill_needs_no_goodbye(workshop: Any, warm: Any, foretrain: Callable[..., tuple[int, str]]) -> None:
     out = workshop.folder / "run"
-    process = start(FORETRAIN, "train", "tiny.toml", "--out", "run", *settings(*ENDLESS, "checkpoint.interval=7"))
+    changes = settings(*ENDLESS, "checkpoint.interval=7")
+    process = warm.start(workshop.folder, "train", "tiny.toml", "--out", "run", *changes)
     try:
         wait_until(lambda: steps_in(out / "metrics.jsonl") >= 20, process)
     finally:
         process.kill()
-        assert process.wait(HANGS) == -signal.SIGKILL
+        assert process.wait(HANGS) == 128 + signal.SIGKILL
     steps = steps_in(out / "metrics.jsonl")
     assert not (out / "summary.json").exists()
 

@@ -26,21 +26,30 @@ class Command:
     def __init__(self, address: str, arguments: list[str], folder: str, output: int = 2) -> None:
         environment = {name: value for name, value in os.environ.items() if name.startswith("CKPT_CHAOS_")}
         order = {"arguments": arguments, "folder": folder, "environment": environment}
+        self._code: int | None = None
         self._connection = socket.socket(socket.AF_UNIX)
         self._connection.connect(address)
         socket.send_fds(self._connection, [json.dumps(order).encode()], [output, output])
 
-    def kill(self) -> None:
-        """SIGKILL, sent by the parent of the process."""
+    def send_signal(self, number: int) -> None:
+        """Sent by the parent of the process."""
         with suppress(OSError):  # it has ended already
-            self._connection.sendall(b"kill")
+            self._connection.sendall(bytes([number]))
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def poll(self) -> int | None:
+        """The exit code if there is one yet."""
+        return self.wait() if self._code is not None or select.select([self._connection], [], [], 0)[0] else None
 
     def wait(self, seconds: float | None = None) -> int:
         """The exit code, 128 + number after a signal. TimeoutError if the command is still at work by then."""
-        self._connection.settimeout(seconds)
-        code = int(self._connection.recv(16) or b"1")
-        self._connection.close()
-        return code
+        if self._code is None:
+            self._connection.settimeout(seconds)
+            self._code = int(self._connection.recv(16) or b"1")
+            self._connection.close()
+        return self._code
 
 
 def serve(address: str) -> None:
@@ -97,9 +106,8 @@ def _handle(connection: socket.socket) -> None:
             os._exit(code)
     while not (ended := os.waitpid(worker, os.WNOHANG))[0]:
         if select.select([connection], [], [], 0.005)[0]:
-            os.kill(worker, signal.SIGKILL)  # asked to, or nobody waits for it any more
-            ended = os.waitpid(worker, 0)
-            break
+            number = (connection.recv(1) or bytes([signal.SIGKILL]))[0]  # asked to, or nobody waits for it any more
+            os.kill(worker, number)
     code = os.waitstatus_to_exitcode(ended[1])
     with suppress(OSError):
         connection.sendall(str(code if code >= 0 else 128 - code).encode())
@@ -111,6 +119,7 @@ def _work(order: dict[str, Any], descriptors: list[int]) -> int:
     from foretrain.cli import main
 
     signal.alarm(SECONDS_PER_COMMAND)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # as a terminal has it
     for target, descriptor in enumerate(descriptors, start=1):
         os.dup2(descriptor, target)
     os.chdir(order["folder"])

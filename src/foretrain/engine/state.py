@@ -41,19 +41,31 @@ def put_together(snapshot: Snapshot) -> Any:
     return _decode(snapshot.tree, snapshot.tensors)
 
 
+_AS_THEY_ARE = frozenset({bool, int, str, type(None)})
+"""Most of a state. They are told by their exact type, at once: a state is taken apart at every move."""
+
+
 def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, Tensor):
         while path in tensors:  # such as {"a.b": ...} beside {"a": {"b": ...}}
             path += "'"
         tensors[path] = value.detach()
         return {"$tensor": path}
-    if isinstance(value, Mapping):
+    if isinstance(value, (dict, Mapping)):  # `dict` alone is told faster
         if all(isinstance(key, str) and not key.startswith("$") for key in value):
-            return {key: _encode(item, _join(path, key), tensors) for key, item in value.items()}
+            return {
+                key: item if type(item) in _AS_THEY_ARE else _encode(item, _join(path, key), tensors)
+                for key, item in value.items()
+            }
         entries = [[_plain(key), _encode(item, _join(path, key), tensors)] for key, item in value.items()]
         return {"$entries": entries}
     if isinstance(value, (list, tuple)):
-        items = [_encode(item, _join(path, index), tensors) for index, item in enumerate(value)]
+        items = [
+            item
+            if (kind := type(item)) in _AS_THEY_ARE or (kind is float and math.isfinite(item))
+            else _encode(item, _join(path, index), tensors)
+            for index, item in enumerate(value)
+        ]
         return items if isinstance(value, list) else {"$tuple": items}
     return _plain(value)
 
@@ -72,7 +84,7 @@ def _join(path: str, key: Any) -> str:
 
 def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     if isinstance(value, list):
-        return [_decode(item, tensors) for item in value]
+        return [_decode(item, tensors) if isinstance(item, (dict, list)) else item for item in value]
     if not isinstance(value, dict):
         return value
     if "$tensor" in value:
@@ -86,7 +98,7 @@ def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
         return {_decode(key, tensors): _decode(item, tensors) for key, item in value["$entries"]}
     if "$float" in value:
         return float(value["$float"])
-    return {key: _decode(item, tensors) for key, item in value.items()}
+    return {key: _decode(item, tensors) if isinstance(item, (dict, list)) else item for key, item in value.items()}
 
 
 def snapshot(state: Any, into: Snapshot | None = None) -> Snapshot:
