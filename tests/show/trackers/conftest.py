@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from foretrain.config import Config, from_mapping, to_mapping
+from foretrain.config import Config, from_mapping
 from foretrain.events import Bus, Event, HealthFound, Notice, Progress
 from foretrain.show.trackers.entries import hyperparameters
 from foretrain.trainer import HybridTrainer
@@ -131,7 +131,7 @@ def tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[
                 fit(config, tmp_path / "mine", crash=True)
             changed = tiny_config(log__trackers=[tracker], checkpoint__keep=3)
             summary = fit(changed, tmp_path / "mine", resume=True)
-            settings = [hyperparameters(to_mapping(one)) for one in (config, changed)]
+            settings = [hyperparameters(HybridTrainer(Line(), config=one).settings()) for one in (config, changed)]
             return Story(tmp_path / "mine", summary, settings, len(outside) + _waiting(proxy))
 
         yield run
