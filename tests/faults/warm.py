@@ -2,17 +2,15 @@
 seconds their imports take. The crash matrix alone starts some five hundred of them.
 
     python warm.py serve SOCKET             waits for commands
-    python -I warm.py run SOCKET ARGS...    behaves as `foretrain ARGS...` would
+    python -IS warm.py run SOCKET ARGS...   behaves as `foretrain ARGS...` would
 """
 
-import gc
 import json
 import os
 import select
 import signal
 import socket
 import sys
-import tempfile
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
@@ -80,6 +78,9 @@ def serve(address: str) -> None:
 
 def _train_once() -> None:
     """Import and remember once what a run needs on its way, for all forks. It is nearly half of what a run takes."""
+    import gc
+    import tempfile
+
     from foretrain.cli import main
 
     small = ["max_steps=2", "batch_size=4", "model.layers=1", "model.heads=2", "model.width=16", "model.context=16"]
