@@ -71,10 +71,10 @@ def predicted(loss: float, expected: float | None = None, confidence: float | No
 @pytest.mark.parametrize("noise", NOISE)
 def test_ordinary_runs_hardly_ever_warn_and_are_never_critical(noise: str) -> None:
     levels: Counter[Level] = Counter()
-    for seed in range(10):
+    for seed in range(20):
         guard = make()
         levels.update(v.level for v in feed(guard, losses_of_a_run(noise, seed), gradients_of_a_run(seed)))
-    assert levels.total() == 20_000
+    assert levels.total() == 40_000
     assert levels[Level.WARNING] < 0.01 * levels.total()
     assert levels[Level.CRITICAL] == 0
 

@@ -71,7 +71,7 @@ def test_healthy_runs_of_ten_seeds_raise_nothing(optimizer: str) -> None:
     characters = np.frombuffer(words(20_000).encode(), dtype=np.uint8)
     for seed in range(1, 11):
         changes = {"max_steps": 80, "batch_size": 8, "health.interval": 20, "optimizer.type": optimizer, "seed": seed}
-        config = from_mapping({**TINY, **changes, "model.vocab_size": 128, "model.layers": 1})
+        config = from_mapping({**TINY, **changes, "model.vocab_size": 128})
         model = run.build_model(config)
         windows = TokenWindows(characters[:60_000].astype(np.uint16), model.shape.context, seed)
         others = TokenWindows(characters[60_000:].astype(np.uint16), model.shape.context, seed)
