@@ -58,6 +58,11 @@ def test_version(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.strip() == metadata.version("foretrain")
 
 
+def test_python_dash_m_is_the_same_program() -> None:
+    answer = subprocess.run([sys.executable, "-m", "foretrain", "config", "nosuch"], capture_output=True, text=True)
+    assert (answer.returncode, answer.stdout, answer.stderr.count("Traceback")) == (2, "", 0)
+
+
 def test_the_installed_program_runs() -> None:
     program = Path(sys.executable).with_name("foretrain")
     answer = subprocess.run([program, "--version"], capture_output=True, text=True)
