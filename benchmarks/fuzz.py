@@ -3,8 +3,8 @@
     python benchmarks/fuzz.py --inputs 10000 --seed 0 --jobs 2 --out FOLDER    # about 40 minutes on two cores
     python benchmarks/fuzz.py --only 0/123 --out FOLDER                        # one of them again, with all it prints
 
-Each input is made from the seed and its number alone (`fuzz_inputs.py`, `fuzz_mutations.py`) and runs in a process of
-its own, with 10 seconds of CPU and 4 GB of memory. What is asked of every one:
+Each input is made from the seed and its number alone (`fuzz_inputs.py`) and runs in a process of its own, with
+10 seconds of CPU and 4 GB of memory. What is asked of every one:
 
   - exit code 0, 1, 2 or 3; no traceback, no panic of a library, no raw warning, no end by a signal
   - exit codes 1, 2 and 3 with one line that begins with `error:`, the last one; what goes before it is short
@@ -33,8 +33,10 @@ import resource
 import shutil
 import signal
 import sys
+import threading
 import time
 import traceback
+import urllib.request
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -42,8 +44,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import fuzz_inputs
-from fuzz_inputs import TARGETS, Input, Maker, Target
+import fuzz_examples
+from fuzz_inputs import TARGETS
+from fuzz_maker import Input, Maker, Target
 
 CPU_SECONDS = 10
 WALL_SECONDS = 90
@@ -51,7 +54,6 @@ WALL_SECONDS = 90
 MEMORY = 4 * 2**30
 MOST_LINES = 12
 """On standard error before an error."""
-SERVED_SECONDS = 1.0
 _STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 _RAW = ("Traceback (most recent call last)", "panicked at", "Warning: ", "Fatal Python error", "Exception ignored")
 _REFUSABLE = (0, 1, 2, 3)
@@ -105,16 +107,27 @@ def perform(target: Target, rng: random.Random, good: Path, folder: Path, name: 
     home.mkdir(parents=True)
     with contextlib.chdir(folder), _environment(home):
         given = target.make(Maker(rng, good))
-        given.arguments = [text.replace("\0", "") if os.name == "posix" else text for text in given.arguments]
+        given.arguments = [_as_typed(text) for text in given.arguments]
         outcome.arguments = given.arguments
         _note(folder, outcome)
         before = snapshot(folder)
+        visitor = _Visitor()
         with _streams(given.stdin) as (out, err):
-            outcome.code = _call(main, given)
+            with visitor.waiting_for(out) if given.serves else contextlib.nullcontext():
+                outcome.code = _call(main, given.arguments)
             outcome.out, outcome.err = out(), err()
         after = snapshot(folder)
-    outcome.problems = [*judge(given, outcome), *_changed(before, after, (*given.writes, "home/.cache"))]
+    changed = _changed(before, after, (*given.writes, "home/.cache"))
+    outcome.problems = [*judge(given, outcome), *changed, *visitor.problems]
     return outcome
+
+
+def _as_typed(text: str) -> str:
+    """What a shell can hand on: no zero byte, and only such halves of characters as stand for bytes."""
+    try:
+        return os.fsdecode(os.fsencode(text.replace("\0", "")))
+    except UnicodeEncodeError:
+        return text.replace("\0", "").encode("utf-8", "replace").decode()
 
 
 def _note(folder: Path, outcome: Outcome) -> None:
@@ -122,10 +135,9 @@ def _note(folder: Path, outcome: Outcome) -> None:
     (folder.parent / f"{folder.name}.json").write_text(json.dumps(asdict(outcome)))
 
 
-def _call(main: Any, given: Input) -> int:
+def _call(main: Any, arguments: list[str]) -> int:
     try:
-        with _stopped_later() if given.serves else contextlib.nullcontext():
-            main(given.arguments)
+        main(arguments)
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else 0 if end.code is None else 1
     except BaseException:  # noqa: BLE001 - that is what is looked for
@@ -134,16 +146,34 @@ def _call(main: Any, given: Input) -> int:
     return 0
 
 
-@contextlib.contextmanager
-def _stopped_later() -> Iterator[None]:
-    """Ctrl-C after a second."""
-    old = signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
-    signal.setitimer(signal.ITIMER_REAL, SERVED_SECONDS, SERVED_SECONDS)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, old)
+class _Visitor:
+    """Opens the page that a program serves, once its address is printed, and then presses Ctrl-C."""
+
+    def __init__(self) -> None:
+        self.problems: list[str] = []
+        self._ended = threading.Event()
+
+    @contextlib.contextmanager
+    def waiting_for(self, out: Any) -> Iterator[None]:
+        visit = threading.Thread(target=self._visit, args=(out,))
+        visit.start()
+        try:
+            yield
+        finally:
+            self._ended.set()
+            visit.join()
+
+    def _visit(self, out: Any) -> None:
+        while not (found := re.search(r"http://[^\s\"]+", out())):
+            if self._ended.wait(0.01):
+                return
+        browser = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
+        try:
+            browser.open(found[0], timeout=WALL_SECONDS).read()
+        except OSError as error:
+            self.problems.append(f"page: {error}")
+        if not self._ended.is_set():
+            os.kill(os.getpid(), signal.SIGINT)
 
 
 @contextlib.contextmanager
@@ -194,7 +224,9 @@ def snapshot(folder: Path) -> dict[str, str]:
 def _changed(before: dict[str, str], after: dict[str, str], writes: Sequence[str]) -> list[str]:
     problems = []
     for name in sorted(before.keys() | after.keys()):
-        if before.get(name) != after.get(name) and not any(name == path or name.startswith(f"{path}/") for path in writes):
+        if before.get(name) != after.get(name) and not any(
+            name == path or name.startswith(f"{path}/") for path in writes
+        ):
             what = "made" if name not in before else "deleted" if name not in after else "changed"
             if not any(path.startswith(f"{name}/") for path in writes):
                 problems.append(f"{what} a file: {name}")
@@ -203,11 +235,8 @@ def _changed(before: dict[str, str], after: dict[str, str], writes: Sequence[str
 
 def judge(given: Input, outcome: Outcome) -> list[str]:
     """What is wrong with how the program answered."""
-    problems = []
-    text = outcome.out + outcome.err
-    for sign in _RAW:
-        if sign in outcome.err or (sign in outcome.out and outcome.command != "generate"):
-            problems.append(f"raw error: {sign}")
+    told = outcome.err if outcome.command == "generate" else outcome.out + outcome.err  # a model may say anything
+    problems = [f"raw error: {sign}" for sign in _RAW if sign in told]
     if outcome.code not in _REFUSABLE:
         problems.append(f"exit code: {outcome.code}")
     lines = outcome.err.rstrip("\n").split("\n")
@@ -226,7 +255,7 @@ def judge(given: Input, outcome: Outcome) -> list[str]:
         problems.append(f"steering character: {found[0]!r} on standard output")
     if max(map(len, lines)) > 2200 and "raw error" not in str(problems):
         problems.append("long line: on standard error")
-    if "--json" in given.arguments and outcome.code in (0, 2) and text and not problems:
+    if "--json" in given.arguments and outcome.code in (0, 2) and not problems:
         problems += _json_problem(outcome.out)
     return problems
 
@@ -252,7 +281,16 @@ def load_everything() -> None:
         if not module.name.endswith(("triton_kernels", "__main__")):
             with contextlib.suppress(ImportError):
                 importlib.import_module(module.name)
-    for name in ("torch._dynamo", "pyarrow.parquet", "scipy.special", "scipy.stats", "tokenizers", "tomlkit", "uvicorn", "safetensors.torch"):
+    for name in (
+        "torch._dynamo",
+        "pyarrow.parquet",
+        "scipy.special",
+        "scipy.stats",
+        "tokenizers",
+        "tomlkit",
+        "uvicorn",
+        "safetensors.torch",
+    ):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     gc.collect()
@@ -348,12 +386,14 @@ class Run:
         done, begun, log = (folder.with_suffix(suffix) for suffix in (".done", ".json", ".log"))
         if done.is_file():
             return Outcome(**json.loads(done.read_text()))
-        rng, target = start_of(self.seed, number)
+        _, target = start_of(self.seed, number)
         made = Outcome(**json.loads(begun.read_text())) if begun.is_file() else None
         outcome = made or Outcome(f"{self.seed}/{number}", target.command, target.kind)
         outcome.err = log.read_text(errors="replace") if log.is_file() else ""
         signalled = os.WIFSIGNALED(status)
-        what = signal.Signals(os.WTERMSIG(status)).name if signalled else f"exit code {os.waitstatus_to_exitcode(status)}"
+        what = (
+            signal.Signals(os.WTERMSIG(status)).name if signalled else f"exit code {os.waitstatus_to_exitcode(status)}"
+        )
         hang = what in ("SIGXCPU", "SIGKILL")
         outcome.problems = [f"hang: {what}" if hang else f"died: {what}" if made else f"no input was made: {what}"]
         return outcome
@@ -361,7 +401,12 @@ class Run:
     def log(self, outcome: Outcome) -> None:
         """One line for every input: what it was and what was said of it."""
         said = (outcome.err.strip().splitlines() or [""])[-1][:300]
-        row = {"name": outcome.name, "target": f"{outcome.command} / {outcome.kind}", "code": outcome.code, "said": said}
+        row = {
+            "name": outcome.name,
+            "target": f"{outcome.command} / {outcome.kind}",
+            "code": outcome.code,
+            "said": said,
+        }
         with self.log_file.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row | {"cpu": outcome.cpu}) + "\n")
 
@@ -377,7 +422,10 @@ class Run:
         if not outcome.problems and not self.keep:  # ten thousand of them would fill the memory
             outcome.out = outcome.err = ""
         if len(self.outcomes) % 500 == 0:
-            print(f"{len(self.outcomes):,} inputs, {sum(bool(one.problems) for one in self.outcomes)} findings", flush=True)
+            print(
+                f"{len(self.outcomes):,} inputs, {sum(bool(one.problems) for one in self.outcomes)} findings",
+                flush=True,
+            )
 
 
 # --- the table --------------------------------------------------------------------------------------------------------
@@ -391,7 +439,10 @@ def rows_of(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
             codes = Counter("none" if one.code is None else str(one.code) for one in mine)
             rows.append(
                 {
-                    **{"command": target.command, "kind": target.kind, "inputs": len(mine), "codes": dict(sorted(codes.items()))},
+                    "command": target.command,
+                    "kind": target.kind,
+                    "inputs": len(mine),
+                    "codes": dict(sorted(codes.items())),
                     "findings": sum(bool(one.problems) for one in mine),
                     "slowest_cpu_seconds": max(one.cpu for one in mine),
                     "largest_mb": max(one.memory_mb for one in mine),
@@ -401,13 +452,14 @@ def rows_of(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
 
 
 def print_table(rows: Sequence[dict[str, Any]], outcomes: Sequence[Outcome]) -> None:
-    print(f"{'command':<16} {'kind':<18} {'inputs':>6} {'exit 0':>7} {'1':>5} {'2':>6} {'3':>4} {'findings':>9} {'slowest':>8} {'MB':>6}")
+    print(
+        f"{'command':<16} {'kind':<18} {'inputs':>6} {'exit 0':>7} {1:>5} {2:>6} {3:>4} {'findings':>9} slowest     MB"
+    )
     for row in rows:
-        codes = [row["codes"].get(str(code), 0) for code in _REFUSABLE]
-        print(
-            f"{row['command']:<16} {row['kind']:<18} {row['inputs']:>6} {codes[0]:>7} {codes[1]:>5} {codes[2]:>6} {codes[3]:>4} "
-            f"{row['findings']:>9} {row['slowest_cpu_seconds']:>6.1f} s {row['largest_mb']:>6}"
-        )
+        zero, one, two, three = (row["codes"].get(str(code), 0) for code in _REFUSABLE)
+        counts = f"{row['inputs']:>6} {zero:>7} {one:>5} {two:>6} {three:>4} {row['findings']:>9}"
+        most = f"{row['slowest_cpu_seconds']:>5.1f} s {row['largest_mb']:>6}"
+        print(f"{row['command']:<16} {row['kind']:<18} {counts} {most}")
     found = Counter(one.signature for one in outcomes if one.problems)
     for signature, count in found.most_common():
         first = next(one.name for one in outcomes if one.problems and one.signature == signature)
@@ -433,7 +485,7 @@ def main() -> int:
     good = out / "good"
     if not (good / "comparison" / "result.json").is_file():
         shutil.rmtree(good, ignore_errors=True)
-        _, status = os.waitpid(in_child(lambda: fuzz_inputs.build(good)), 0)  # threads of torch stay in there
+        _, status = os.waitpid(in_child(lambda: fuzz_examples.build(good)), 0)  # threads of torch stay in there
         if status:
             print("the examples could not be made")
             return 2

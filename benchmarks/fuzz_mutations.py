@@ -16,12 +16,47 @@ Random = random.Random
 DIGITS = "9" * 5000
 STRANGE = (
     *("", " ", "\x00", "\x1b]0;title\x07", "\x1b[2J", "[/x]", "[bold]", "[link=http://a]b[/link]", "\ud800", "\udcff"),
-    *("\u202eevil", "é", "漢字" * 20, "a\nb", "a\r\nb", "\t", '"', "'", "\\", "{x}", "{", "%s", "{0.__class__}", "a" * 300),
+    *(
+        "\u202eevil",
+        "é",
+        "漢字" * 20,
+        "a\nb",
+        "a\r\nb",
+        "\t",
+        '"',
+        "'",
+        "\\",
+        "{x}",
+        "{",
+        "%s",
+        "{0.__class__}",
+        "a" * 300,
+    ),
     *("x" * 100_000, "~nosuchuser/x", "../../x", ".", "-", "--help", "nan", "inf", "-1", "1e400", "0x10", "true"),
     *("null", "auto", "cuda", "cpu", "meta", "hf:none", "*", "[", "**/*", "text.txt", "/proc/self/mem", "/dev/null"),
 )
 NUMBERS = (
-    *(0, 1, -1, 2, 3, 7, 255, 256, 257, 65535, 65536, 2**31 - 1, 2**31, -(2**31), 2**53, 2**63 - 1, 2**63, 2**64, 10**30),
+    *(
+        0,
+        1,
+        -1,
+        2,
+        3,
+        7,
+        255,
+        256,
+        257,
+        65535,
+        65536,
+        2**31 - 1,
+        2**31,
+        -(2**31),
+        2**53,
+        2**63 - 1,
+        2**63,
+        2**64,
+        10**30,
+    ),
     *(-(2**63), 10**400, 0.0, -0.0, 0.5, 1.5, -0.5, 1e-300, 5e-324, 1e30, 1e300, 1.8e308, 1e-9, 0.1),
     *(float("nan"), float("inf"), float("-inf")),
 )
@@ -47,7 +82,17 @@ def near(rng: Random, old: Any) -> Any:
     if isinstance(old, int):
         return rng.choice([old + 1, old - 1, -old, old * 2, old * 10**6, old * 10**18, float(old), str(old), 0])
     if isinstance(old, float):
-        return rng.choice([-old, old * 1e6, old * 1e300, old / 1e300, float("nan"), float("inf"), int(old) if old == old and abs(old) < 1e300 else 0])
+        return rng.choice(
+            [
+                -old,
+                old * 1e6,
+                old * 1e300,
+                old / 1e300,
+                float("nan"),
+                float("inf"),
+                int(old) if old == old and abs(old) < 1e300 else 0,
+            ]
+        )
     if isinstance(old, str):
         cut = rng.randrange(len(old) + 1)
         return rng.choice([old[:cut], old[cut:], old + rng.choice(STRANGE), old.upper(), old * 2, rng.choice(STRANGE)])
@@ -67,7 +112,9 @@ def places(tree: Any, most: int = 5000) -> list[tuple[Any, Any]]:
     waiting = [tree]
     while waiting and len(found) < most:
         here = waiting.pop(0)
-        inside = list(here.items()) if isinstance(here, dict) else list(enumerate(here)) if isinstance(here, list) else []
+        inside = (
+            list(here.items()) if isinstance(here, dict) else list(enumerate(here)) if isinstance(here, list) else []
+        )
         for key, item in inside:
             found.append((here, key))
             if isinstance(item, (dict, list)):
@@ -145,7 +192,9 @@ def spoil_bytes(rng: Random, content: bytes) -> bytes:
             case "cut":
                 del data[place : place + length]
             case "insert":
-                data[place:place] = rng.choice([rng.randbytes(length), b"\x00", b"\xff\xfe", b"\n", b'"', b"{}", b"\x1b[2J"])
+                data[place:place] = rng.choice(
+                    [rng.randbytes(length), b"\x00", b"\xff\xfe", b"\n", b'"', b"{}", b"\x1b[2J"]
+                )
             case "repeat":
                 data[place:place] = data[place : place + length]
             case "zero":
@@ -240,9 +289,13 @@ def spoil_tensors(rng: Random, content: bytes) -> bytes:
     entry = header[name]
     match rng.choice(["dtype", "shape", "all dtypes", "name", "lost", "flat", "tree", "values", "metadata"]):
         case "dtype":
-            entry["dtype"] = rng.choice(["F64", "F16", "BF16", "I64", "I32", "U8", "BOOL", "F8_E4M3", "F8_E5M2", "C64", "X"])
+            entry["dtype"] = rng.choice(
+                ["F64", "F16", "BF16", "I64", "I32", "U8", "BOOL", "F8_E4M3", "F8_E5M2", "C64", "X"]
+            )
         case "shape":
-            entry["shape"] = rng.choice([[], entry["shape"][::-1], [*entry["shape"], 1], [1, *entry["shape"]], [0], [-1]])
+            entry["shape"] = rng.choice(
+                [[], entry["shape"][::-1], [*entry["shape"], 1], [1, *entry["shape"]], [0], [-1]]
+            )
         case "all dtypes":
             same = {"F32": ["I32", "U32"], "I64": ["F64", "U64"], "U8": ["I8", "BOOL", "F8_E4M3", "F8_E5M2"]}
             for other in names:
@@ -274,7 +327,7 @@ def files_in(folder: Path, *patterns: str) -> list[Path]:
 
 
 def spoil_folder(rng: Random, folder: Path, *patterns: str) -> str:
-    """One or two files below a folder, or the folder itself: parts lost, moved, linked, or files that nobody expects."""
+    """One or two files below a folder, or the folder: parts lost, moved, linked, or files that nobody expects."""
     done = []
     for _ in range(rng.choice([1, 1, 1, 2])):
         files = files_in(folder, *patterns)
@@ -297,17 +350,60 @@ def spoil_folder(rng: Random, folder: Path, *patterns: str) -> str:
             case "moved":
                 path.rename(path.with_name(f"{path.name}.old"))
             case _:
-                (path.parent / rng.choice(["step-00000099", "x", ".tmp-x", "bad-step-1", "lora", "0"])).mkdir(exist_ok=True)
+                (path.parent / rng.choice(["step-00000099", "x", ".tmp-x", "bad-step-1", "lora", "0"])).mkdir(
+                    exist_ok=True
+                )
     return "; ".join(done)
 
 
 # --- names ------------------------------------------------------------------------------------------------------------
 
 ODD_NAMES = (
-    *(b"\xff", b"a\x1b[2Jb", b"a\nb", b"-x", b"--set", b"[/x]", b"[bold]", b"a b", b"~", b"~nosuchuser", b"a'b", b'a"b', b"*", b"["),
-    *(b"x" * 255, "é漢".encode(), b"\xc3", b"..x", b"a=b", b"a:b", b"hf:x", b"$(x)", b"%s", b"{x}", b"a\\b", b"a\tb", "\u202ea".encode()),
+    *(
+        b"\xff",
+        b"a\x1b[2Jb",
+        b"a\nb",
+        b"-x",
+        b"--set",
+        b"[/x]",
+        b"[bold]",
+        b"a b",
+        b"~",
+        b"~nosuchuser",
+        b"a'b",
+        b'a"b',
+        b"*",
+        b"[",
+    ),
+    *(
+        b"x" * 255,
+        "é漢".encode(),
+        b"\xc3",
+        b"..x",
+        b"a=b",
+        b"a:b",
+        b"hf:x",
+        b"$(x)",
+        b"%s",
+        b"{x}",
+        b"a\\b",
+        b"a\tb",
+        "\u202ea".encode(),
+    ),
 )
-LOST_NAMES = ("none", "x" * 256, "/a" * 3000, "~nosuchuser/x", "/proc/self/mem", "/dev/null", "/dev/zero/x", ".", "", "a\udcff", "\ud800")
+LOST_NAMES = (
+    "none",
+    "x" * 256,
+    "/a" * 3000,
+    "~nosuchuser/x",
+    "/proc/self/mem",
+    "/dev/null",
+    "/dev/zero/x",
+    ".",
+    "",
+    "a\udcff",
+    "\ud800",
+)
 
 
 def odd_name(rng: Random, suffix: str = "") -> str:

@@ -7,7 +7,6 @@ import glob
 import gzip
 import hashlib
 import itertools
-import json
 import lzma
 import shlex
 import sysconfig
@@ -19,7 +18,7 @@ from typing import Any
 
 from foretrain.data.tokenizers import whole
 from foretrain.errors import DataError, how_to_install
-from foretrain.files import user_path
+from foretrain.files import from_json, user_path
 
 TOKEN_SUFFIXES = (".bin", ".npy")
 _OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
@@ -240,8 +239,8 @@ def _read_jsonl(path: Path, field: str) -> Iterator[str]:
         with _OPENERS.get(path.suffix, open)(path, "rt", encoding="utf-8") as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
-                    yield _record_text(json.loads(line), field, f"{path}, line {number}")
-    except (ValueError, RecursionError, OSError, EOFError, lzma.LZMAError, zlib.error) as error:
+                    yield _record_text(from_json(line), field, f"{path}, line {number}")
+    except (ValueError, OSError, EOFError, lzma.LZMAError, zlib.error) as error:
         raise DataError(f"{path}: not JSON lines ({error}); each line must be an object") from None
 
 
