@@ -146,16 +146,22 @@ def _harmless(name: str, value: Any) -> bool:
 
 
 def legal(rng: Random, kind: str, small: bool) -> Any:
-    """A value that fits how a setting is described, or nearly."""
+    """A value that fits how a setting is described: usual, or as small or large as it may be."""
     options: list[Any] = []
     for part in kind.split(" or "):
-        least = float(found[1]) if (found := re.search(r"[≥>] (-?[0-9]+)", part)) else 0.0
+        least, most = (
+            float(found[1]) if (found := re.search(rf"[{signs}] (-?[0-9]+)", part)) else unset
+            for signs, unset in (("≥>", 0.0), ("≤<", 1e30))
+        )
         if part.startswith("list"):
             options += [[], [2], [1, 2]] if "integers" in part else [[], ["*"], ["text", "x"]]
         elif part.startswith("integer"):
-            options += [int(least) + more for more in ([1, 2] if small else [0, 1, 2, 3, 7])]
+            whole = int(least)
+            options += [whole + 1, whole + 2] if small else [*(whole + more for more in (0, 1, 2, 3, 7)), 2**31 - 1]
         elif part.startswith("number"):
-            options += [least, least + 1e-12, least + 1e-3, least + 0.5, least + 0.99, least + 1, least + 1e6]
+            steps = (1e-12, 1e-3, 0.1, 0.5, 0.99, 1.0, 1e6, most - least)
+            options += [least + step for step in steps if least + step < most or "≤" in part or step == 1e6 < most]
+            options += [least] if "≥" in part else [least + 5e-324]
         elif part == "string":
             options += ["", "text", "x"]
         else:
@@ -171,7 +177,7 @@ def overrides(make: Maker, tiny: bool, good: dict[str, Any]) -> list[str]:
         name, value = setting(make, tiny)
         quoted = json.dumps(value) if isinstance(value, str) and make.chance(0.5) else plain(value)
         texts.append(f"{name}={quoted}")
-    if make.chance(0.08):
+    if make.chance(0.03):
         texts.append(make.rng.choice([*spoil.STRANGE[:40], *NO_SETTINGS]))
     return [part for text in texts for part in ("--set", text)]
 
@@ -196,7 +202,7 @@ def toml(make: Maker, tiny: bool, good: dict[str, Any]) -> bytes:
             except (ValueError, TypeError):  # None, which TOML does not have, or halves of characters
                 lines.append(f"{key} = {plain(value)}")
     content = "\n".join(lines).encode("utf-8", "surrogatepass" if make.chance(0.3) else "replace")
-    if make.chance(0.15):
+    if make.chance(0.05):
         content = spoil.spoil_bytes(make.rng, content) if not tiny else content[: make.rng.randrange(len(content))]
     return content
 
@@ -222,7 +228,7 @@ def config_init(make: Maker) -> Input:
     Path("there.toml").write_text("")
     name = make.rng.choice(["new.toml", "new.toml", "there.toml", "none/x.toml", *spoil.LOST_NAMES])
     preset = make.options(preset=("measured", "small", "finetune", "x"))
-    return Input(["config", "init", name, *preset, *overrides(make, False, {}), *make.json()], writes=(name,))
+    return Input(["config", "init", name, *preset, *overrides(make, False, {}), *make.json()], writes=(name, "?"))
 
 
 def plan(make: Maker, by_file: bool) -> Input:

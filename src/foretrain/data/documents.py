@@ -247,6 +247,7 @@ def _read_jsonl(path: Path, field: str) -> Iterator[str]:
 def _read_parquet(path: Path, field: str) -> Iterator[str]:
     try:
         import pyarrow.parquet as parquet
+        from pyarrow import ArrowException
     except ImportError:
         raise DataError(f"{path}: reading Parquet needs pyarrow; {how_to_install('pyarrow')}") from None
     try:
@@ -256,7 +257,7 @@ def _read_parquet(path: Path, field: str) -> Iterator[str]:
             raise DataError(f"{path}: no column {field!r}; it has {names}. Set data.text_field to one of them")
         for batch in file.iter_batches(columns=[field]):
             yield from (_record_text({field: value}, field, str(path)) for value in batch.column(0).to_pylist())
-    except (OSError, ValueError) as error:  # pyarrow's own errors derive from these
+    except (OSError, ValueError, ArrowException) as error:
         raise DataError(f"{path}: not a readable Parquet file ({error})") from None
 
 
