@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from rich.table import Table
@@ -22,7 +23,7 @@ from foretrain.base import open_base
 from foretrain.cli import main
 from foretrain.config import Config, from_mapping
 from foretrain.errors import InputError
-from foretrain.files import user_path
+from foretrain.files import from_json, user_path
 from foretrain.outlet import Outlet, visible
 from foretrain.show import screen as screens
 from foretrain.tuning import finetune
@@ -221,6 +222,52 @@ def test_descriptions_of_a_model_that_are_none(content: str, base: Path, refused
         assert "config.json" in refused("train", "--out", "out", "--set", "data.path=text.txt", *settings)
 
 
+def test_weights_that_are_no_weights_of_a_model(base: Path, refused: Any) -> None:
+    weights = load_file(base / "model.safetensors")
+    name = "transformer.h.0.attn.c_attn.weight"
+    for changed, words in (
+        ({name: weights[name][None]}, "has shape [1, 32, 96]"),
+        ({"transformer.h.x.weight": weights[name]}, "no such thing"),
+        ({"transformer.h.99.weight": weights[name]}, "it has 100 layers, its config.json says 2"),
+        ({"transformer.wte.weight": weights["transformer.wte.weight"][:9]}, "has shape [9, 32], its config.json says"),
+    ):
+        save_file(weights | {key: value.clone() for key, value in changed.items()}, base / "model.safetensors")
+        if words == "no such thing":  # what no GPT-2 has is left where it is
+            assert open_base(base).model.shape.layers == 2
+        else:
+            assert words in refused("generate", "base", "--prompt", "x")
+
+
+@pytest.mark.parametrize(("name", "value"), [("n_layer", 4000), ("n_embd", 2**20), ("n_positions", 2**24)])
+def test_no_memory_is_taken_for_what_the_weights_do_not_have(name: str, value: int, base: Path, refused: Any) -> None:
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {name: value}))
+    assert "its config.json says" in refused("generate", "base", "--prompt", "x")
+
+
+def test_a_token_far_from_all_others(base: Path, refused: Any) -> None:
+    content = json.loads((base / "tokenizer.json").read_text())
+    content["model"]["vocab"]["far"] = 10_000_000
+    (base / "tokenizer.json").write_text(json.dumps(content))
+    assert "one has the number 10,000,000" in refused("generate", "base", "--prompt", "x")
+
+
+@pytest.mark.parametrize(
+    "array", [np.zeros(0, np.int64), np.full(99, -5), np.full(99, 2**63, np.uint64), np.arange(99).astype("m8[s]")]
+)
+def test_tokens_that_are_none(array: Any, base: Path, refused: Any) -> None:
+    np.save("tokens.npy", array)
+    assert "token" in refused("evaluate", "base", "--data", "tokens.npy")
+    assert "token" in refused("train", "--set", "data.path=tokens.npy", "--set", "model.vocab_size=99", "--out", "out")
+
+
+@pytest.mark.parametrize("header", ["{'descr': '<i8', 'shape': (9L,", "{'shape': (" + "9" * 5000 + ",)}", "(" * 9000])
+def test_headers_of_arrays_that_are_no_python(header: str, refused: Any) -> None:
+    Path("t.npy").write_bytes(b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header.encode())
+    line = refused("train", "--set", "data.path=t.npy", "--set", "model.vocab_size=99", "--out", "out")
+    assert "t.npy: not a token file" in line
+
+
 @pytest.fixture
 def tuned(base: Path, folder: Path) -> Path:
     config = config_for(base, write_colors(folder / "colors.jsonl"), max_steps=2, evaluation__answers=0)
@@ -253,6 +300,11 @@ def test_fine_tuning_runs_that_name_each_other(tuned: Path, refused: Any) -> Non
         text = (one / "config.toml").read_text()
         (one / "config.toml").write_text(re.sub('weights = ".*"', f'weights = "{two}"', text))
     assert "is a fine-tuning run and no model" in refused("generate", tuned, "--prompt", "x")
+
+
+def test_a_summary_without_end(tuned: Path, call: Call) -> None:
+    (tuned / "summary.json").write_text("[" * 100_000)
+    assert call("generate", tuned, "--prompt", "x", "--max-tokens", "2")[0] == 0
 
 
 @pytest.mark.parametrize("content", [f'{{"a": [{"9" * 400}]}}', f'{{"a": [{DIGITS}]}}', "[" * 100_000, '{"a": [true]}'])
@@ -313,6 +365,22 @@ def test_what_a_stream_cannot_encode_is_written_as_an_escape() -> None:
     outlet.write("Köln \udcff\n")
     outlet.flush()
     assert raw.getvalue() == b"K\\xf6ln \\udcff\n"
+
+
+def test_a_warning_is_never_longer_than_one_reads(tuned: Path, call: Call) -> None:
+    path = tuned / "adapter" / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"bias": "none" * 9999}))
+    code, _, err = call("adapters", "list", tuned)
+    assert (code, err.count("\n")) == (0, 1)
+    assert len(err) < 2100
+
+
+def test_json_of_others() -> None:
+    assert from_json('{"a": [1, {"b": null}]}') == {"a": [1, {"b": None}]}
+    assert from_json("[" * 100 + "]" * 100)
+    for text in ("[" * 101 + "]" * 101, '{"a":' * 101 + "1" + "}" * 101, "[" * 100_000, DIGITS, "", "[", b"\xff"):
+        with pytest.raises(ValueError):  # noqa: PT011 - of several kinds
+            from_json(text)
 
 
 def test_bounds_hold_in_python_too() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from foretrain.data import tokenizers
 from foretrain.data.templates import Format, make_format
 from foretrain.data.tokenizers import Tokenizer
 from foretrain.errors import CheckpointError, ConfigError, InputError
-from foretrain.files import user_path
+from foretrain.files import from_json, user_path
 from foretrain.models import huggingface
 from foretrain.models.adapter_files import Adapter
 from foretrain.models.gpt2 import GPT2, GPT2Shape, shape_from_config
@@ -75,7 +74,9 @@ def open_base(path: str | Path, tokenizer: str = "", vocabulary: str = "", **opt
             f"{path}: holds no model yet (no model.safetensors); name a folder that holds one, or wait until the run "
             "has saved its first checkpoint"
         )
-    model = GPT2(shape_of(folder), **options)
+    shape = shape_of(folder)
+    huggingface.check_sizes(folder, shape)
+    model = GPT2(shape, **options)
     huggingface.load(model, folder)
     found = find_tokenizer(folder, tokenizer, vocabulary)
     if found.vocab_size > model.shape.vocab_size:
@@ -131,13 +132,13 @@ def shape_of(folder: Path) -> GPT2Shape:
     """As its `config.json` says."""
     path = folder / "config.json"
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = from_json(path.read_text(encoding="utf-8"))
         if any(isinstance(values[name], (bool, type(None))) for name in _SHAPE.values()):
             raise TypeError("its numbers are not given")
         numbers = ModelConfig(**{ours: values[theirs] for ours, theirs in _SHAPE.items()})
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror}); it must say the model's shape") from None
-    except (KeyError, TypeError, ValueError, RecursionError, ConfigError) as error:
+    except (KeyError, TypeError, ValueError, ConfigError) as error:
         raise CheckpointError(f"{path}: does not describe a GPT-2 ({type(error).__name__}: {error})") from None
     return shape_from_config(numbers)
 

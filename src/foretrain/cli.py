@@ -37,10 +37,9 @@ from foretrain.terminal import (
     put_json,
     put_written,
     say,
+    shortened,
     silent,
 )
-
-_LONGEST_LINE = 2000
 
 app = App(
     name="foretrain",
@@ -327,9 +326,7 @@ def _carry_out(arguments: list[str], document: Document | None) -> int:
     """The exit code."""
 
     def fail(error: BaseException, text: str, code: int) -> int:
-        text = " ".join(text.split())
-        if len(text) > _LONGEST_LINE:
-            text = f"{text[:_LONGEST_LINE]} ..."
+        text = shortened(" ".join(text.split()))
         if document is not None:
             document.fail(error, text, code)
         say(f"error: {text}")

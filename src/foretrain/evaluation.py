@@ -149,12 +149,12 @@ def _tokens(work: _Work, sources: list[str]) -> tokens.TokenArray:
     source = documents.find(sources, "--data")
     if source.is_tokens:
         stream = tokens.read_token_files(source)
-        largest = int(stream.max())
-        if largest >= work.model.shape.vocab_size:
-            raise DataError(
-                f"{', '.join(sources)}: holds token {largest}, the model knows {work.model.shape.vocab_size}; name "
-                "tokens of the tokenizer that it was trained with"
-            )
+        for token in (int(stream.max()), int(stream.min())):
+            if not 0 <= token < work.model.shape.vocab_size:
+                raise DataError(
+                    f"{', '.join(sources)}: holds token {token}, the model knows {work.model.shape.vocab_size}; name "
+                    "tokens of the tokenizer that it was trained with"
+                )
         return stream
     end = np.array([work.tokenizer.end_of_text], np.uint32)
     texts = documents.read(source, work.config.data.text_field)

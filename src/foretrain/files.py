@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import math
 import os
 import shutil
@@ -15,6 +16,7 @@ from typing import Any
 from foretrain.errors import InputError
 
 _LONGEST_SHOWN = 100
+_MOST_LEVELS = 100
 
 
 def for_json(value: Any) -> Any:
@@ -24,6 +26,30 @@ def for_json(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [for_json(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def from_json(text: str | bytes, **options: Any) -> Any:
+    """JSON that somebody else may have written: every such text goes through here.
+
+    Raises ValueError for whatever cannot be used, also for brackets within brackets without end."""
+    try:
+        value = json.loads(text, **options)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    if _is_deep(value):
+        raise ValueError("nested too deeply")
+    return value
+
+
+def _is_deep(value: Any) -> bool:
+    """Whether it has more levels than Python can safely walk through."""
+    level = [value]
+    for _ in range(_MOST_LEVELS):
+        within = (one.values() if isinstance(one, dict) else one for one in level if isinstance(one, (dict, list)))
+        level = [item for items in within for item in items if isinstance(item, (dict, list))]
+        if not level:
+            return False
+    return True
 
 
 def user_path(text: str | Path, what: str = "") -> Path:

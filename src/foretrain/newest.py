@@ -3,7 +3,6 @@ checkpoint."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from foretrain.base import Base, find_folder, find_tokenizer, open_base
 from foretrain.config import Config
 from foretrain.data.templates import make_format
 from foretrain.engine.checkpoint import CheckpointStore
+from foretrain.files import from_json
 from foretrain.models import lora
 from foretrain.models.adapter_files import adapter_of
 from foretrain.run import is_checkpoint, model_of, read_checkpoint, run_of
@@ -51,7 +51,7 @@ def _is_unfinished(run: Path) -> bool:
     if not (run / "model").is_dir() and not (run / "adapter").is_dir():
         return True
     try:
-        summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+        summary = from_json((run / "summary.json").read_text(encoding="utf-8"))
         return bool(summary["reason"] == "interrupted" or newest[0] > summary["global_step"])
     except (OSError, ValueError, KeyError, TypeError):
         return False

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from foretrain.schema import Level
 
 
+_LONGEST_LINE = 2000
+
+
 def flag(text: str, name: str | None = None) -> Parameter:
     return Parameter(name=name, negative=(), show_default=False, help=text)
 
@@ -91,8 +94,13 @@ def put_beside(start: str, text: str) -> None:
 
 def say(text: str) -> None:
     """What happens, on standard error. It may quote files."""
-    sys.stderr.write(visible(text) + "\n")
+    sys.stderr.write(visible(shortened(text)) + "\n")
     sys.stderr.flush()
+
+
+def shortened(text: str) -> str:
+    """Not more of it than one reads: files may hold names and values without end."""
+    return text if len(text) <= _LONGEST_LINE else f"{text[:_LONGEST_LINE]} ..."
 
 
 def silent(text: str) -> None:

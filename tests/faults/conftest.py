@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import shutil
 import subprocess
@@ -13,23 +12,13 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+from tests.scripts import BENCHMARKS, load_script
 from tests.waiting import HANGS
 
 HERE = Path(__file__).parent
-
-
-def load_script(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def wait_until(condition: Callable[[], Any], process: Any = None) -> Any:
@@ -61,7 +50,7 @@ class Warm:
 
 @pytest.fixture(scope="session")
 def crash_matrix() -> Any:
-    return load_script(HERE.parents[1] / "benchmarks" / "crash_matrix.py")
+    return load_script(BENCHMARKS / "crash_matrix.py")
 
 
 @pytest.fixture(scope="session")

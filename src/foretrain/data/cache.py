@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foretrain.errors import DataError
-from foretrain.files import make_folder, sync_file, user_path, write_synced
+from foretrain.files import from_json, make_folder, sync_file, user_path, write_synced
 
 PARTS = ("train", "held_out")
 _META, _TOKENIZER = "meta.json", "tokenizer.json"
@@ -138,11 +138,11 @@ def check(folder: Path) -> dict[str, Any]:
 
 def _read_meta(path: Path) -> dict[str, Any]:
     try:
-        meta = json.loads(path.read_text(encoding="utf-8"))
+        meta = from_json(path.read_text(encoding="utf-8"))
         seal = meta.pop("crc32")
         if seal != _seal(meta) or meta["dtype"] not in _TYPES:
             raise ValueError
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         raise Damaged(f"{path.name} is not as it was written") from None
     return dict(meta)
 

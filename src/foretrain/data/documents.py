@@ -7,7 +7,6 @@ import glob
 import gzip
 import hashlib
 import itertools
-import json
 import lzma
 import shlex
 import sysconfig
@@ -19,7 +18,7 @@ from typing import Any
 
 from foretrain.data.tokenizers import whole
 from foretrain.errors import DataError, how_to_install
-from foretrain.files import user_path
+from foretrain.files import from_json, user_path
 
 TOKEN_SUFFIXES = (".bin", ".npy")
 _OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
@@ -240,14 +239,15 @@ def _read_jsonl(path: Path, field: str) -> Iterator[str]:
         with _OPENERS.get(path.suffix, open)(path, "rt", encoding="utf-8") as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
-                    yield _record_text(json.loads(line), field, f"{path}, line {number}")
-    except (ValueError, RecursionError, OSError, EOFError, lzma.LZMAError, zlib.error) as error:
+                    yield _record_text(from_json(line), field, f"{path}, line {number}")
+    except (ValueError, OSError, EOFError, lzma.LZMAError, zlib.error) as error:
         raise DataError(f"{path}: not JSON lines ({error}); each line must be an object") from None
 
 
 def _read_parquet(path: Path, field: str) -> Iterator[str]:
     try:
         import pyarrow.parquet as parquet
+        from pyarrow import ArrowException
     except ImportError:
         raise DataError(f"{path}: reading Parquet needs pyarrow; {how_to_install('pyarrow')}") from None
     try:
@@ -257,7 +257,7 @@ def _read_parquet(path: Path, field: str) -> Iterator[str]:
             raise DataError(f"{path}: no column {field!r}; it has {names}. Set data.text_field to one of them")
         for batch in file.iter_batches(columns=[field]):
             yield from (_record_text({field: value}, field, str(path)) for value in batch.column(0).to_pylist())
-    except (OSError, ValueError) as error:  # pyarrow's own errors derive from these
+    except (OSError, ValueError, ArrowException) as error:
         raise DataError(f"{path}: not a readable Parquet file ({error})") from None
 
 

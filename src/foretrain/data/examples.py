@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import hashlib
 import itertools
-import json
 import lzma
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +22,7 @@ from foretrain.data.loader import IGNORED
 from foretrain.data.templates import Format
 from foretrain.data.tokenizers import Tokenizer, Tokens
 from foretrain.errors import DataError
+from foretrain.files import from_json
 
 LENGTH_STEP = 16
 """Rows are padded to a multiple of this."""
@@ -113,10 +113,10 @@ def _records(path: str | Path | list[str]) -> Iterator[_Record]:
 
 def _parse(line: bytes, where: str) -> dict[str, Any]:
     try:
-        record = json.loads(line.decode("utf-8-sig"))
+        record = from_json(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise DataError(f"{where}: not UTF-8 ({error.reason}); save the file as UTF-8") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         hint = "; a JSON array must become one object per line" if line.lstrip().startswith(b"[") else ""
         raise DataError(f"{where}: not JSON ({error}); each line must be one object{hint}") from None
     if not isinstance(record, dict):

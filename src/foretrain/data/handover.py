@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from foretrain.data.tokenizers import END_OF_TEXT, BPETokenizer, CharacterTokenizer, Tokenizer
+from foretrain.files import from_json
 
 
 def tokenizer_files(tokenizer: Tokenizer, context: int, chat_template: str = "") -> dict[str, str]:
@@ -43,7 +44,7 @@ def _without_additions(tokenizer: Tokenizer) -> str:
 def chat_template_of(folder: Path) -> str:
     """As the files in `folder` say; nothing where there is none."""
     try:
-        found = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template")
+        found = from_json((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template")
     except (OSError, ValueError, AttributeError):
         return ""
     return found if isinstance(found, str) else ""

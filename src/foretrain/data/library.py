@@ -13,6 +13,8 @@ from foretrain.errors import DataError, ForetrainError
 
 MOST_TOKENS = 2**24
 """A vocabulary that needs more numbers than this is a damaged file: no model has an output for each of them."""
+_MOST_HOLES, _SPARE_TOKENS = 16, 2**16
+"""Numbers per token, and more, beyond which it is damaged, too: files leave out some numbers, never most of them."""
 
 
 @contextlib.contextmanager
@@ -86,7 +88,11 @@ def splits_as_gpt2(inner: Any) -> bool:
 
 def vocabulary_size(inner: Any, origin: str) -> int:
     """How many numbers a model needs: one more than the largest, since a file may leave some out."""
-    size = 1 + max(inner.get_vocab(with_added_tokens=True).values(), default=-1)
-    if size > MOST_TOKENS:
-        raise DataError(f"{origin}: a token has the number {size - 1:,}; it is no vocabulary of a language model")
+    numbers = inner.get_vocab(with_added_tokens=True).values()
+    size = 1 + max(numbers, default=-1)
+    if size > min(MOST_TOKENS, _MOST_HOLES * len(numbers) + _SPARE_TOKENS):
+        raise DataError(
+            f"{origin}: of {len(numbers):,} tokens one has the number {size - 1:,}; this is no vocabulary of a "
+            "language model"
+        )
     return int(size)

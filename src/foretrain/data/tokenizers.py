@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from foretrain.data import library
 from foretrain.errors import DataError
-from foretrain.files import user_path
+from foretrain.files import from_json, user_path
 
 END_OF_TEXT = "<|endoftext|>"
 Tokens = NDArray[np.unsignedinteger[Any]]
@@ -228,12 +228,12 @@ def load(path: str | Path) -> Tokenizer:
     """A tokenizer from its JSON file: one written by foretrain, or any `tokenizers` file."""
     path = user_path(path, "data.tokenizer")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = from_json(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise DataError(
             f"data.tokenizer: {path} cannot be read ({error.strerror}); use byte, char, gpt2, bpe or a tokenizer.json"
         ) from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise DataError(f"data.tokenizer: {path} is not JSON ({error})") from None
     if (own := _own(content)) is not None:
         return own

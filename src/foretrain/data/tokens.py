@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import tokenize
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,8 @@ DOCUMENT_SPLIT_FROM = 100
 _FORMAT = 3
 _BATCH_TEXTS, _BATCH_CHARACTERS = 256, 2**20
 TokenArray = NDArray[Any]
+_NO_ARRAY = (ValueError, EOFError, TypeError, OverflowError, SyntaxError, RecursionError, tokenize.TokenError)
+"""What numpy raises for files that are not its own: it reads their headers as Python."""
 
 
 @dataclass(frozen=True)
@@ -289,15 +292,17 @@ def _read_token_file(path: Path) -> TokenArray:
             if path.stat().st_size == 0:
                 raise DataError(f"{path}: the token file is empty")
             array = np.memmap(path, dtype="<u2", mode="r")
-    except (ValueError, OSError, EOFError) as error:
+    except (*_NO_ARRAY, OSError) as error:
         raise DataError(
             f"{path}: not a token file ({error}); .npy must hold integers, .bin little-endian uint16"
         ) from None
     if not isinstance(array, np.ndarray):  # an archive of several
         array.close()
         raise DataError(f"{path}: not a token file (it holds several arrays); .npy must hold integers")
-    if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
+    if array.ndim != 1 or array.dtype.kind not in "iu":
         raise DataError(
             f"{path}: tokens must be a one-dimensional array of integers, found {array.dtype} {array.shape}"
         )
+    if not len(array):
+        raise DataError(f"{path}: the token file is empty")
     return array

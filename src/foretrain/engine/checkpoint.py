@@ -26,7 +26,15 @@ from torch import Tensor
 
 from foretrain.engine.state import Snapshot, put_together, take_apart
 from foretrain.errors import CheckpointError, SaveError
-from foretrain.files import explain_failed_write, give_usual_mode, make_folder, remove, sync_file, write_synced
+from foretrain.files import (
+    explain_failed_write,
+    from_json,
+    give_usual_mode,
+    make_folder,
+    remove,
+    sync_file,
+    write_synced,
+)
 
 FORMAT = 1
 _MANIFEST = "manifest.json"
@@ -294,7 +302,7 @@ def read(folder: str | Path) -> dict[str, Any]:
     folder = Path(folder)
     try:
         manifest = _verified(folder)
-        content = json.loads(_read_limited(folder / _STATE))
+        content = from_json(_read_limited(folder / _STATE))
         if content["format"] != FORMAT or content["step"] != manifest.step:
             raise CheckpointError(f"{folder / _STATE} does not belong to this checkpoint")
         tensors: dict[str, Tensor] = {}

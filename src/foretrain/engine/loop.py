@@ -405,7 +405,7 @@ class Engine:
     def _as_checkpoint_error(origin: str) -> Iterator[None]:
         try:
             yield
-        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
             if is_out_of_memory(error):
                 raise
             raise CheckpointError(

@@ -15,6 +15,7 @@ from foretrain.engine.precision import choose_device
 from foretrain.errors import ConfigError, InputError
 from foretrain.events import Event
 from foretrain.files import explain_failed_write, make_folder, write_atomic
+from foretrain.measure import stored
 from foretrain.measure.analysis import analyse
 from foretrain.measure.plan import Options, Plan, Result
 from foretrain.measure.runs import Spec, carry_out, check_pairing
@@ -57,7 +58,7 @@ class Comparison:
         mine = {"format": FORMAT, "config": to_mapping(self.base), "data": self.task.fingerprint}
         head = self.folder / "comparison.json"
         if head.is_file():
-            there = _read(head)
+            there = stored.read(head)
             if {key: there.get(key) for key in mine} != mine:
                 raise InputError(
                     f"{self.folder} holds a comparison of another configuration or other data; name another folder "
@@ -84,7 +85,7 @@ class Comparison:
             path = self._runs / f"{key}.json"
             if not path.is_file():
                 return None
-            self._results[key] = _read(path)
+            self._results[key] = stored.read_result(path)
         return self._results[key]
 
     def run(self, watcher: Watcher | None = None, minutes: float | None = None) -> bool:
@@ -184,13 +185,3 @@ def compare(
 
 def _words(spec: Spec) -> str:
     return f"{spec.arm}, learning rate x {spec.rate_factor:g}, {spec.max_steps} steps, seed {spec.seed}"
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path}: cannot be read ({error}); delete it to run this part again") from None
-    if not isinstance(value, dict):
-        raise InputError(f"{path}: not a result of `foretrain compare`; delete it to run this part again")
-    return value

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from foretrain.errors import InputError
+from foretrain.files import from_json
 
 FORMAT = "foretrain bench 1"
 KNOWN = "known are files of `foretrain bench run`, plain JSON {name: [median of each process]}, pytest-benchmark's JSON"
@@ -102,9 +103,9 @@ def _checked(path: Path, name: str, samples: Any) -> list[float]:
 
 def _read_json(results: Results, text: str) -> None:
     try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        where = "nested too deep" if isinstance(error, RecursionError) else str(error)
+        content = from_json(text)
+    except ValueError as error:
+        where = str(error)
         if isinstance(error, json.JSONDecodeError):
             where = f"line {error.lineno}: {error.msg}"
         raise InputError(f"{results.source}: not valid JSON ({where}); was it written completely?") from None

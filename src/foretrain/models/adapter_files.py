@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from foretrain.errors import CheckpointError, ConfigError, SaveError
 from foretrain.files import (
     explain_failed_write,
+    from_json,
     give_usual_mode,
     make_folder,
     sync_file,
@@ -171,12 +172,12 @@ def read_adapter(folder: str | Path) -> Adapter:
 def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = from_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(
             f"{path} does not exist; name a folder that PEFT or save_adapter wrote to its end"
         ) from None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read ({error})") from None
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         kind = config.get("peft_type") if isinstance(config, dict) else "no object"

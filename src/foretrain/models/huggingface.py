@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from foretrain.data.handover import tokenizer_files
 from foretrain.data.tokenizers import Tokenizer
 from foretrain.errors import CheckpointError
-from foretrain.files import give_usual_mode, user_path
-from foretrain.models.gpt2 import GPT2
+from foretrain.files import from_json, give_usual_mode, user_path
+from foretrain.models.gpt2 import GPT2, GPT2Shape
 
 _NAMES = {
     "attention_norm": "ln_1",
@@ -27,6 +29,7 @@ _NAMES = {
 }
 
 
+_LAYER = re.compile(r"(?:transformer\.)?h\.([0-9]{1,9})\.")
 _OUTER_NAMES = {"token_embedding": "wte", "position_embedding": "wpe", "final_norm": "ln_f"}
 
 
@@ -81,10 +84,9 @@ def to_huggingface(model: GPT2) -> dict[str, Tensor]:
 @torch.no_grad()
 def from_huggingface(model: GPT2, weights: Mapping[str, Tensor], origin: str = "the given weights") -> None:
     """Copy a `GPT2LMHeadModel`'s (or `GPT2Model`'s) weights into `model`; both must have the same shape."""
-    layers = {int(name.removeprefix("transformer.").split(".")[1]) for name in weights if ".h." in f".{name}"}
-    if layers and max(layers) >= model.shape.layers:
+    if (layers := _layers(weights)) > model.shape.layers:
         raise CheckpointError(
-            f"{origin}: it has {max(layers) + 1} layers, the model {model.shape.layers}; set model.layers to the same"
+            f"{origin}: it has {layers} layers, the model {model.shape.layers}; set model.layers to the same"
         )
     copies: list[tuple[Tensor, Tensor]] = []
     for name, parameter in model.state_dict().items():
@@ -92,7 +94,7 @@ def from_huggingface(model: GPT2, weights: Mapping[str, Tensor], origin: str = "
         value = weights.get(foreign, weights.get(foreign.removeprefix("transformer.")))
         if value is None:
             raise CheckpointError(f"{origin}: no tensor {foreign}; is it a GPT-2 with {model.shape.layers} layers?")
-        if _is_transposed(name):
+        if _is_transposed(name) and value.ndim == 2:
             value = value.t()
         target = parameter[: model.shape.vocab_size] if name == "token_embedding.weight" else parameter
         if value.shape != target.shape:
@@ -105,13 +107,19 @@ def from_huggingface(model: GPT2, weights: Mapping[str, Tensor], origin: str = "
         target.copy_(value)
 
 
+def _layers(names: Iterable[str]) -> int:
+    """How many layers these tensors are of."""
+    found = (_LAYER.match(name) for name in names)
+    return max((int(match[1]) + 1 for match in found if match), default=0)
+
+
 def _check_config(model: GPT2, path: Path) -> None:
     """Weights of equal shapes may still mean another function; `config.json` tells."""
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = from_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"model.weights: {path} cannot be read ({error})") from None
     if not isinstance(config, dict):
         raise CheckpointError(f"model.weights: {path} does not describe a model; it must hold one object")
@@ -168,14 +176,34 @@ def save(model: GPT2, folder: str | Path, tokenizer: Tokenizer | None = None, ch
     return folder
 
 
+def check_sizes(folder: Path, shape: GPT2Shape) -> None:
+    """Refuse weights of another shape before memory is taken for a model of this one."""
+    path = folder / "model.safetensors"
+    sizes = {"wte.weight": [shape.vocab_size, shape.width], "wpe.weight": [shape.context, shape.width]}
+    with _reading(path), safe_open(path, framework="pt") as file:
+        names = set(file.keys())
+        for name, wanted in sizes.items():
+            for full_name in {name, f"transformer.{name}"} & names:
+                if (found := list(file.get_slice(full_name).get_shape())) != wanted:
+                    raise CheckpointError(f"{path}: {full_name} has shape {found}, its config.json says {wanted}")
+        if (layers := _layers(names)) != shape.layers:
+            raise CheckpointError(f"{path}: it has {layers} layers, its config.json says {shape.layers}")
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CheckpointError(f"model.weights: {path} is not a readable safetensors file ({error})") from None
+
+
 def load(model: GPT2, folder: str | Path) -> None:
     """Fill `model` from a folder with a GPT-2 `model.safetensors`."""
     path = user_path(folder, "model.weights") / "model.safetensors"
     if not path.is_file():
         raise CheckpointError(f"model.weights: {path} does not exist; name a folder that holds model.safetensors")
-    try:
+    with _reading(path):
         weights = load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"model.weights: {path} is not a readable safetensors file ({error})") from None
     _check_config(model, path.with_name("config.json"))
     from_huggingface(model, weights, str(path))

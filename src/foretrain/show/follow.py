@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import tomllib
 from pathlib import Path
 from typing import Any
 
 from foretrain.errors import InputError
+from foretrain.files import from_json
 from foretrain.show.record import RunRecord
 
 _BLOCK = 2**20
@@ -90,9 +90,7 @@ class Follower:
                 if self._stamps.get(name) == stamp:
                     continue
                 text = path.read_text(encoding="utf-8")
-                read = (
-                    json.loads(text, parse_constant=lambda _: None) if name == "summary.json" else tomllib.loads(text)
-                )
+                read = from_json(text, parse_constant=lambda _: None) if name == "summary.json" else tomllib.loads(text)
             except (OSError, ValueError, RecursionError):  # not there yet, or written by hand; the log says enough
                 continue
             self._stamps[name] = stamp

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from foretrain.files import from_json
 from foretrain.show.looks import layer_measures
 from foretrain.show.scales import finite
 
@@ -62,8 +62,8 @@ class RunRecord:
     def take(self, line: str | bytes) -> None:
         """One line of `metrics.jsonl`. What cannot be read is left out: a log may be written by another version."""
         try:
-            fields = json.loads(line, parse_constant=lambda _: None)
-        except (ValueError, RecursionError):
+            fields = from_json(line, parse_constant=lambda _: None)
+        except ValueError:
             return
         if isinstance(fields, dict) and isinstance(fields.get("event"), str):
             self._take(fields["event"], fields)

@@ -12,7 +12,7 @@ from typing import Any
 from foretrain.config import Config, to_mapping
 from foretrain.errors import InputError, SaveError, how_to_install
 from foretrain.events import Listener
-from foretrain.files import explain_failed_write, write_atomic
+from foretrain.files import explain_failed_write, from_json, write_atomic
 from foretrain.show.trackers.entries import hyperparameters
 from foretrain.show.trackers.listener import TrackerListener
 from foretrain.show.trackers.tracker import Place, Tracker
@@ -94,7 +94,7 @@ def _write_ids(path: Path, ids: Mapping[str, Any]) -> None:
 
 def _read_ids(path: Path) -> dict[str, Any]:
     try:
-        read = json.loads(path.read_text(encoding="utf-8"))
+        read = from_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
