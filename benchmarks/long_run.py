@@ -38,6 +38,7 @@ from torch import Tensor, nn
 
 from foretrain import HybridTrainer, environment, run
 from foretrain.config import from_mapping
+from foretrain.control.gate import Answer, Ask
 from foretrain.data.loader import Loader, TokenWindows
 from foretrain.events import Event, Progress
 
@@ -45,8 +46,9 @@ MOST_MEMORY = 0.25
 """MB of resident memory per 1,000 steps."""
 MOST_LOG = 400.0
 """Bytes of `metrics.jsonl` per step, with an entry every 10 steps and moves all the time."""
-SLOWEST = 1.2
-"""CPU time per step of the last quarter, as a multiple of the second one's."""
+SLOWEST = 1.25
+"""CPU time per step of the last quarter, as a multiple of the second one's; each as a multiple of a fixed piece of work
+that is timed beside it, because other programs slow both down."""
 TIMEOUT = 3600.0
 """Seconds that an arm may take."""
 
@@ -99,6 +101,9 @@ class Sample:
     log_bytes: int
     other_bytes: int
     cpu_seconds: float
+    """Of the process, without the looks themselves."""
+    reference_ms: float
+    """CPU time of a fixed piece of work."""
 
 
 class Sampler:
@@ -108,12 +113,15 @@ class Sampler:
         self.folder = folder
         self.every = every
         self.samples: list[Sample] = []
+        self._spent = 0.0
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, Progress) and event.step >= self.every * (len(self.samples) + 1):
-            self.samples.append(self.look(event.step))
+            began = time.process_time()
+            self.samples.append(self.look(event.step, began - self._spent))
+            self._spent += time.process_time() - began
 
-    def look(self, step: int) -> Sample:
+    def look(self, step: int, cpu_seconds: float) -> Sample:
         gc.collect()
         status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
         sizes = {path: path.lstat().st_size for path in self.folder.rglob("*") if path.is_file()}
@@ -126,8 +134,34 @@ class Sampler:
             threads=int(status["Threads"]),
             log_bytes=log,
             other_bytes=sum(sizes.values()) - log,
-            cpu_seconds=time.process_time(),
+            cpu_seconds=cpu_seconds,
+            reference_ms=reference(),
         )
+
+
+def reference() -> float:
+    """Milliseconds of CPU time for small operations, as steps are made of."""
+    tensor = torch.eye(16) * 0.5
+    began = time.process_time()
+    for _ in range(2000):
+        tensor = torch.tanh(tensor @ tensor + tensor)
+    return 1000 * (time.process_time() - began)
+
+
+def force(trainer: HybridTrainer) -> None:
+    """Whatever forecasts and moves were worth so far: the next move is tried as soon as it may be, every fourth as an
+    audit."""
+    assert trainer.pilot is not None
+    ask, number = trainer.pilot.gate.ask, itertools.count(1)
+
+    def yes(asked: Ask) -> Answer:
+        answer = ask(asked)
+        over = asked.horizon < 1 or asked.steps_left <= asked.needed_after
+        return answer if answer.open or over else Answer(True, next(number) % 4 == 0, "forced")
+
+    trainer.pilot.gate.ask = yes  # type: ignore[method-assign]
+    trainer.observer.quality.trusted = lambda windows: True  # type: ignore[method-assign]
+    trainer.pilot.confidence.estimate = lambda features: 0.9  # type: ignore[method-assign]
 
 
 class Network(nn.Module):
@@ -166,6 +200,7 @@ def train(arm: str, steps: int, every: int, folder: Path) -> tuple[list[Sample],
         held_out = list(itertools.islice(Loader(others, config.batch_size, 0), 2))
         metrics = {"perplexity": lambda model, batch: model.loss(batch).exp()}
     trainer = HybridTrainer(model, config=config)
+    force(trainer)
     summary = trainer.fit(loader, held_out, metrics=metrics, callbacks=[sampler], out=folder, progress=True)
     return sampler.samples, summary
 
@@ -183,7 +218,7 @@ def judge(samples: Sequence[Sample]) -> dict[str, Any]:
     after = [sample for sample in samples if sample.step >= samples[-1].step / 4]
     first, last = after[0], after[-1]
     paces = [
-        (b.step, 1000 * (b.cpu_seconds - a.cpu_seconds) / (b.step - a.step))
+        (b.step, 1000 * (b.cpu_seconds - a.cpu_seconds) / (b.step - a.step) / (a.reference_ms + b.reference_ms) * 2)
         for a, b in itertools.pairwise(samples)
         if b.step > a.step
     ]
@@ -198,7 +233,7 @@ def judge(samples: Sequence[Sample]) -> dict[str, Any]:
         "threads": [first.threads, last.threads],
         "log_bytes_per_step": round(log, 1),
         "other_kb_per_1000_steps": round(slope(after, "other_bytes") / 1024, 1),
-        "cpu_ms_per_step": [round(early, 3), round(late, 3)],
+        "step_in_references": [round(early, 4), round(late, 4)],
     }
     within = {
         "memory": grown["memory_mb_per_1000_steps"] <= MOST_MEMORY,
