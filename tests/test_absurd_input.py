@@ -86,6 +86,7 @@ def refused(call: Call) -> Callable[..., str]:
         *(f"model.layers={number}" for number in (10**6, 10**12, 10**30)),
         f"model.heads={2**63}",
         f"hybrid.max_predict_steps=9{'0' * 400}",
+        "hybrid.max_predict_steps=9e400",
         f"correction.residuals={2**63 - 1}",
         "hybrid.secant_memory_mb=1e308",
         f"data.max_documents={2**63}",
@@ -105,6 +106,10 @@ def test_devices_that_nothing_is_trained_on(device: str, refused: Any) -> None:
     settings = ["data.path=text.txt", f'device="{device}"', "model.layers=1", "model.width=16", "model.heads=1"]
     line = refused("train", "--out", "out", *(part for text in settings for part in ("--set", text)))
     assert "use auto, cpu, cuda, cuda:1 or mps" in line
+
+
+def test_a_budget_that_no_machine_has(refused: Any) -> None:
+    assert "--budget" in refused("plan", "--budget", f"{'9' * 400}GB")
 
 
 def test_a_limit_that_no_listing_shows_is_told_where_it_matters(refused: Any) -> None:
@@ -148,6 +153,33 @@ def test_paths_on_the_command_line_that_cannot_be_looked_up(path: str, refused: 
     refused("bench", "compare", path, path)
     refused("bench", "history", path)
     refused("bench", "run", "--against", path)
+
+
+@pytest.mark.parametrize("path", ["~nosuchuser/x", LONG])
+def test_paths_beside_a_model_that_cannot_be_looked_up(path: str, base: Path, refused: Any) -> None:
+    for option in ("--tokenizer", "--vocabulary", "--adapter"):
+        refused("generate", base, "--prompt", "x", option, path)
+    refused("finetune", "--base", base, "--data", path, "--out", "out")
+    refused("evaluate", base, "--data", path)
+
+
+def test_a_folder_that_cannot_be_looked_through(base: Path, refused: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `/`, for most users."""
+
+    def denied(path: Path, pattern: str) -> Any:
+        raise PermissionError(13, "Permission denied", str(path / "root"))
+
+    Path("texts").mkdir()
+    monkeypatch.setattr(Path, "rglob", denied)
+    assert "texts/root: Permission denied" in refused("train", "--out", "out", "--set", "data.path=texts")
+    assert "texts" in refused("finetune", "--base", base, "--data", "texts", "--out", "out")
+
+
+@pytest.mark.parametrize("device", ["meta", "xla", "hip", "vulkan", "ipu", "privateuseone"])
+def test_devices_that_no_model_writes_on(device: str, base: Path, refused: Any) -> None:
+    assert "use auto, cpu, cuda, cuda:1 or mps" in refused(
+        "generate", base, "--prompt", "x", "--max-tokens", 1, "--device", device
+    )
 
 
 def test_a_name_that_is_not_utf8_is_refused_where_it_must_be_written_down(call: Call, refused: Any) -> None:

@@ -79,7 +79,7 @@ def watch(
     if open_:
         import webbrowser
 
-        webbrowser.open(server.address)
+        webbrowser.open(server.address_to_open())
     try:
         server.run()
     except KeyboardInterrupt:

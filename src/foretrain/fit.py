@@ -460,7 +460,12 @@ class Run:
         if store is not None:
             best = {"step": trainer.global_step, "loss": loss}
             state = trainer.weights_state_dict() | {"best": best, "meta": self._meta()}
-            self._saved(lambda: store.save_best(trainer.global_step, state, keep_others=trainer.judging), must=False)
+
+            def save() -> Path:
+                self._check_place()
+                return store.save_best(trainer.global_step, state, keep_others=trainer.judging)
+
+            self._saved(save, must=False)
 
     def _saved(self, save: Callable[[], Path], must: bool) -> Path | None:
         trainer = self.trainer
@@ -483,11 +488,14 @@ class Run:
 
     def _write(self, store: CheckpointStore) -> Path:
         trainer = self.trainer
-        if self.folder is not None:
-            self.folder.check_place()
+        self._check_place()
         trainer.meter.fetch()
         place = self.loader_state if self.batches is None or self.rewound else self.batches.state()
         return store.save(trainer.global_step, trainer.state_dict() | {"loader": place, "meta": self._meta()})
+
+    def _check_place(self) -> None:
+        if self.folder is not None:
+            self.folder.check_place()
 
     def _meta(self) -> dict[str, Any]:
         return {

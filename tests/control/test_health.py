@@ -259,6 +259,40 @@ def test_a_run_that_diverged_does_not_learn_by_heart() -> None:
     assert after([3.56, 3.9, 3.7, 3.69], [3.9, 3.85, 3.86, 3.84]) == []  # both suffer
 
 
+def test_what_is_known_of_evaluations_and_looks_does_not_grow_with_the_run() -> None:
+    def look(health: Health, step: int) -> None:
+        noted(health, [5.0 + 0.01 * (step % 3)] * 20, step)
+
+    def size(evaluations: int) -> int:
+        health = Health(from_mapping({}), [])
+        for number in range(evaluations):
+            look(health, 100 * number)
+            health.evaluated(Situation(100 * number, Effective(5.0, 1.0, 10)), 2.0 + 0.001 * number, 1.0)
+        for number in range(1200):
+            look(health, 100 * (evaluations + number))
+        kept = health.state_dict()
+        return len(json.dumps([kept[name] for name in ("evaluations", "best_evaluation", "trained", "findings")]))
+
+    assert size(400) < size(40) + 20
+
+
+def test_older_checkpoints_hold_every_evaluation() -> None:
+    situation = Situation(0, Effective(5.0, 1.0, 10))
+    new, old = Health(from_mapping({}), []), Health(from_mapping({}), [])
+    pairs = [(2.0, 2.0), (2.1, 1.5), (2.2, 1.2)]
+    new.note([(5.5, 1.0, 0.0)])
+    for pair in pairs:
+        new.evaluated(situation, *pair)
+    state = new.state_dict()
+    state["evaluations"] = [list(pair) for pair in pairs]
+    state.pop("best_evaluation")
+    old.load_state_dict(state)
+    for health in (new, old):
+        (finding,) = health.evaluated(situation, 2.3, 1.0)
+        assert finding.ailment is Ailment.OVERFITTING
+        assert finding.value == pytest.approx(0.3)
+
+
 # --- rare cases ------------------------------------------------------------------------------------------------------
 
 

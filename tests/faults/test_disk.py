@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from foretrain import config, run
+from foretrain import HybridTrainer, config, run
 from foretrain.engine import checkpoint
 from foretrain.engine.checkpoint import verify
 from foretrain.errors import SaveError
@@ -228,3 +229,27 @@ def test_a_file_in_the_place_of_the_checkpoint_folder(workshop: Any) -> None:
     changed = config.load("tiny.toml").config
     with pytest.raises(SaveError, match="Check the folder"):
         run.train(changed, "fresh", resume=True, progress=False)
+
+
+@pytest.mark.parametrize("back", [False, True])
+def test_a_run_folder_that_is_moved_in_mid_run_is_not_made_anew(back: bool, tmp_path: Path) -> None:
+    """Neither for checkpoints nor for the best weights; put back, it is used again."""
+    out, elsewhere, notices = tmp_path / "run", tmp_path / "elsewhere", []
+
+    def move(event: Event) -> None:
+        if isinstance(event, Notice):
+            notices.append(event.message)
+        elif isinstance(event, Progress) and event.step == 6:
+            out.rename(elsewhere)
+        elif back and isinstance(event, Progress) and event.step == 14:
+            elsewhere.rename(out)
+
+    settings = {"device": "cpu", "max_steps": 20, "evaluation.interval": 2, "checkpoint.interval": 4, "log.interval": 2}
+    trainer = HybridTrainer(torch.nn.Linear(3, 1), None, torch.nn.MSELoss(), config.from_mapping(settings))
+    data = [(torch.ones(4, 3), torch.zeros(4, 1))]
+    with contextlib.nullcontext() if back else pytest.raises(SaveError, match="was moved or deleted"):
+        trainer.fit(data, data, out=out, callbacks=[move], progress=False)
+    assert any("the run folder was moved or deleted while the run goes on" in text for text in notices)
+    assert [out.exists(), elsewhere.exists()] == [back, not back]
+    saved = {path.name for path in ((out if back else elsewhere) / "checkpoints").iterdir()}
+    assert ("step-00000020" in saved) is back

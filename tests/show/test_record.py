@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import tracemalloc
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ from tests.show.runs import STARTED, SUMMARY, append, end, moved, progress, some
 
 from foretrain.errors import InputError
 from foretrain.events import CheckpointSaved, Evaluated, Event, Notice, Resumed, RunEnded
+from foretrain.show import record as records
 from foretrain.show.follow import Follower, read_runs
-from foretrain.show.record import RunRecord
+from foretrain.show.record import Entry, RunRecord
 from foretrain.show.report_ledger import ledger_rows
 
 
@@ -86,6 +88,37 @@ def test_progress_keeps_only_what_is_shown() -> None:
     record = record_of(STARTED, progress(10))
     assert "tokens" not in record.progress[0].fields
     assert record.last("loss") == 2.0
+
+
+def test_a_long_run_takes_little_memory() -> None:
+    """Some 720 bytes an entry it was, and 300,000 entries are not rare."""
+    lines = [json.dumps({"event": "Progress", **asdict(progress(step, 1 / step))}) for step in range(10, 20_010, 10)]
+    record = RunRecord("run")
+    tracemalloc.start()
+    for line in lines:
+        record.take(line)
+    kept = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert kept / len(lines) < 400
+    assert record.progress[99].fields["loss"] == 1 / 1000
+    assert record.progress[99].fields["phase"] == "full"
+    assert record.progress[99].fields["gain_percent"] is None
+    assert len(dict(record.progress[99].fields)) == len(record.progress[99].fields)
+
+
+def test_reading_takes_time_in_proportion_to_the_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = 0
+
+    class Counting(Entry):
+        def __getattribute__(self, name: str) -> Any:
+            nonlocal looked
+            looked += name == "step"
+            return super().__getattribute__(name)
+
+    monkeypatch.setattr(records, "Entry", Counting)
+    record = record_of(STARTED, *(Evaluated(step, 1.0, 0.1, False, False) for step in range(1, 301)))
+    assert len(record.evaluations) == 300
+    assert looked < 5 * 300
 
 
 def test_evaluations_of_steps_done_again_are_told_once() -> None:

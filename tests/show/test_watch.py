@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http.client
 import json
+import os
 import re
 import socket
 import sys
@@ -19,7 +21,7 @@ from tests.show.runs import STARTED, SUMMARY, append, end, progress, some_run, w
 from tests.waiting import HANGS
 
 from foretrain.cli import main
-from foretrain.show import watch
+from foretrain.show import watch, watch_connections, watch_guard
 from foretrain.show.follow import Follower
 from foretrain.show.watch import WatchServer
 
@@ -202,10 +204,10 @@ def test_every_answer_has_the_headers_that_keep_it_to_itself(shown: Serving) -> 
     answers = [shown.answer(), shown.answer("/report.js"), shown.answer("/nothing"), shown.answer(cookie="")]
     answers.append(shown.answer("/", "POST"))
     for _, headers, _ in answers:
-        assert headers.items() >= watch.HEADERS.items()
+        assert headers.items() >= watch_guard.HEADERS.items()
         assert "server" not in headers
         assert not [name for name in headers if name.startswith("access-control")]
-    assert "unsafe" not in watch.HEADERS["content-security-policy"]
+    assert "unsafe" not in watch_guard.HEADERS["content-security-policy"]
 
 
 def test_the_page_keeps_to_its_own_policy(shown: Serving) -> None:
@@ -220,6 +222,90 @@ def test_the_page_keeps_to_its_own_policy(shown: Serving) -> None:
 
 def test_it_is_bound_to_this_machine_only(shown: Serving) -> None:
     assert shown.server._socket.getsockname()[0] == "127.0.0.1"
+
+
+# --- the browser that is opened ---------------------------------------------------------------------------------------
+
+
+def opening(serving: Serving) -> str:
+    """The path of the address that stands on the browser's command line."""
+    address = serving.server.address_to_open()
+    assert serving.server.token not in address
+    return address.removeprefix(f"http://127.0.0.1:{serving.port}")
+
+
+def test_the_address_on_a_browsers_command_line_is_good_once(serving: Serving) -> None:
+    path = opening(serving)
+    assert serving.answer(path.replace("/?", "/events?"), cookie="")[0] == 403
+    status, headers, _ = serving.answer(path, cookie="")
+    assert (status, headers["location"]) == (303, "/")
+    assert serving.server.token in headers["set-cookie"]
+    assert serving.answer(path, cookie="")[0] == 403
+    assert serving.answer("/?code=", cookie="")[0] == 403
+
+
+def test_another_users_program_can_do_nothing_with_it(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = opening(serving)
+    with monkeypatch.context() as theirs:
+        theirs.setattr(watch_guard, "owner_of", lambda client, server: os.geteuid() + 1)
+        assert serving.answer(path, cookie="")[0] == 403
+    assert serving.answer(path, cookie="")[0] == 303
+
+
+def test_it_dies_if_no_browser_comes(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch_guard, "CODE_SECONDS", -1.0)
+    assert serving.answer(opening(serving), cookie="")[0] == 403
+
+
+def test_whose_a_connection_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        with socket.create_connection(server.getsockname()) as client:
+            assert watch_guard.owner_of(client.getsockname(), server.getsockname()) == os.geteuid()
+            assert watch_guard.owner_of(server.getsockname(), client.getsockname()) != os.geteuid() + 1
+            assert watch_guard.owner_of(("127.0.0.1", 1), server.getsockname()) == -1
+            monkeypatch.setattr(watch_guard, "_CONNECTIONS", (tmp_path / "none",))
+            assert watch_guard.owner_of(client.getsockname(), server.getsockname()) is None
+
+
+# --- connections that ask for nothing ---------------------------------------------------------------------------------
+
+
+def strangers(serving: Serving, count: int) -> Iterator[socket.socket]:
+    """Connections without a key: idle ones, and ones that have sent half a request."""
+    for number in range(count):
+        made = socket.create_connection(("127.0.0.1", serving.port), timeout=HANGS)
+        if number % 2:
+            made.sendall(b"GET / HTTP/1.1\r\nHost: ")
+        yield made
+
+
+def test_connections_that_ask_for_nothing_keep_nobody_out(shown: Serving) -> None:
+    with contextlib.ExitStack() as stack:
+        for stranger in strangers(shown, 100):
+            stack.enter_context(stranger)
+        assert shown.answer()[0] == 200
+
+
+def test_connections_that_ask_for_nothing_are_closed_and_those_that_look_are_not(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch_connections, "PATIENCE", 0.05)
+    events = Events(serving)
+    events.next()
+    for stranger in strangers(serving, 2):
+        assert stranger.recv(1) == b""
+        stranger.close()
+    append(serving.folder, {"event": "Notice", "message": "still here", "level": "info"})
+    assert "still here" in str(events.next())
+    events.close()
+
+
+def test_whoever_has_no_key_has_to_connect_again(shown: Serving) -> None:
+    for answer in (shown.answer(cookie=""), shown.answer("/", "POST"), shown.answer(Host="evil.com")):
+        assert answer[1]["connection"] == "close"
+    assert "connection" not in shown.answer()[1]
 
 
 # --- following --------------------------------------------------------------------------------------------------------
@@ -287,6 +373,45 @@ def test_connections_that_are_cut_again_and_again_lose_nothing(serving: Serving)
     assert fresh == known
     rows = str(known["rows/0"])
     assert all(f"reason {step}" in rows and f"while away at {step}" in rows for step in range(110, 210, 10))
+
+
+def test_a_look_goes_on_when_a_browser_leaves_and_the_next_one_waits_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two looks at a time would read every line twice."""
+    monkeypatch.setattr(watch, "INTERVAL", 1000.0)
+    folder = write_run(tmp_path / "run", some_run())
+    live, poll = watch.Live(folder), Follower.poll
+    begun, may_go_on = threading.Event(), threading.Event()
+    looks: list[bool] = []
+
+    def slow(follower: Follower) -> bool:
+        begun.set()
+        assert may_go_on.wait(HANGS)
+        looks.append(poll(follower))
+        return looks[-1]
+
+    monkeypatch.setattr(Follower, "poll", slow)
+
+    async def browsers() -> str:
+        first = asyncio.create_task(live.current())
+        await asyncio.to_thread(begun.wait, HANGS)
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        second = asyncio.create_task(live.current())
+        await asyncio.sleep(0)
+        may_go_on.set()
+        version, made = await second
+        assert "at step 100 of 100" in made.sections["lead"]
+        return version
+
+    version = asyncio.run(browsers())
+    alone = Follower(folder)
+    poll(alone)
+    assert looks == [True]
+    assert version == alone.version
+    assert live.follower.record.decisions == alone.record.decisions
 
 
 def test_looks_at_a_long_run_take_a_small_part_of_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -396,7 +521,9 @@ def test_the_command_prints_the_address_and_opens_it(
         main(["watch", str(folder), "--open"])
     address = capsys.readouterr().out.strip()
     assert re.fullmatch(r"http://127\.0\.0\.1:\d+/\?token=[\w-]{43}", address)
-    assert opened == [address]
+    (shown,) = opened
+    assert re.fullmatch(r"http://127\.0\.0\.1:\d+/\?code=[\w-]{43}", shown)
+    assert shown.partition("=")[2] not in address
     with pytest.raises(SystemExit, match="0"):
         main(["watch", str(folder), "--json"])
     assert set(json.loads(capsys.readouterr().out)) == {"address", "port"}

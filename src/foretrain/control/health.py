@@ -41,6 +41,8 @@ UNDONE_SHARE = 1 / 3
 """Of all moves; two in a row among many that were kept are bad luck."""
 MOST_TUNINGS = 3
 """Times that one ailment is tuned away."""
+_KEPT_LOOKS = 1000
+"""That the training loss is averaged over where nothing is evaluated for so long."""
 HARMS = (Ailment.NOT_FINITE, Ailment.EXPLOSION, Ailment.DIVERGENCE)
 """What a rollback undoes."""
 
@@ -87,7 +89,10 @@ class Health:
         self._tuned: dict[str, list[int]] = {}
         """Ailment -> steps at which something was done about it."""
         self._evaluations: list[tuple[float, float]] = []
-        """(held-out loss, mean training loss before it)."""
+        """(held-out loss, mean training loss before it) of the last few."""
+        self._best_evaluation = (math.inf, math.inf)
+        self._since_best = 0
+        """Evaluations."""
         self._trained: list[float] = []
         """Mean losses of the looks since the last evaluation."""
         self._suspects: set[int] = set()
@@ -111,7 +116,7 @@ class Health:
             found += self._layers(situation, measured)
         vitals = self.record.vitals(situation.step)
         if vitals is not None:
-            self._trained.append(vitals.loss)
+            self._trained = [*self._trained[1 - _KEPT_LOOKS :], vitals.loss]
             found += self._run(situation, vitals)
         found += self._prediction(situation)
         news = self._news(found)
@@ -124,8 +129,14 @@ class Health:
         self._trained = []
         if not known or not math.isfinite(held_out):
             return []
-        self._evaluations.append((held_out, sum(known) / len(known)))
+        self._count((held_out, sum(known) / len(known)))
         return self._news([*self._overfitting(situation), *self._underfitting(situation)])
+
+    def _count(self, evaluation: tuple[float, float]) -> None:
+        self._evaluations = [*self._evaluations[-OVERFITTING_EVALUATIONS:], evaluation]
+        self._since_best += 1
+        if evaluation[0] < self._best_evaluation[0]:
+            self._best_evaluation, self._since_best = evaluation, 0
 
     def rolled_back(self, situation: Situation) -> list[HealthFinding]:
         """What ailed the steps that were undone. The guard has done something about it."""
@@ -202,19 +213,17 @@ class Health:
             yield self.advice.low_confidence(situation.step, situation.confidence, situation.threshold)
 
     def _overfitting(self, situation: Situation) -> Iterator[HealthFinding]:
-        best = min(range(len(self._evaluations)), key=lambda place: self._evaluations[place][0])
-        since = len(self._evaluations) - 1 - best
-        (lowest, trained_then), (held_out, trained) = self._evaluations[best], self._evaluations[-1]
+        (lowest, trained_then), (held_out, trained) = self._best_evaluation, self._evaluations[-1]
         rise = held_out - lowest
-        worse = since >= OVERFITTING_EVALUATIONS and rise > OVERFITTING_RISE * abs(lowest)
+        worse = self._since_best >= OVERFITTING_EVALUATIONS and rise > OVERFITTING_RISE * abs(lowest)
         start = self.record.start.loss
         learned = trained < trained_then and not trained > start - LEVEL * abs(start)
         by_heart = held_out - trained > LEVEL * abs(trained)  # else both losses suffer
         if worse and learned and by_heart:
-            yield self.advice.overfitting(situation.step, rise, since)
+            yield self.advice.overfitting(situation.step, rise, self._since_best)
 
     def _underfitting(self, situation: Situation) -> Iterator[HealthFinding]:
-        last = self._evaluations[-OVERFITTING_EVALUATIONS - 1 :]
+        last = self._evaluations
         if len(last) <= OVERFITTING_EVALUATIONS or not situation.high_rate or not 0 < self._update < LOW_UPDATE:
             return
         if situation.leaps:
@@ -287,6 +296,7 @@ class Health:
             "tuning": [self.rate_factor, self.clip, self.full_steps],
             "tuned": {name: list(steps) for name, steps in self._tuned.items()},
             "evaluations": [list(pair) for pair in self._evaluations],
+            "best_evaluation": [*self._best_evaluation, self._since_best],
             "trained": list(self._trained),
             "suspects": sorted(self._suspects),
             "oscillated": self._oscillated,
@@ -300,7 +310,12 @@ class Health:
         rate, clip, full_steps = state["tuning"]
         self.rate_factor, self.clip, self.full_steps = float(rate), float(clip), int(full_steps)
         self._tuned = {name: list(steps) for name, steps in state["tuned"].items()}
-        self._evaluations = [(float(held_out), float(trained)) for held_out, trained in state["evaluations"]]
+        self._evaluations, self._best_evaluation, self._since_best = [], (math.inf, math.inf), 0
+        for held_out, trained in state["evaluations"]:  # all of them in older checkpoints
+            self._count((float(held_out), float(trained)))
+        if "best_evaluation" in state:
+            held_out, trained, since = state["best_evaluation"]
+            self._best_evaluation, self._since_best = (float(held_out), float(trained)), int(since)
         self._trained = list(state["trained"])
         self._suspects = set(state["suspects"])
         self.put_back = bool(state.get("put_back", False))  # not there in older checkpoints

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import sys
+from array import array
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,14 +14,38 @@ from foretrain.show.looks import layer_measures
 from foretrain.show.scales import finite
 
 Fields = Mapping[str, Any]
-_PROGRESS = (
-    *("loss", "gradient_norm", "learning_rate", "tokens_per_second", "phase"),
+_NUMBERS = (
+    *("loss", "gradient_norm", "learning_rate", "tokens_per_second"),
     *("predicted_loss", "smoothed_loss", "confidence", "gain_percent"),
 )
-"""What is kept of a progress entry: a long run has hundreds of thousands of them."""
+"""What is kept of a progress entry, with the phase: a long run has hundreds of thousands of them."""
+_PLACES = {name: place for place, name in enumerate(_NUMBERS)}
 
 
-@dataclass(frozen=True)
+class _Shown(Mapping[str, Any]):
+    """The fields of a progress entry, in half the memory of a dict. Numbers that cannot be drawn are None."""
+
+    __slots__ = ("_numbers", "_phase")
+
+    def __init__(self, fields: Fields) -> None:
+        known = (finite(fields.get(name)) for name in _NUMBERS)
+        self._numbers = array("d", [math.nan if number is None else number for number in known])
+        self._phase = sys.intern(str(fields["phase"])) if "phase" in fields else None
+
+    def __getitem__(self, name: str) -> Any:
+        if name == "phase" and self._phase is not None:
+            return self._phase
+        number = self._numbers[_PLACES[name]]
+        return None if math.isnan(number) else number
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((*_NUMBERS, *(("phase",) if self._phase is not None else ())))
+
+    def __len__(self) -> int:
+        return len(_NUMBERS) + (self._phase is not None)
+
+
+@dataclass(frozen=True, slots=True)
 class Entry:
     """An event with the time of the run at which it came."""
 
@@ -78,8 +105,7 @@ class RunRecord:
                     self._forget()
                 self.started, self.ended, self.summary, self._reached = fields, None, {}, step
             case "Progress":
-                known = {name: fields[name] for name in _PROGRESS if name in fields}
-                entry = Entry(kind, step, finite(fields.get("seconds")) or entry.seconds, known)
+                entry = Entry(kind, step, finite(fields.get("seconds")) or entry.seconds, _Shown(fields))
                 self._set_clock(max(entry.seconds, self.seconds))
                 self._went_back(step)
                 self.progress.append(entry)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import json
 import math
 import secrets
@@ -21,15 +20,14 @@ from typing import TYPE_CHECKING, Any
 from foretrain.errors import InputError
 from foretrain.show.follow import Follower
 from foretrain.show.report_page import Parts, asset, live_page, parts, script, style
+from foretrain.show.watch_guard import HOST, Code, Guard
 
 if TYPE_CHECKING:
     import uvicorn
     from starlette.applications import Starlette
     from starlette.requests import Request
     from starlette.responses import Response
-    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-HOST = "127.0.0.1"
 CLIENTS = 8
 """Browsers at a time."""
 INTERVAL = 0.5
@@ -37,19 +35,6 @@ INTERVAL = 0.5
 SHARE = 0.1
 """Of the time, spent on looks at the most: the page of a long run takes longer to make, and is made more rarely."""
 _SIGN_OF_LIFE = 15.0
-_POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
-HEADERS = {
-    "content-security-policy": _POLICY,
-    "x-content-type-options": "nosniff",
-    "x-frame-options": "DENY",
-    "referrer-policy": "no-referrer",
-    "cache-control": "no-store",
-    "cross-origin-resource-policy": "same-origin",
-    "cross-origin-opener-policy": "same-origin",
-}
 
 
 class Live:
@@ -58,17 +43,27 @@ class Live:
     def __init__(self, folder: Path) -> None:
         self.follower = Follower(folder)
         self.clients = 0
-        self._lock = asyncio.Lock()
         self._next = -math.inf
         self._parts = parts([self.follower.record])
+        self._state = self.follower.version, self._parts
+        self._looking: asyncio.Task[None] | None = None
 
     async def current(self) -> tuple[str, Parts]:
-        """(version, parts) as of now."""
-        async with self._lock:
-            if (began := time.monotonic()) >= self._next:
-                await asyncio.to_thread(self._look)
-                self._next = began + max(INTERVAL, (time.monotonic() - began) / SHARE)
-            return self.follower.version, self._parts
+        """(version, parts) as of now. There is one look at a time, whoever waits for it: it goes on when they leave."""
+        if self._looking is None and time.monotonic() >= self._next:
+            self._looking = asyncio.create_task(self._look_once())
+        if self._looking is not None:
+            await asyncio.shield(self._looking)
+        return self._state
+
+    async def _look_once(self) -> None:
+        began = time.monotonic()
+        try:
+            await asyncio.to_thread(self._look)
+            self._state = self.follower.version, self._parts
+        finally:
+            self._next = began + max(INTERVAL, (time.monotonic() - began) / SHARE)
+            self._looking = None
 
     def _look(self) -> None:
         try:
@@ -120,7 +115,7 @@ def _changed(made: Parts, sent: dict[str, str]) -> str:
 # --- the application --------------------------------------------------------------------------------------------------
 
 
-def application(live: Live, token: str, port: int, stopping: Callable[[], bool] = lambda: False) -> ASGIApp:
+def application(live: Live, token: str, port: int, stopping: Callable[[], bool] = lambda: False) -> Guard:
     """Five addresses, all fixed; whatever else is asked for does not exist."""
     from starlette.applications import Starlette
     from starlette.responses import PlainTextResponse, StreamingResponse
@@ -154,78 +149,6 @@ def application(live: Live, token: str, port: int, stopping: Callable[[], bool] 
     return Guard(app, token, port)
 
 
-class Guard:
-    """Before anything is answered: the method, the host that was asked for, where the request comes from, the token."""
-
-    def __init__(self, app: ASGIApp, token: str, port: int) -> None:
-        self.app = app
-        self.token = token
-        self.hosts = {f"{name}:{port}" for name in (HOST, "localhost")}
-        self.cookie = f"foretrain-{port}"
-        """Cookies know no ports: every server has one of its own name."""
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        from starlette.responses import PlainTextResponse, RedirectResponse
-
-        if scope["type"] != "http":
-            return
-
-        async def guarded(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                given = {name for name, _ in message["headers"]}
-                more = [
-                    (name.encode(), value.encode()) for name, value in HEADERS.items() if name.encode() not in given
-                ]
-                message = {**message, "headers": [*message["headers"], *more]}
-            await send(message)
-
-        refused = self._refusal(scope)
-        if refused is not None:
-            status, text, headers = refused
-            await PlainTextResponse(f"{text}\n", status, headers)(scope, receive, guarded)
-        elif self._same(_query_token(scope)) and scope["path"] == "/":
-            answer = RedirectResponse("/", 303)
-            answer.set_cookie(self.cookie, self.token, httponly=True, samesite="strict", path="/")
-            await answer(scope, receive, guarded)
-        elif not self._same(_cookie(scope, self.cookie)):
-            text = "open the address that foretrain watch has printed: it holds the key\n"
-            await PlainTextResponse(text, 403)(scope, receive, guarded)
-        else:
-            await self.app(scope, receive, guarded)
-
-    def _refusal(self, scope: Scope) -> tuple[int, str, dict[str, str]] | None:
-        if scope["method"] != "GET":
-            return 405, "this server is read-only", {"allow": "GET"}
-        hosts = _header(scope, b"host")
-        if len(hosts) != 1 or hosts[0] not in self.hosts:
-            return 421, "this server answers under its own name only", {}
-        origins = _header(scope, b"origin")
-        if any(origin not in {f"http://{host}" for host in self.hosts} for origin in origins):
-            return 403, "another page may not ask here", {}
-        if "cross-site" in _header(scope, b"sec-fetch-site"):
-            return 403, "another page may not ask here", {}
-        return None
-
-    def _same(self, given: str) -> bool:
-        return hmac.compare_digest(given.encode(), self.token.encode())
-
-
-def _header(scope: Scope, wanted: bytes) -> list[str]:
-    return [value.decode("latin-1") for name, value in scope["headers"] if name.lower() == wanted]
-
-
-def _query_token(scope: Scope) -> str:
-    from urllib.parse import parse_qs
-
-    query: bytes = scope["query_string"]
-    return parse_qs(query.decode("latin-1")).get("token", [""])[0]
-
-
-def _cookie(scope: Scope, wanted: str) -> str:
-    pairs = (part.strip().partition("=") for text in _header(scope, b"cookie") for part in text.split(";"))
-    return next((value for name, _, value in pairs if name == wanted), "")
-
-
 # --- the server -------------------------------------------------------------------------------------------------------
 
 
@@ -235,21 +158,23 @@ class WatchServer:
     def __init__(self, folder: Path, port: int = 0) -> None:
         import uvicorn
 
+        from foretrain.show.watch_connections import Connection
+
         live = Live(folder)
         self._socket = _bound(port)
         self.port = int(self._socket.getsockname()[1])
         self.token = secrets.token_urlsafe(32)
-        app = application(live, self.token, self.port, lambda: self.server.should_exit)
+        self.guard = application(live, self.token, self.port, lambda: self.server.should_exit)
         self.server: uvicorn.Server = uvicorn.Server(
             uvicorn.Config(
-                app,
+                self.guard,
                 log_level="warning",
                 access_log=False,
                 server_header=False,
                 proxy_headers=False,
                 lifespan="off",
                 ws="none",
-                http="h11",
+                http=Connection,
                 loop="asyncio",
                 limit_concurrency=64,
                 timeout_graceful_shutdown=2,
@@ -259,6 +184,11 @@ class WatchServer:
     @property
     def address(self) -> str:
         return f"http://{HOST}:{self.port}/?token={self.token}"
+
+    def address_to_open(self) -> str:
+        """For the command line of a browser, where others can read it: it opens the page once, and for this user."""
+        self.guard.code = Code()
+        return f"http://{HOST}:{self.port}/?code={self.guard.code.text}"
 
     def run(self) -> None:
         try:
