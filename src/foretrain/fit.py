@@ -80,6 +80,7 @@ class Run:
         self.store = CheckpointStore(folder.checkpoints, self.config.checkpoint.keep) if folder is not None else None
         self.held_out = held_out
         trainer.judge_by(held_out)
+        trainer.first_trained = self._complete_best
         self.stop = stop
         self.fingerprint = fingerprint
         self.metrics = metrics or {}
@@ -461,6 +462,23 @@ class Run:
             best = {"step": trainer.global_step, "loss": loss}
             state = trainer.weights_state_dict() | {"best": best, "meta": self._meta()}
             self._saved(lambda: store.save_best(trainer.global_step, state, keep_others=trainer.judging), must=False)
+
+    def _complete_best(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Weights are trained for the first time: the best ones so far get them as they still are, since later nobody
+        could tell what they were. What is saved next holds them, too."""
+        trainer, store = self.trainer, self.store
+        if math.isfinite(self.next_save):
+            self.next_save = min(self.next_save, trainer.global_step)
+        if store is None:
+            return
+        for step, path in store.best().items():
+            try:
+                state = checkpoint.read(path)
+            except CheckpointError:  # damaged: nothing can be made of it anyway
+                continue
+            model = {**state["model"], **{name: weight.detach() for name, weight in weights.items()}}
+            state |= {"model": model, "frozen": trainer.frozen}
+            self._saved(partial(store.save_best, step, state, keep_others=True), must=False)
 
     def _saved(self, save: Callable[[], Path], must: bool) -> Path | None:
         trainer = self.trainer

@@ -34,10 +34,16 @@ class Sample:
     """Fixed coordinates of the largest parameters."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], optimizer: Optimizer) -> None:
-        self.parameters = sorted(parameters, key=lambda p: -p.numel())[:_TENSORS]
         self.optimizer = optimizer
-        self._before: Tensor | None = None
         self._seen: dict[nn.Parameter, Tensor] = {}
+        self.cover(parameters)
+
+    def cover(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Choose among these from now on."""
+        self.parameters = sorted(parameters, key=lambda p: -p.numel())[:_TENSORS]
+        self._before: Tensor | None = None
+        if self._seen:
+            self.watch()
 
     def watch(self) -> Callable[[nn.Parameter], None]:
         """To be called with each parameter while its gradient is there, if none outlives the backward pass."""

@@ -16,7 +16,18 @@ from foretrain.errors import ConfigError
 
 def build(model: nn.Module, config: OptimizerConfig) -> Optimizer:
     """Weight decay on matrices only. Fused where torch has it, so that a step is one kernel per group."""
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    return _build(model, {name: p for name, p in model.named_parameters() if p.requires_grad}, config)
+
+
+def add(optimizer: Optimizer, model: nn.Module, unfrozen: dict[str, nn.Parameter], config: OptimizerConfig) -> None:
+    """Train more parameters with an optimizer that `build` made, in groups of their own."""
+    other = _build(model, unfrozen, config)
+    for group in other.param_groups:
+        optimizer.add_param_group(group)
+    optimizer.state.update(other.state)
+
+
+def _build(model: nn.Module, trained: dict[str, nn.Parameter], config: OptimizerConfig) -> Optimizer:
     matrices = [p for p in trained.values() if p.ndim >= 2]
     vectors = [p for p in trained.values() if p.ndim < 2]
     rate: Any = config.peak_rate
@@ -138,7 +149,7 @@ class RateControl:
             return
         factor = rate / self.peak if self.peak else 0.0
         for group in self.optimizer.param_groups:
-            value = group["peak_lr"] * factor
+            value = group.setdefault("peak_lr", float(group["lr"])) * factor  # one that was added had its peak so far
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(value)
             else:

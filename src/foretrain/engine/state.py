@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -167,10 +167,9 @@ def _cuda_devices() -> int:
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def changing_state(model: nn.Module) -> dict[str, Any]:
-    """The model's state without frozen weights: they stay what they are."""
-    frozen = set(frozen_weights(model))
-    return {name: value for name, value in model.state_dict().items() if name not in frozen}
+def changing_state(model: nn.Module, constant: Collection[str]) -> dict[str, Any]:
+    """The model's state without weights that stay what they are."""
+    return {name: value for name, value in model.state_dict().items() if name not in constant}
 
 
 def frozen_weights(model: nn.Module) -> dict[str, Tensor]:
@@ -190,10 +189,15 @@ def checksum(tensors: Mapping[str, Tensor]) -> str:
     return hashlib.sha256(repr(list(zip(forms, numbers, strict=True))).encode()).hexdigest()
 
 
-@torch.no_grad()
-def restore_model(model: nn.Module, saved: Mapping[str, Tensor], origin: str) -> None:
-    """Copy weights and buffers in place, after checking that they are this model's. Frozen weights stay."""
-    own = changing_state(model)
+def left_out(model: nn.Module, saved: Mapping[str, Any]) -> dict[str, nn.Parameter]:
+    """Parameters that a state of the model does not hold, under all their names."""
+    return {name: p for name, p in model.named_parameters(remove_duplicate=False) if name not in saved}
+
+
+def check_model(model: nn.Module, saved: Mapping[str, Any], origin: str, constant: Collection[str]) -> dict[str, Any]:
+    """Refuse weights and buffers that are not this model's; what they are to be copied to. constant: names of weights
+    that were not to be saved."""
+    own = changing_state(model, constant)
     for name in [*own, *saved]:
         if name not in saved or name not in own:
             where = "the checkpoint" if name not in saved else "this model"
@@ -205,6 +209,17 @@ def restore_model(model: nn.Module, saved: Mapping[str, Tensor], origin: str) ->
                 f"{origin}: it belongs to another model ({name} is {_form(saved[name])} there, {_form(own[name])} "
                 "here); use the same [model] settings"
             )
+    return own
+
+
+@torch.no_grad()
+def restore_model(
+    model: nn.Module, saved: Mapping[str, Tensor], origin: str, constant: Collection[str] | None = None
+) -> None:
+    """Copy weights and buffers in place, after checking that they are this model's. constant: names of weights that
+    were not to be saved; None: those that are frozen."""
+    constant = set(frozen_weights(model)) if constant is None else constant
+    own = check_model(model, saved, origin, constant)
     _copy_all([(value, saved[name]) for name, value in own.items() if isinstance(value, Tensor)])
     for name, value in own.items():
         if not isinstance(value, Tensor):  # what a module returned from get_extra_state
@@ -235,21 +250,8 @@ def restore_optimizer(
     keep_settings: weight decay and the like stay what they are now. Otherwise all values of the saved groups come back,
     because some optimizers keep a part of their state there.
     """
-    current = optimizer.state_dict()
-    groups = saved["param_groups"]
-    ours = [(len(group["params"]), sorted(group.keys() - _OF_SCHEDULES)) for group in current["param_groups"]]
-    theirs = [(len(group["params"]), sorted(group.keys() - _OF_SCHEDULES)) for group in groups]
-    if [count for count, _ in ours] == [count for count, _ in theirs] and ours != theirs:
-        raise CheckpointError(
-            f"{origin}: its optimizer keeps its state in another form; use the same optimizer, or optimizer.type and "
-            "optimizer.state_type (a memory.budget may have chosen another one: name it), and the same scheduler"
-        )
-    if ours != theirs:
-        raise CheckpointError(
-            f"{origin}: it was saved with another optimizer, or other parameters in its groups "
-            f"({[count for count, _ in theirs]} there, {[count for count, _ in ours]} here); "
-            "use the same [optimizer] settings"
-        )
+    check_groups(optimizer, saved["param_groups"], origin)
+    current, groups = optimizer.state_dict(), saved["param_groups"]
     if keep_settings:
         groups = current["param_groups"]
     rates = [group.get("lr") for group in optimizer.param_groups]
@@ -268,6 +270,25 @@ def restore_optimizer(
         if rate is not None:
             value = float(values["lr"])
             group["lr"] = rate.fill_(value) if isinstance(rate, Tensor) else value  # a tensor stays on its device
+
+
+def check_groups(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]], origin: str) -> None:
+    """Refuse the groups of another kind of optimizer, or of other parameters."""
+    ours, theirs = (
+        [(len(group["params"]), sorted(group.keys() - _OF_SCHEDULES)) for group in groups]
+        for groups in (optimizer.param_groups, saved)
+    )
+    if [count for count, _ in ours] == [count for count, _ in theirs] and ours != theirs:
+        raise CheckpointError(
+            f"{origin}: its optimizer keeps its state in another form; use the same optimizer, or optimizer.type and "
+            "optimizer.state_type (a memory.budget may have chosen another one: name it), and the same scheduler"
+        )
+    if ours != theirs:
+        raise CheckpointError(
+            f"{origin}: it was saved with another optimizer, or other parameters in its groups "
+            f"({[count for count, _ in theirs]} there, {[count for count, _ in ours]} here); "
+            "use the same [optimizer] settings, and begin with the same weights frozen"
+        )
 
 
 def _own_copies(state: Any) -> Any:

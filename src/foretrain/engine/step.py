@@ -50,7 +50,9 @@ class FullStep:
         nan_check: bool = True,
         compile_loss: bool = False,
         update_in_backward: bool = False,
+        parameters: list[nn.Parameter] | None = None,
     ) -> None:
+        """parameters: what is trained; None: all that require gradients."""
         self.model = model
         self.optimizer = optimizer
         self.precision = precision
@@ -58,7 +60,7 @@ class FullStep:
         self.accumulation = accumulation
         self.nan_check = nan_check
         self.device = precision.device
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.parameters = [p for p in model.parameters() if p.requires_grad] if parameters is None else parameters
         self.buffers = list(model.buffers())
         self.changing = False
         """Something is being changed that cannot be taken back; False again when the step is counted."""
