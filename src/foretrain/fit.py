@@ -320,7 +320,10 @@ class Run:
             self.emit(Notice("schedule.type = 'cyclic' disturbs prediction; wsd is the better choice for hybrid runs"))
 
     def _check_first(self, result: StepResult) -> None:
-        """A run whose first loss is no number would never learn; fp16 may overflow at first and finds its scale."""
+        """A run whose first loss is no number would never learn; fp16 may overflow at first and finds its scale. One
+        whose optimizer cannot be saved is not to find out at its first checkpoint."""
+        if self.store is not None:
+            self.trainer.check_optimizer_state()
         finite_gradient = self.trainer.precision.scaled or math.isfinite(result.gradient_norm)
         if not math.isfinite(result.loss) or not finite_gradient:
             raise InputError(

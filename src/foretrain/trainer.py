@@ -203,6 +203,13 @@ class HybridTrainer(Engine):
             if self.backward_passes or self.loss_fn is own_loss:
                 raise
             raise explain_first_failure(error) from error
+        except RuntimeError as error:
+            if self.backward_passes or "sparse" not in str(error):
+                raise
+            raise ConfigError(
+                f"the gradients are sparse, and {type(self.optimizer).__name__} cannot use them ({error}); hand in "
+                "torch.optim.SparseAdam, Adagrad or SGD without momentum, or make them dense"
+            ) from error
 
     def _follow_freezing(self, batch: Any) -> Any:
         """Parameters were frozen or unfrozen since the last step. Returns the batch to go on with: an open move is
@@ -306,6 +313,8 @@ class HybridTrainer(Engine):
             self.rescue.aside(self.mover.keep_safe)
         self.observer.before_step()
         output = self.mover.full(batch, self._full_step)
+        if self.backward_passes == 1:
+            self.check_optimizer_state()
         self.pilot.count(1, phase)
         self.mover.remember(batch)
         result = self._result(phase, output)

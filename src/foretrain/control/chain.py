@@ -160,7 +160,7 @@ class Chain:
             return math.nan
         with torch.no_grad():
             views = self.secant.layout.views(self.secant.mark[0])
-            torch._foreach_copy_([p.detach() for p in self.parameters], views)
+            torch._foreach_copy_(self.secant.parameters, views)
         loss = self.engine.probe(batch)
         if _same(loss, self.lowest):
             return loss

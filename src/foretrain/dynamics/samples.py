@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from foretrain.engine.moments import sample_moment
 from foretrain.engine.optim import is_wrapped
+from foretrain.engine.state import real_view
 
 _TENSORS = 16
 _PER_TENSOR = 1024
@@ -118,14 +119,15 @@ def _pick(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _strided(tensor: Tensor) -> Tensor:
-    return tensor.detach().reshape(-1)[:: _stride(tensor)][:_PER_TENSOR].float()
+    numbers = real_view(tensor.detach()._values() if tensor.is_sparse else tensor.detach())
+    return numbers.reshape(-1)[:: _stride(numbers)][:_PER_TENSOR].float()
 
 
 def _sampled(state: dict[str, Any], name: str) -> Tensor | None:
     moment = state.get(name)
     if not isinstance(moment, Tensor) or is_wrapped(moment):
         return None
-    return sample_moment(state, name, _stride(moment), _PER_TENSOR)
+    return sample_moment(state, name, _stride(real_view(moment)), _PER_TENSOR)
 
 
 def _stride(tensor: Tensor) -> int:

@@ -19,6 +19,7 @@ from torch import Tensor
 from foretrain.dynamics.predictor import Array
 from foretrain.dynamics.records import DIRECTIONS, HORIZONS_IN_WINDOWS, WINDOWS_OF_MEANS
 from foretrain.engine.host import add_each, copy_each
+from foretrain.engine.state import real_view
 
 _MOST_CHUNKS = 8192
 _SMALLEST_CHUNK = 256
@@ -94,7 +95,7 @@ class Trajectory:
         self.restart()
 
     def _lay_out(self, parameters: Sequence[Tensor], names: Sequence[str] | None, dtype: torch.dtype) -> None:
-        self.parameters[:] = [p.detach() for p in parameters]
+        self.parameters[:] = [real_view(p.detach()) for p in parameters]
         self.layout = Layout(self.parameters, names or [str(index) for index in range(len(self.parameters))])
         self.device = self.parameters[0].device
         self._dtype = dtype

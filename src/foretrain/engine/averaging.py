@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from foretrain.engine.host import add_each, copy_each, on_device
+from foretrain.engine.state import real_view
 
 
 class WeightAverage:
@@ -47,15 +48,16 @@ class WeightAverage:
     @torch.no_grad()
     def shift(self, displacement: Sequence[Tensor], share: float) -> None:
         """A move carries the average along, else it would lag behind by the whole move."""
-        add_each([self.average[place] for place in self._moving], displacement, share * (1 - self.decay**self.updates))
+        averages = [real_view(self.average[place]) for place in self._moving]
+        add_each(averages, displacement, share * (1 - self.decay**self.updates))
 
     @torch.no_grad()
     def follow(self, before: Sequence[Tensor]) -> None:
         """The same for a move from the weights `before`, in host memory or not, to those of now, one at a time."""
         share = 1 - self.decay**self.updates
         for place, start in zip(self._moving, before, strict=True):
-            weight = self.weights[place]
-            add_each([self.average[place]], [weight - on_device(start, weight.device)], share)
+            weight = real_view(self.weights[place])
+            add_each([real_view(self.average[place])], [weight - on_device(start, weight.device)], share)
 
     @contextmanager
     def applied(self) -> Iterator[None]:

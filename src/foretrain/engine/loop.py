@@ -20,6 +20,7 @@ from foretrain.engine.meters import StepMeter, Stopwatch
 from foretrain.engine.offload import OptimizerParking
 from foretrain.engine.precision import Precision, choose_device
 from foretrain.engine.rates import FollowedRates, Rates, ScheduledRates, check_scheduler
+from foretrain.engine.sparse import check_sparse
 from foretrain.engine.state import (
     changing_state,
     check_groups,
@@ -79,6 +80,7 @@ class Engine:
             if optimizer is None
             else own.built_optimizer(optimizer, self.model, config)
         )
+        check_sparse(self.model, self.optimizer)
         self.loss_fn: LossFunction = own_loss if loss_fn is None else own.as_loss(loss_fn, self.device)
         self._float_type = own.float_type(self.model)
         self.precision = Precision(config.precision, self.device)
@@ -393,6 +395,10 @@ class Engine:
     def state_dict(self) -> dict[str, Any]:
         """Everything that decides how the run goes on. Tensors are referred to, not copied."""
         return self.changing_state_dict() | {"frozen": self.frozen}
+
+    def check_optimizer_state(self) -> None:
+        """That it can be saved and taken back. Asked after the first step, when there is one, and not hours later."""
+        optim.plain_state(self.optimizer)
 
     def changing_state_dict(self) -> dict[str, Any]:
         """The same without the fingerprint of frozen weights, which takes long: enough to go back in the same run."""

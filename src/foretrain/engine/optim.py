@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -100,26 +101,42 @@ def can_be_recorded(optimizer: Optimizer) -> bool:
     )
 
 
-_SAVED = (Tensor, bool, int, float, str, list, tuple, dict, type(None))
+_SAVED = (bool, int, float, str, type(None))
 
 
 def plain_state(optimizer: Optimizer) -> dict[str, Any]:
     """The optimizer's state, if it can be copied and saved."""
     state = optimizer.state_dict()
-    for values in state["state"].values():
+    for values in (*state["state"].values(), *state["param_groups"]):
         for name, value in values.items():
-            if is_wrapped(value):
+            if isinstance(value, Tensor) and not is_wrapped(value) and not value.is_sparse:
+                continue
+            kept = _what_cannot_be_saved(value)
+            if kept is None:
+                continue
+            if is_wrapped(kept):
                 raise ConfigError(
-                    f"{type(optimizer).__name__} keeps {name} in {type(value).__name__}, a tensor of tensors, which "
+                    f"{type(optimizer).__name__} keeps {name} in {type(kept).__name__}, a tensor of tensors, which "
                     "snapshots and checkpoints cannot copy; use an optimizer whose state is plain tensors, such as "
                     "optimizer.type = 'adamw' with optimizer.state_type = '8bit', or one of bitsandbytes"
                 )
-            if not isinstance(value, _SAVED):
-                raise ConfigError(
-                    f"{type(optimizer).__name__} keeps {name} in {type(value).__name__}, which snapshots and "
-                    "checkpoints cannot copy; keep its state in tensors, numbers, texts, lists and dicts"
-                )
+            kind = "a sparse tensor" if isinstance(kept, Tensor) else type(kept).__name__
+            raise ConfigError(
+                f"{type(optimizer).__name__} keeps {name} in {kind}, which snapshots and checkpoints cannot copy; keep "
+                "its state in tensors, numbers, texts, lists and dicts"
+            )
     return state
+
+
+def _what_cannot_be_saved(value: Any) -> Any:
+    """The first thing in a part of a state that is none of what a state may hold; None if there is none."""
+    if isinstance(value, (list, tuple)):
+        return next((bad for item in value if (bad := _what_cannot_be_saved(item)) is not None), None)
+    if isinstance(value, Mapping):
+        return _what_cannot_be_saved([*value.keys(), *value.values()])
+    if isinstance(value, Tensor):
+        return value if is_wrapped(value) or value.is_sparse else None
+    return None if isinstance(value, _SAVED) else value
 
 
 def is_wrapped(value: Any) -> bool:

@@ -41,6 +41,11 @@ def put_together(snapshot: Snapshot) -> Any:
     return _decode(snapshot.tree, snapshot.tensors)
 
 
+def real_view(tensor: Tensor) -> Tensor:
+    """The tensor itself; of complex numbers their parts, in the same memory: [..., 2]."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
 _AS_THEY_ARE = frozenset({bool, int, str, type(None)})
 """Most of a state. They are told by their exact type, at once: a state is taken apart at every move."""
 
@@ -49,8 +54,8 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, Tensor):
         while path in tensors:  # such as {"a.b": ...} beside {"a": {"b": ...}}
             path += "'"
-        tensors[path] = value.detach()
-        return {"$tensor": path}
+        tensors[path] = real_view(value.detach())
+        return {"$complex" if value.is_complex() else "$tensor": path}
     if isinstance(value, (dict, Mapping)):  # `dict` alone is told faster
         if all(isinstance(key, str) and not key.startswith("$") for key in value):
             return {
@@ -87,11 +92,11 @@ def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
         return [_decode(item, tensors) if isinstance(item, (dict, list)) else item for item in value]
     if not isinstance(value, dict):
         return value
-    if "$tensor" in value:
-        name = value["$tensor"]
+    if "$tensor" in value or "$complex" in value:
+        name = value["$tensor"] if "$tensor" in value else value["$complex"]
         if name not in tensors:
             raise ValueError(f"the state refers to a tensor {name!r} that is not there")
-        return tensors[name]
+        return tensors[name] if "$tensor" in value else torch.view_as_complex(tensors[name])
     if "$tuple" in value:
         return tuple(_decode(item, tensors) for item in value["$tuple"])
     if "$entries" in value:
@@ -181,12 +186,13 @@ def checksum(tensors: Mapping[str, Tensor]) -> str:
     """Of names, forms and bits, the same on every device. The device is waited for once."""
     sums = []
     for tensor in tensors.values():
-        flat = tensor.detach().contiguous().view(_BITS[tensor.element_size()]).flatten()
+        numbers = real_view(tensor.detach()).contiguous()
+        flat = numbers.view(_BITS[numbers.element_size()]).flatten()
         place = torch.arange(1, len(flat) + 1, device=flat.device, dtype=torch.int64)
         sums.append((flat * place).sum())  # wraps around, everywhere alike
-    numbers = torch.stack(sums).tolist() if sums else []
+    totals = torch.stack(sums).tolist() if sums else []
     forms = [f"{name} {_form(tensor)}" for name, tensor in tensors.items()]
-    return hashlib.sha256(repr(list(zip(forms, numbers, strict=True))).encode()).hexdigest()
+    return hashlib.sha256(repr(list(zip(forms, totals, strict=True))).encode()).hexdigest()
 
 
 def left_out(model: nn.Module, saved: Mapping[str, Any]) -> dict[str, nn.Parameter]:
@@ -266,6 +272,7 @@ def restore_optimizer(
                     group[key] = values[key]
     else:
         optimizer.load_state_dict({"state": _own_copies(saved["state"]), "param_groups": groups})
+        _put_back_others(optimizer, saved["state"])
     for group, rate, values in zip(optimizer.param_groups, rates, groups, strict=True):
         if rate is not None:
             value = float(values["lr"])
@@ -292,10 +299,31 @@ def check_groups(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]], origi
 
 
 def _own_copies(state: Any) -> Any:
-    """Loaded tensors may be views of a mapped file; those that stay in use are copied out of it."""
+    """Loaded tensors may be views of a mapped file, or a part of a snapshot; those that stay in use are copied."""
     if isinstance(state, Tensor):
         return state.clone()
-    return {key: _own_copies(value) for key, value in state.items()} if isinstance(state, Mapping) else state
+    if isinstance(state, Mapping):
+        return {key: _own_copies(value) for key, value in state.items()}
+    return type(state)(map(_own_copies, state)) if isinstance(state, (list, tuple)) else state
+
+
+def _put_back_others(optimizer: Optimizer, saved: Mapping[Any, Any]) -> None:
+    """What of a state is no tensor, exactly: torch takes texts apart, and casts tensors inside of lists."""
+    numbers = optimizer.state_dict()["param_groups"]
+    places = zip(numbers, optimizer.param_groups, strict=True)
+    parameters = {number: p for one, other in places for number, p in zip(one["params"], other["params"], strict=True)}
+    for number, values in saved.items():
+        for name, value in values.items() if number in parameters else ():
+            if isinstance(value, (str, list, tuple, Mapping)):
+                optimizer.state[parameters[number]][name] = _moved(_own_copies(value), parameters[number].device)
+
+
+def _moved(state: Any, device: torch.device) -> Any:
+    if isinstance(state, Tensor):
+        return state.to(device)
+    if isinstance(state, Mapping):
+        return {key: _moved(value, device) for key, value in state.items()}
+    return type(state)(_moved(value, device) for value in state) if isinstance(state, (list, tuple)) else state
 
 
 def _same_tensors(current: Any, saved: Any) -> bool:
@@ -314,5 +342,5 @@ def _fill(target: Any, source: Any) -> list[tuple[Tensor, Tensor]]:
         elif isinstance(value, Mapping):
             tensors += _fill(target[key], value)
         else:
-            target[key] = value
+            target[key] = _own_copies(value)
     return tensors

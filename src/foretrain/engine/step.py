@@ -169,7 +169,7 @@ class FullStep:
         """The norm of all gradients together, and that of each parameter."""
         if not gradients:
             return torch.zeros((), device=self.device), self._absent.expand(len(self.parameters))
-        each = list(torch._foreach_norm(gradients))
+        each = list(torch._foreach_norm([g.coalesce().values() if g.is_sparse else g for g in gradients]))
         together = stacked(each)
         norm = torch.linalg.vector_norm(together)
         if len(each) < len(self.parameters):
@@ -189,7 +189,7 @@ class FullStep:
             return
         # An optimizer that cannot skip on the device: the host has to look, which waits for the device once a step.
         if divisor is not None:
-            torch._foreach_div_(gradients, divisor)
+            torch._foreach_div_([g._values() if g.is_sparse else g for g in gradients], divisor)
         if not bool(bad):
             optimizer.step()
 
