@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from foretrain import HybridTrainer, InputError
+from foretrain import ConfigError, HybridTrainer, InputError
 from foretrain.config import from_mapping
 from foretrain.control.machine import Phase
 from foretrain.engine.checkpoint import CheckpointStore
 from foretrain.events import Event, Moved, Notice, Progress
+from foretrain.models import lora
 
 from .worlds import QUICK, Net, Regression, World, differences, everything, same_weights, trust, world
 
@@ -269,6 +270,68 @@ def test_updates_in_the_backward_pass_follow(optimizer: str) -> None:
     else:
         assert same_weights(runs[0].trainer.model, runs[1].trainer.model)
     assert not torch.equal(runs[0].trainer.model.middle.weight, Net(frozen=True).middle.weight)
+
+
+@pytest.mark.parametrize("space", ["adapter", "product"])
+def test_adapters_are_frozen_one_by_one(space: str, make_model: Callable[..., Any], make_batch: Any) -> None:
+    """With blocks that are recomputed in the backward pass."""
+    model = make_model()
+    lora.attach(model, lora.LoraSettings(rank=2), 0)
+    settings = {**MOVING, "hybrid.space": space, "engine.activation_checkpointing": 1.0, "max_steps": 80}
+    run = world(model, lambda position: make_batch(seed=position), settings, "repeat")
+    until(run, "in a move")
+    first = next(iter(lora.adapted_layers(model).values()))
+    first.lora_a.requires_grad_(False)
+    first.lora_b.requires_grad_(False)
+    frozen = [first.lora_a.detach().clone(), first.lora_b.detach().clone()]
+    run.run()
+    assert same([first.lora_a.detach(), first.lora_b.detach()], frozen)
+    assert run.trainer.mover.products is None or len(run.trainer.mover.products.pairs) * 2 == len(
+        run.trainer.trained.names
+    )
+    assert set(run.trainer.state_dict()["model"]) == {n for n, _ in model.named_parameters() if "lora" in n}
+
+
+def test_what_a_callback_unfreezes_inside_a_step_is_trained_by_it() -> None:
+    """A move is refused, the callback hears of it, and the step goes on as a full one."""
+    run = world(Net(frozen=True), DATA, {**MOVING, "hybrid.search": True}, "exploding")
+    trainer, seen = run.trainer, []
+
+    def callback(event: Event) -> None:
+        if isinstance(event, Moved) and not trainer.model.middle.weight.requires_grad:
+            trainer.model.middle.requires_grad_(True)
+        if isinstance(event, Notice):
+            seen.append([p.detach().clone() for p in trainer.model.middle.parameters()])
+
+    trainer.bus.subscribe(callback)
+    run.run(lambda: bool(run.moves))
+    assert same(seen[0], middle(Net(frozen=True)))  # noticed before it was changed
+    assert not same(middle(trainer.model), middle(Net(frozen=True)))
+
+
+def test_a_scheduler_that_cannot_follow_says_so() -> None:
+    model = Net(frozen=True)
+    optimizer = torch.optim.Adam(model.last.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.99**step)
+    model.first.requires_grad_(False)
+    trainer = HybridTrainer(model, optimizer, config=from_mapping(OWN_SETTINGS), scheduler=scheduler)
+    trainer.step(DATA(0))
+    model.middle.requires_grad_(True)
+    optimizer.add_param_group({"params": list(model.middle.parameters())})
+    with pytest.raises(ConfigError, match="LambdaLR was made for 1 of the optimizer's groups, and there are 2 now"):
+        trainer.step(DATA(1))
+
+
+def test_what_no_optimizer_holds_is_said() -> None:
+    model = Net(frozen=True)
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    trainer = HybridTrainer(model, optimizer, config=from_mapping(OWN_SETTINGS))
+    events: list[Event] = []
+    trainer.bus.subscribe(events.append)
+    trainer.step(DATA(0))
+    model.middle.requires_grad_(True)
+    trainer.step(DATA(1))
+    assert any("middle.weight is trained now, but Adam does not hold it" in text for text in notices(events))
 
 
 # --- checkpoints -----------------------------------------------------------------------------------------------------

@@ -211,6 +211,11 @@ class HybridTrainer(Engine):
                 "torch.optim.SparseAdam, Adagrad or SGD without momentum, or make them dense"
             ) from error
 
+    def _see_freezing(self, batch: Any) -> None:
+        """A callback that heard of a refused move may have frozen or unfrozen something."""
+        if self.trained.changed:
+            self._follow_freezing(batch)
+
     def _follow_freezing(self, batch: Any) -> Any:
         """Parameters were frozen or unfrozen since the last step. Returns the batch to go on with: an open move is
         taken back with its data, but what is frozen now stays where its user froze it."""
@@ -395,11 +400,15 @@ class HybridTrainer(Engine):
             self.look_ahead.restart()
         if output is not None:
             return self._result(Phase.PREDICT, output, move.predicted_loss, move.confidence)
-        return self._train(batch) if move.refused else self._correct(batch)
+        if not move.refused:
+            return self._correct(batch)
+        self._see_freezing(batch)
+        return self._train(batch)
 
     def _train_instead(self, move: Move, position: int) -> StepResult:
         """A move was refused: the batch it began with is still there to learn from. position: that of this step."""
         self._follow_recovery(self.mover.pilot)
+        self._see_freezing(move.batch)
         result = self._train(move.batch)
         if self.position < position:
             self.position += 1

@@ -111,7 +111,7 @@ class Engine:
         """What recovery makes of the scheduled learning rate."""
         self.backward_passes = 0
         self.probe_tokens = 0
-        """Tokens (or samples) of forward passes that probed a move."""
+        """Tokens (or samples) that moves were probed with: nothing was learned from them."""
         self.cuda_graph = config.engine.cuda_graph
         self._run_step: Callable[[Any], StepOutput] | None = None
         self._run_gradient: GraphedGradient | None = None

@@ -24,7 +24,8 @@ def add(optimizer: Optimizer, model: nn.Module, unfrozen: dict[str, nn.Parameter
     """Train more parameters with an optimizer that `build` made, in groups of their own."""
     other = _build(model, unfrozen, config)
     for group in other.param_groups:
-        optimizer.add_param_group(group)
+        rate = group["lr"]
+        optimizer.add_param_group({**group, "lr": rate.clone() if isinstance(rate, Tensor) else rate})
     optimizer.state.update(other.state)
 
 

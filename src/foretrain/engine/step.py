@@ -279,8 +279,12 @@ def split(batch: Any, parts: int, index: int) -> Any:
 
 
 def rows_of(part: Any) -> int:
+    """Of the first tensor that has any; of a batch without tensors, such as a list of texts, its items."""
     tensors = tensors_of(part)
-    return tensors[0].shape[0] if tensors and tensors[0].ndim else 1
+    rows = next((tensor.shape[0] for tensor in tensors if tensor.ndim), None)
+    if rows is None:
+        rows = len(part) if not tensors and isinstance(part, (list, tuple)) else 1
+    return rows
 
 
 def part_weights(parts: list[Any], device: torch.device) -> Tensor:
