@@ -9,15 +9,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from foretrain import ConfigError, HybridTrainer, InputError
 from foretrain.config import from_mapping
 from foretrain.control.machine import Phase
 from foretrain.engine.checkpoint import CheckpointStore
-from foretrain.events import Event, Moved, Notice, Progress
+from foretrain.events import Event, Moved, Notice, PhaseChanged, Progress
 from foretrain.models import lora
 
-from .worlds import QUICK, Net, Regression, World, differences, everything, same_weights, trust, world
+from .worlds import QUICK, Net, Regression, Told, World, differences, everything, same_weights, trust, world
 
 DATA = Regression()
 MOVING = {"audit.time_budget": 1.0, "optimizer.learning_rate": 1e-3, "max_steps": 110}
@@ -480,3 +481,36 @@ def test_moves_were_made_here() -> None:
     run = world(Net(), DATA, MOVING, "repeat").run()
     assert {move.verdict for move in run.moves} - {"refused"}
     assert all(isinstance(move, Moved) for move in run.moves)
+
+
+@pytest.mark.parametrize("mode", ["leap", "rollout"])
+def test_in_fit_the_data_goes_back_with_the_move(mode: str, tmp_path: Path) -> None:
+    """A callback freezes in the middle of a move, of a shuffled loader; what is resumed after that is the same."""
+
+    def fit_to(folder: Path, stop: int, resume: bool = False) -> tuple[HybridTrainer, list[Tensor]]:
+        config = from_mapping({**QUICK, **MOVING, "hybrid.mode": mode, "checkpoint.interval": 10, "log.interval": 1})
+        trainer = HybridTrainer(Net(), config=config, predictor=Told("repeat"))
+        trust(trainer)
+        frozen: list[Tensor] = []
+
+        def callback(event: Event) -> None:
+            if isinstance(event, PhaseChanged) and event.phase == "correct" and not (frozen or resume):
+                trainer.model.middle.requires_grad_(False)
+                frozen.extend(middle(trainer.model))
+            if isinstance(event, Progress) and event.step >= stop:
+                trainer.stop()
+
+        data = TensorDataset(DATA.inputs[:320], DATA.targets[:320])
+        torch.manual_seed(3)
+        loader = DataLoader(data, batch_size=16, shuffle=True)
+        trainer.fit(loader, callbacks=[callback], out=folder, resume=resume, progress=False)
+        return trainer, frozen
+
+    straight, frozen = fit_to(tmp_path / "straight", 1000)
+    assert frozen
+    assert same(middle(straight.model), frozen)
+    assert straight.pilot.counts.moves["refused"]
+    fit_to(tmp_path / "run", 80)
+    resumed, _ = fit_to(tmp_path / "run", 1000, resume=True)
+    assert same_weights(straight.model, resumed.model)
+    assert straight.position == resumed.position

@@ -18,6 +18,7 @@ from torch.optim import SGD, Adam, Optimizer, SparseAdam
 from foretrain import ConfigError, HybridTrainer, load_weights
 from foretrain.config import from_mapping
 from foretrain.engine.checkpoint import CheckpointStore
+from foretrain.engine.state import put_together, snapshot
 
 from .worlds import QUICK, Told, same_weights, trust
 
@@ -287,6 +288,36 @@ def test_chains_of_leaps_go_there_too(name: str) -> None:
     assert trainer.pilot.exact.chains
     assert last < first
     trainer.evaluate([batch(0)])
+
+
+@pytest.mark.parametrize("mode", ["leap", "rollout"])
+@pytest.mark.parametrize("name", ["complex", "sparse, adam"])
+def test_in_host_memory_it_is_the_same(name: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = made(name, mode)
+    run(here, 0)
+    monkeypatch.setitem(SETTINGS, "memory.snapshots", "pinned")
+    monkeypatch.setitem(SETTINGS, "memory.basis", "pinned")
+    monkeypatch.setitem(SETTINGS, "memory.offload", True)
+    there = made(name, mode)
+    run(there, 0)
+    assert there.pilot.counts.tried
+    assert same_weights(here.model, there.model)
+
+
+def test_complex_batches_are_remembered() -> None:
+    """Also those that torch has not conjugated yet."""
+    model = ZOO["complex"][0]()
+    config = from_mapping({**SETTINGS, "hybrid.mode": "leap"})
+    trainer = HybridTrainer(
+        model, adam(model.parameters()), lambda m, x: (x @ m.w).abs().square().mean(), config, predictor=Told("repeat")
+    )
+    trust(trainer)
+    position = 0
+    while not trainer.judging:
+        trainer.step(torch.complex(batch(position), batch(position + 1)).conj())
+        position += 1
+    states = [snapshot(trainer.state_dict()) for _ in range(2)]
+    assert put_together(states[0])["hybrid"]["mover"]["recent"][0].is_complex()
 
 
 @pytest.mark.parametrize("name", ["complex", "complex128"])

@@ -151,7 +151,8 @@ class Engine:
             self.trained.look()
         self.rate.forget()
         self.cover_trained()
-        if first := {name: p for name, p in before.items() if name not in self.trained.never()}:
+        never = self.trained.never()
+        if first := {name: p for name, p in before.items() if name not in never}:
             self.first_trained(first)
         return change
 

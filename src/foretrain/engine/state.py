@@ -43,7 +43,7 @@ def put_together(snapshot: Snapshot) -> Any:
 
 def real_view(tensor: Tensor) -> Tensor:
     """The tensor itself; of complex numbers their parts, in the same memory: [..., 2]."""
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 _AS_THEY_ARE = frozenset({bool, int, str, type(None)})
