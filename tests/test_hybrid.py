@@ -339,6 +339,31 @@ def test_every_step_is_counted_once(way: str, how: str, monkeypatch: pytest.Monk
     assert counts == {name: verdicts.count(name.replace("_", " ")) for name in counts}
 
 
+@pytest.mark.parametrize("way", ["leap", "rollout", "chain"])
+def test_all_that_was_seen_is_counted_and_nothing_else(way: str) -> None:
+    """`tokens` is what was learned from, `probe_tokens` what moves were probed with: together all that the loss saw."""
+    seen = 0
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        nonlocal seen
+        seen += len(batch[0])
+        return model.loss(batch)
+
+    settings = {"hybrid.mode": "rollout" if way == "rollout" else "leap", "max_steps": 160}
+    settings |= AUDITED if way == "leap" else {"audit.time_budget": 1.0, "optimizer.learning_rate": 1e-2}
+    settings |= {"hybrid.secant_pairs": 20} if way == "chain" else {}
+    trainer = HybridTrainer(Net(), None, loss, from_mapping({**QUICK, **settings}), predictor=Told("repeat"))
+    trust(trainer)
+    data = Regression()
+    position = 0
+    while trainer.global_step < 115:
+        trainer.step(data(0 if way == "chain" else position))
+        position += 1
+    assert trainer.pilot.counts.tried
+    assert trainer.tokens + trainer.probe_tokens == seen
+    assert trainer.tokens <= 16 * trainer.backward_passes
+
+
 def test_predicted_steps_save_full_ones_where_they_are_worth_it() -> None:
     run = world(Bowl(spread=0.0), still, {**BOWL, "optimizer.learning_rate": 0.002}, "repeat").run()
     steps = run.trainer.summary()["steps"]

@@ -80,6 +80,7 @@ class Run:
         self.store = CheckpointStore(folder.checkpoints, self.config.checkpoint.keep) if folder is not None else None
         self.held_out = held_out
         trainer.judge_by(held_out)
+        trainer.first_trained = self._complete_best
         self.stop = stop
         self.fingerprint = fingerprint
         self.metrics = metrics or {}
@@ -319,7 +320,10 @@ class Run:
             self.emit(Notice("schedule.type = 'cyclic' disturbs prediction; wsd is the better choice for hybrid runs"))
 
     def _check_first(self, result: StepResult) -> None:
-        """A run whose first loss is no number would never learn; fp16 may overflow at first and finds its scale."""
+        """A run whose first loss is no number would never learn; fp16 may overflow at first and finds its scale. One
+        whose optimizer cannot be saved is not to find out at its first checkpoint."""
+        if self.store is not None:
+            self.trainer.check_optimizer_state()
         finite_gradient = self.trainer.precision.scaled or math.isfinite(result.gradient_norm)
         if not math.isfinite(result.loss) or not finite_gradient:
             raise InputError(
@@ -466,6 +470,23 @@ class Run:
                 return store.save_best(trainer.global_step, state, keep_others=trainer.judging)
 
             self._saved(save, must=False)
+
+    def _complete_best(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Weights are trained for the first time: the best ones so far get them as they still are, since later nobody
+        could tell what they were. What is saved next holds them, too."""
+        trainer, store = self.trainer, self.store
+        if math.isfinite(self.next_save):
+            self.next_save = min(self.next_save, trainer.global_step)
+        if store is None:
+            return
+        for step, path in store.best().items():
+            try:
+                state = checkpoint.read(path)
+            except CheckpointError:  # damaged: nothing can be made of it anyway
+                continue
+            model = {**state["model"], **{name: weight.detach() for name, weight in weights.items()}}
+            state |= {"model": model, "frozen": trainer.frozen}
+            self._saved(partial(store.save_best, step, state, keep_others=True), must=False)
 
     def _saved(self, save: Callable[[], Path], must: bool) -> Path | None:
         trainer = self.trainer

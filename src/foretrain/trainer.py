@@ -47,6 +47,7 @@ from foretrain.engine.runfolder import WEIGHTS, RunFolder
 from foretrain.engine.signals import StopRequest
 from foretrain.engine.state import random_state, restore_random_state
 from foretrain.engine.step import StepOutput
+from foretrain.engine.trained import Change
 from foretrain.engine.weights import write_weights
 from foretrain.errors import ConfigError, DivergenceError, InputError
 from foretrain.events import Bus, Listener, Notice, PhaseChanged, Recovered
@@ -138,10 +139,7 @@ class HybridTrainer(Engine):
         self.bus = bus or Bus()
         self.memory = MemoryMeter(self.device, self.bus.emit, lambda: self.global_step, config.memory.timeline)
         parameters = self.full_step.parameters
-        self.look_ahead: LookAhead | None = None
-        if config.predictor.beta > 0:
-            ahead = config.predictor
-            self.look_ahead = LookAhead(parameters, ahead.beta, ahead.gamma, ahead.stride)
+        self.look_ahead = self._new_look_ahead()
         self._said: dict[str, int] = {}
         self._past_the_end = False
         self.stopping = False
@@ -158,10 +156,9 @@ class HybridTrainer(Engine):
             )
         if config.hybrid.mode == "off" or not parameters:
             return
-        names = [name for name, p in self.model.named_parameters() if p.requires_grad]
         kind = HostedTrajectory if config.memory.basis == "pinned" else Trajectory
         dtype = basis_type(config.hybrid.basis_type, sum(p.numel() for p in parameters))
-        trajectory = kind(parameters, names, window=config.hybrid.window_steps, dtype=dtype, hold=False)
+        trajectory = kind(parameters, self.trained.names, window=config.hybrid.window_steps, dtype=dtype, hold=False)
         predictor = predictor or registry.build(config.predictor, config.seed)
         self.observer = Observer(trajectory, predictor, parameters, self.optimizer)
         if self.full_step.in_backward is not None:
@@ -176,6 +173,10 @@ class HybridTrainer(Engine):
         self.pilot.hold_directions()
         self.race = RateRace(self.mover, config)
         self.checkup.pilot = self.pilot
+
+    def _new_look_ahead(self) -> LookAhead | None:
+        ahead = self.config.predictor
+        return LookAhead(self.trained.parameters, ahead.beta, ahead.gamma, ahead.stride) if ahead.beta > 0 else None
 
     def _trains_adapters(self) -> bool:
         trained = sum(p.numel() for p in self.full_step.parameters)
@@ -194,12 +195,58 @@ class HybridTrainer(Engine):
             )
         if self.has_end and self.global_step >= self.config.max_steps and not (self._past_the_end or self.judging):
             self._say_past_the_end()
+        if self.trained.changed:
+            batch = self._follow_freezing(batch)
         try:
             return self.rescue.step(batch, self._step)
         except (TypeError, AttributeError) as error:
             if self.backward_passes or self.loss_fn is own_loss:
                 raise
             raise explain_first_failure(error) from error
+        except RuntimeError as error:
+            if self.backward_passes or "sparse" not in str(error):
+                raise
+            raise ConfigError(
+                f"the gradients are sparse, and {type(self.optimizer).__name__} cannot use them ({error}); hand in "
+                "torch.optim.SparseAdam, Adagrad or SGD without momentum, or make them dense"
+            ) from error
+
+    def _see_freezing(self, batch: Any) -> None:
+        """A callback that heard of a refused move may have frozen or unfrozen something."""
+        if self.trained.changed:
+            self._follow_freezing(batch)
+
+    def _follow_freezing(self, batch: Any) -> Any:
+        """Parameters were frozen or unfrozen since the last step. Returns the batch to go on with: an open move is
+        taken back with its data, but what is frozen now stays where its user froze it."""
+        frozen = [(p, p.detach().clone()) for p in self.trained.parameters if not p.requires_grad]
+        if self.judging:
+            position, first = self.position, self.mover.interrupt("parameters were frozen or unfrozen")
+            self._follow_recovery(self.pilot)
+            self._tell_phase()
+            with torch.no_grad():
+                for parameter, value in frozen:
+                    parameter.copy_(value)
+            batch = batch if first is None or self.position == position else self.to_device(first)
+        elif self.phase is Phase.PREDICT and self.pilot is not None:
+            self.pilot.machine.force_full("parameters were frozen or unfrozen")
+        change = self.follow_trained()
+        lost = self.trained.without_optimizer()
+        watched = "; what was seen of how weights move is dropped, and the run watches anew" if self.pilot else ""
+        if change.frozen or change.unfrozen:
+            self.bus.emit(Notice(f"from step {self.global_step} on {change.in_words()}{watched}", level="info"))
+        if lost and change.unfrozen:
+            text = f"{next(iter(lost))} is trained now, but {type(self.optimizer).__name__} does not hold it"
+            self.bus.emit(Notice(f"{text}, so it will not change; add it with optimizer.add_param_group"))
+        return batch
+
+    def cover_trained(self) -> None:
+        super().cover_trained()
+        self.look_ahead = self._new_look_ahead()
+        self.checkup.cover()
+        if self.pilot is not None:
+            self.mover.cover()
+            self.race.begin_anew()
 
     def _say_past_the_end(self) -> None:
         """Once. A schedule may have brought the learning rate down to nothing by now."""
@@ -271,6 +318,8 @@ class HybridTrainer(Engine):
             self.rescue.aside(self.mover.keep_safe)
         self.observer.before_step()
         output = self.mover.full(batch, self._full_step)
+        if self.backward_passes == 1:
+            self.check_optimizer_state()
         self.pilot.count(1, phase)
         self.mover.remember(batch)
         result = self._result(phase, output)
@@ -351,11 +400,15 @@ class HybridTrainer(Engine):
             self.look_ahead.restart()
         if output is not None:
             return self._result(Phase.PREDICT, output, move.predicted_loss, move.confidence)
-        return self._train(batch) if move.refused else self._correct(batch)
+        if not move.refused:
+            return self._correct(batch)
+        self._see_freezing(batch)
+        return self._train(batch)
 
     def _train_instead(self, move: Move, position: int) -> StepResult:
         """A move was refused: the batch it began with is still there to learn from. position: that of this step."""
         self._follow_recovery(self.mover.pilot)
+        self._see_freezing(move.batch)
         result = self._train(move.batch)
         if self.position < position:
             self.position += 1
@@ -528,7 +581,9 @@ class HybridTrainer(Engine):
         return state
 
     def _put_back(self, state: dict[str, Any], origin: str) -> None:
+        trained, settings = set(self.trained.names), described.optimizer_settings(self.optimizer)
         super()._put_back(state, origin)
+        self._tell_put_back(trained, settings)
         if self.look_ahead is not None and state.get("look_ahead") is not None:
             self.look_ahead.load_state_dict(state["look_ahead"])
         self.checkup.load_state_dict(state.get("checkup", {}))
@@ -546,6 +601,30 @@ class HybridTrainer(Engine):
         self._said = dict(hybrid["said"])
         self.rescue.load_state_dict(state.get("rescue", {}))
         self._follow_recovery(self.pilot)
+
+    def _tell_put_back(self, trained: set[str], settings: dict[str, Any]) -> None:
+        """What was handed in otherwise, and is as it was saved now: the saved state wins, else it would be another run.
+
+        trained: names of what was; settings: of the optimizer.
+        """
+        now = set(self.trained.names)
+        if change := Change(sorted(trained - now), sorted(now - trained)).in_words():
+            text = f"{change}, as when this was saved; freeze or unfreeze after that, in a callback"
+            self.bus.emit(Notice(text, level="info"))
+        if not self.own_optimizer or (isinstance(self.rate, FollowedRates) and self.rate.scheduler is not None):
+            return
+        saved = described.optimizer_settings(self.optimizer)
+        differing = [name for name, value in settings.items() if name in saved and saved[name] != value]
+        if isinstance(self.rate, FollowedRates) and differing:
+            words = ", ".join(f"{name} = {saved[name]} and not {settings[name]}" for name in differing)
+            self.bus.emit(
+                Notice(
+                    f"{described.full_name(self.optimizer)} goes on as it was saved, with {words}; to change that, "
+                    "write it into optimizer.param_groups when the state is loaded (in fit: in a callback, at the "
+                    "event Resumed)",
+                    level="info",
+                )
+            )
 
     # --- a whole run -------------------------------------------------------------------------------------------------
 

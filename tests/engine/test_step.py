@@ -16,7 +16,7 @@ from foretrain import HybridTrainer
 from foretrain.config import OptimizerConfig, PrecisionConfig, from_mapping
 from foretrain.engine import optim
 from foretrain.engine.precision import Precision
-from foretrain.engine.step import FullStep, map_tensors, part_weights, split, tensors_of
+from foretrain.engine.step import FullStep, map_tensors, part_weights, rows_of, split, tensors_of
 from foretrain.models.loss import IGNORED
 
 Make = Callable[..., Any]
@@ -416,6 +416,13 @@ def test_frozen_parameters_stay_and_the_others_move(make_model: Make, make_batch
 # --- batches -------------------------------------------------------------------------------------------------------
 
 Pair = namedtuple("Pair", ["x", "y"])
+
+
+def test_rows_are_counted_whatever_a_batch_is_made_of() -> None:
+    rows = torch.zeros(3, 2)
+    for batch in (rows, (rows, 1), {"scale": torch.tensor(2.0), "x": rows}, [torch.tensor(1), rows], ["a", "b", "c"]):
+        assert rows_of(batch) == 3
+    assert rows_of("a text") == rows_of(torch.tensor(1.0)) == 1
 
 
 def test_tensors_are_found_and_mapped_in_any_nesting() -> None:

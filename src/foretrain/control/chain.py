@@ -44,13 +44,9 @@ class Chain:
     def __init__(self, engine: Engine, pairs: int, memory_mb: float, longest: int) -> None:
         self.engine = engine
         self.parameters = engine.full_step.parameters
-        elements = sum(p.numel() for p in self.parameters)
-        self.pairs = min(pairs, int(memory_mb * 2**20 / (8 * elements)) if elements else 0)
-        self.obstacles = obstacles(engine, self.pairs, elements)
-        """What keeps leaps off, each with what to set."""
-        self.possible = not self.obstacles
-        self.secant: Secant | None = None
-        """Made when it is first needed: most runs are noisy and never do."""
+        self._most_pairs = pairs
+        self._memory_mb = memory_mb
+        self.cover()
         self.longest = longest
         self.length = min(_FIRST_LENGTH, longest)
         self.loss = math.nan
@@ -70,7 +66,19 @@ class Chain:
         """It is to end with its next leap, whatever that brings."""
         self.exact: bool | None = None
         """Whether two batches gave the same loss at the same weights when they were last compared."""
+
+    def cover(self) -> None:
+        """Others are trained: pairs and points of before are forgotten."""
+        elements = sum(p.numel() for p in self.parameters)
+        most = self._most_pairs
+        self.pairs = min(most, int(self._memory_mb * 2**20 / (8 * elements)) if elements else 0)
+        self.obstacles = obstacles(self.engine, self.pairs, elements)
+        """What keeps leaps off, each with what to set."""
+        self.possible = not self.obstacles
+        self.secant: Secant | None = None
+        """Made when it is first needed: most runs are noisy and never do."""
         self._last: Tensor | None = None
+        self.lowest = self.lowest_unseen = math.nan
 
     # --- full steps of the optimizer ---------------------------------------------------------------------------------
 
@@ -152,7 +160,7 @@ class Chain:
             return math.nan
         with torch.no_grad():
             views = self.secant.layout.views(self.secant.mark[0])
-            torch._foreach_copy_([p.detach() for p in self.parameters], views)
+            torch._foreach_copy_(self.secant.parameters, views)
         loss = self.engine.probe(batch)
         if _same(loss, self.lowest):
             return loss
@@ -219,6 +227,7 @@ class Chain:
         if value <= self.loss + _ARMIJO * slope:
             return 1.0, 0, loss
         engine.backward_passes += 1  # this gradient is of no use
+        engine.probe_tokens += engine.count(batch)
         wasted = 3
         for _ in range(_MOST_BACKTRACKS):
             bend = value - self.loss - slope * share

@@ -50,6 +50,15 @@ class Checkup:
         if self.on:
             engine.meter.tap = self._note
 
+    def cover(self) -> None:
+        """Others are trained from now on. A look that is not judged yet is made again."""
+        if self.look.looking or self.look.on_its_way:
+            self.next_look = self._looked
+        self.look = Look(self.engine.model, self.engine.full_step.parameters)
+        self.health.cover(self.look.layers)
+        self._latest = {}
+        self._worst = {layer: self._worst[layer] for layer in self.look.layers if layer in self._worst}
+
     def _note(self, rows: list[Row]) -> None:
         """The loss scale of fp16 finds its level by overflowing: such steps are no sign of illness."""
         scaled = self.engine.precision.scaled
@@ -231,7 +240,7 @@ class Checkup:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """What was saved without looks, or about other layers, starts anew."""
         self.look.put_back(None)
-        if not self.on or not state or list(state["worst"]) not in ([], self.look.layers):
+        if not self.on or not state or not set(state["worst"]) <= set(self.look.layers):
             self.next_look = math.ceil(self.engine.global_step / self.interval) * self.interval if self.on else 0
             return
         self.health.load_state_dict(state["health"])

@@ -96,6 +96,12 @@ class Correction:
         factor = np.where(own > allowed, allowed / np.maximum(own, 1e-300), 1.0)
         return Suggestion(correction * factor[:, None], len(near))
 
+    def forget(self) -> None:
+        """Other weights are trained: no residual says anything about them."""
+        self.states = self.residuals = None
+        self.stored = self.tried = 0
+        self.plain_error = self.corrected_error = 0.0
+
     def state_dict(self) -> dict[str, Any]:
         count = 0 if self.states is None else min(self.stored, len(self.states))
         return {

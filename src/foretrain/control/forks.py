@@ -33,7 +33,11 @@ class Forks:
         self.safety = safety
         self.probe = probe
         self.parameters = pilot.observer.trajectory.parameters
-        self.aside = Aside(self.parameters, pilot.config.memory.snapshots == "pinned")
+        self.cover()
+
+    def cover(self) -> None:
+        """Others are trained from now on."""
+        self.aside = Aside(self.parameters, self.pilot.config.memory.snapshots == "pinned")
 
     def add(self, sums: list[Tensor]) -> list[Tensor]:
         """The weights as they are, added to their sum over steps. Both forks use one sum, one after the other."""

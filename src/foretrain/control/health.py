@@ -101,6 +101,10 @@ class Health:
         self._update = math.nan
         """Median update/weight ratio of all layers at the last look."""
 
+    def cover(self, layers: Sequence[str]) -> None:
+        """These are trained from now on."""
+        self.layers, self._suspects = list(layers), set()
+
     def note(self, rows: Sequence[Row]) -> None:
         self.record.note(rows)
 

@@ -170,6 +170,12 @@ class Machine:
         self.steps_in_phase = 0
         return Transition(Phase.FULL, reason, changed=undo, undo=undo)
 
+    def settle(self, reason: str) -> Transition:
+        """The open move is kept before its validation is over; full steps follow."""
+        self._judge(undo=False, diverged=False)
+        self._enter(Phase.FULL)
+        return Transition(Phase.FULL, reason, changed=True)
+
     def lengthen_full(self, factor: float) -> None:
         """More full steps before the next move, up to 8 times `full_steps`; a kept move brings them back to normal."""
         longer = int(self.full_steps_needed * factor)

@@ -29,6 +29,7 @@ from foretrain.control.recovery import Action, Kind
 from foretrain.control.safety import Safety
 from foretrain.control.unseen import Unseen
 from foretrain.dynamics.predictor import Array
+from foretrain.dynamics.trajectory import basis_type
 from foretrain.engine.host import add_each
 from foretrain.engine.loop import Engine
 from foretrain.engine.state import random_state, restore_random_state
@@ -418,6 +419,39 @@ class Mover:
             return None
         self._tell(move, "refused", reason, math.nan, 0.0)
         return move.batch
+
+    def interrupt(self, reason: str) -> Any:
+        """End the open move at once. A chain that lowered the loss stays: each of its leaps was judged by itself.
+        Any other move is taken back; returns the batch it began with then."""
+        move, pilot = self.open_move, self.pilot
+        if move.chained and self.chain.leaps and pilot.machine.phase is Phase.PREDICT:
+            self._end_chain(move, exhausted=True)
+        if self.move is None:
+            return move.batch
+        lower = move.chained and self.chain.leaps and move.loss < move.anchor
+        if not lower:
+            return self.abandon(reason)
+        self._outputs.clear()
+        pilot.interrupted(move.plan, move.cost)
+        pilot.machine.settle(reason)
+        pilot.last_reason = reason
+        self._keep(move, None)
+        self.move = None
+        self._tell(move, "kept", reason, move.loss, 0.0)
+        return None
+
+    def cover(self) -> None:
+        """Others are trained from now on; no move is open. All that was seen of how weights move is forgotten."""
+        engine, config, trained = self.engine, self.pilot.config, self.engine.trained
+        dtype = basis_type(config.hybrid.basis_type, sum(p.numel() for p in trained.parameters))
+        self.pilot.observer.cover(trained.parameters, trained.names, dtype)
+        self.pilot.correction.forget()
+        if config.hybrid.space == "product":
+            self.products = Products.of(engine.model, self.trajectory.parameters)
+        self.chain.cover()
+        self.forks.cover()
+        self.unseen.forget()
+        self.safety.cover()
 
     def _reset_predictor(self, why: str) -> None:
         action = Action(Kind.RESET_PREDICTOR, f"the predictor starts anew: {why}")

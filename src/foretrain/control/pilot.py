@@ -531,6 +531,12 @@ class Pilot:
         self.gate.spend(0.0 if plan.low_noise else cost)
         self.counts.moves["refused"] += 1
 
+    def interrupted(self, plan: Plan, cost: float) -> None:
+        """A move is kept before it was judged to the end: nobody learns from it."""
+        self.ledger.cost += cost
+        self.gate.spend(0.0 if plan.low_noise else cost)
+        self.ledger.exact_moves += 1
+
     def check_validation(self, readings: list[Reading]) -> list[Action]:
         """The validating steps of a move, judged together by the worst of them."""
         verdicts = [self.guard.check(reading) for reading in readings]

@@ -58,6 +58,10 @@ class RateRace:
         self.batches: list[Any] = []
         self._told = False
 
+    def begin_anew(self) -> None:
+        """Others are trained: rates are compared from here on, all on the same steps."""
+        self.begun, self.batches = False, []
+
     @property
     def factor(self) -> float:
         """What the first rate is to be multiplied with."""

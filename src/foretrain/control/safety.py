@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from foretrain.control.pilot import Pilot
+from foretrain.engine.host import host_like
 from foretrain.engine.loop import HELD_OUT_RECORD, Engine
 from foretrain.engine.offload import HostSnapshots
 from foretrain.engine.state import Snapshot, put_together, snapshot
@@ -26,7 +27,6 @@ class Safety:
     def __init__(self, engine: Engine, pilot: Pilot) -> None:
         self.engine = engine
         self.pilot = pilot
-        self.names = [f"model.{name}" for name, p in engine.model.named_parameters() if p.requires_grad]
         self.host: HostSnapshots | None = None
         """Snapshots are in host memory."""
         if pilot.config.memory.snapshots == "pinned":
@@ -111,6 +111,30 @@ class Safety:
         state["steps"] = dict(self.pilot.counts.steps)
         state["loader"] = self.loader_state()
         return state
+
+    @property
+    def names(self) -> list[str]:
+        """Of the trained weights in a snapshot."""
+        return [f"model.{name}" for name in self.engine.trained.names]
+
+    def cover(self) -> None:
+        """Others are trained from now on. What is trained for the first time has not changed since the snapshot: it
+        becomes a part of it, so that there is a way back until the next one, which is due now."""
+        trained = self.engine.trained
+        snapshots = [one for one in (self.taken, self.best) if one is not None]
+        if self.host is not None:
+            self.host.lane.finish()
+        for one in snapshots:
+            for name, weight in zip(trained.names, trained.parameters, strict=True):
+                key = f"model.{name}"
+                if key not in one.tensors:
+                    place = host_like(weight, weight.device) if self.host is not None else torch.empty_like(weight)
+                    one.tensors[key] = place.copy_(weight.detach())
+                    one.tree["model"][name] = {"$tensor": key}
+            one.tree["look_ahead"] = None
+            one.tree["predictor"] = None
+        self._other = None
+        self.taken_at = min(self.taken_at, self.engine.backward_passes - _EVERY)
 
     def forget(self) -> None:
         self.taken = self.best = None

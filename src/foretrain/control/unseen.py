@@ -99,6 +99,10 @@ class Unseen:
             return None
         return here, there
 
+    def forget(self) -> None:
+        """Other weights are trained: the lowest evaluation is of weights that are gone."""
+        self.evaluated, self._weights = math.nan, []
+
     # --- a chain -----------------------------------------------------------------------------------------------------
 
     def begin(self, training_loss: float) -> None:

@@ -49,10 +49,14 @@ class HostedTrajectory(Trajectory):
         hold: bool = True,
         buffer_bytes: int = BUFFER_BYTES,
     ) -> None:
+        self._buffer_bytes = buffer_bytes
         super().__init__(parameters, names, window=window, dtype=dtype, reduce_dots=reduce_dots, hold=hold)
-        at_once = elements_at_once(dtype.itemsize, buffer_bytes) // self.layout.chunk
-        self.chunks_at_once = min(self.layout.chunks, max(1, at_once))
         self._lanes = [Lane(self.device) for _ in range(_BUFFERS)]
+
+    def _lay_out(self, parameters: Sequence[Tensor], names: Sequence[str] | None, dtype: torch.dtype) -> None:
+        super()._lay_out(parameters, names, dtype)
+        at_once = elements_at_once(dtype.itemsize, self._buffer_bytes) // self.layout.chunk
+        self.chunks_at_once = min(self.layout.chunks, max(1, at_once))
 
     def _zeros(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return host_zeros(shape, dtype, self.device)

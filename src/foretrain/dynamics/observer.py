@@ -90,6 +90,14 @@ class Observer:
         if new_level:
             self.smoothed_loss = math.nan
 
+    def cover(self, parameters: list[nn.Parameter], names: Sequence[str], dtype: torch.dtype) -> None:
+        """Watch others from now on. All that is known of how weights move is forgotten."""
+        self.trajectory.cover(parameters, names, dtype)
+        self.sample.cover(parameters)
+        self.predictor.reset()
+        self.restart()
+        self.scored = []
+
     @property
     def forecast(self) -> Forecast | None:
         """Made at the end of the last window, for the weights as they were then."""

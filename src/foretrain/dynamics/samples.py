@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from foretrain.engine.moments import sample_moment
 from foretrain.engine.optim import is_wrapped
+from foretrain.engine.state import real_view
 
 _TENSORS = 16
 _PER_TENSOR = 1024
@@ -34,10 +35,16 @@ class Sample:
     """Fixed coordinates of the largest parameters."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], optimizer: Optimizer) -> None:
-        self.parameters = sorted(parameters, key=lambda p: -p.numel())[:_TENSORS]
         self.optimizer = optimizer
-        self._before: Tensor | None = None
         self._seen: dict[nn.Parameter, Tensor] = {}
+        self.cover(parameters)
+
+    def cover(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Choose among these from now on."""
+        self.parameters = sorted(parameters, key=lambda p: -p.numel())[:_TENSORS]
+        self._before: Tensor | None = None
+        if self._seen:
+            self.watch()
 
     def watch(self) -> Callable[[nn.Parameter], None]:
         """To be called with each parameter while its gradient is there, if none outlives the backward pass."""
@@ -112,14 +119,15 @@ def _pick(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _strided(tensor: Tensor) -> Tensor:
-    return tensor.detach().reshape(-1)[:: _stride(tensor)][:_PER_TENSOR].float()
+    numbers = real_view(tensor.detach()._values() if tensor.is_sparse else tensor.detach())
+    return numbers.reshape(-1)[:: _stride(numbers)][:_PER_TENSOR].float()
 
 
 def _sampled(state: dict[str, Any], name: str) -> Tensor | None:
     moment = state.get(name)
     if not isinstance(moment, Tensor) or is_wrapped(moment):
         return None
-    return sample_moment(state, name, _stride(moment), _PER_TENSOR)
+    return sample_moment(state, name, _stride(real_view(moment)), _PER_TENSOR)
 
 
 def _stride(tensor: Tensor) -> int:

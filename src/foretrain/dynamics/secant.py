@@ -15,6 +15,7 @@ from torch import Tensor
 
 from foretrain.dynamics.predictor import Array
 from foretrain.dynamics.trajectory import Layout
+from foretrain.engine.state import real_view
 
 _LEAST_CURVATURE = 1e-6
 """Cosine of s and y, at the least. Sums in fp32 are some 1e-7 off, so that less is rounding and no curvature; a true
@@ -29,7 +30,7 @@ class Secant:
     def __init__(self, parameters: Sequence[Tensor], pairs: int, reach: float = np.inf) -> None:
         """reach: a leap goes no further than this many times the longest step that a pair was taken from."""
         self.reach = reach
-        self.parameters = [p.detach() for p in parameters]
+        self.parameters = [real_view(p.detach()) for p in parameters]
         self.layout = Layout(self.parameters, [str(index) for index in range(len(self.parameters))])
         device, size = self.parameters[0].device, self.layout.size
         self.s = torch.zeros(pairs, size, device=device)
@@ -89,7 +90,8 @@ class Secant:
     def gradient_known(self, gradients: Sequence[Tensor | None]) -> None:
         """When the gradient is there, before clipping: it makes a pair with the one before."""
         weights, gradient = self._new
-        present = [(view, g) for view, g in zip(self._new_views[1], gradients, strict=True) if g is not None]
+        pairs = zip(self._new_views[1], gradients, strict=True)
+        present = [(view, real_view(g.to_dense() if g.is_sparse else g)) for view, g in pairs if g is not None]
         gradient.zero_()
         torch._foreach_copy_([view for view, _ in present], [g for _, g in present])
         if self.known:

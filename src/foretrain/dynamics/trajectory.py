@@ -19,6 +19,7 @@ from torch import Tensor
 from foretrain.dynamics.predictor import Array
 from foretrain.dynamics.records import DIRECTIONS, HORIZONS_IN_WINDOWS, WINDOWS_OF_MEANS
 from foretrain.engine.host import add_each, copy_each
+from foretrain.engine.state import real_view
 
 _MOST_CHUNKS = 8192
 _SMALLEST_CHUNK = 256
@@ -78,12 +79,10 @@ class Trajectory:
         hold: bool = True,
     ) -> None:
         """hold: from the beginning; otherwise not before `hold` is called."""
-        self.parameters = [p.detach() for p in parameters]
+        self.parameters: list[Tensor] = []
         self.window = window
         self.reduce_dots = reduce_dots
-        self.layout = Layout(self.parameters, names or [str(index) for index in range(len(self.parameters))])
-        self.device = self.parameters[0].device
-        self._dtype = dtype
+        self._lay_out(parameters, names, dtype)
         self.held = hold
         """There is memory for directions; without it windows are counted, and nothing is seen of the motion."""
         self._make_room(self.layout.size if hold else 0)
@@ -94,6 +93,20 @@ class Trajectory:
         self.frozen_windows = -1
         """Windows since the basis was frozen; -1 while none is."""
         self.restart()
+
+    def _lay_out(self, parameters: Sequence[Tensor], names: Sequence[str] | None, dtype: torch.dtype) -> None:
+        self.parameters[:] = [real_view(p.detach()) for p in parameters]
+        self.layout = Layout(self.parameters, names or [str(index) for index in range(len(self.parameters))])
+        self.device = self.parameters[0].device
+        self._dtype = dtype
+
+    def cover(self, parameters: Sequence[Tensor], names: Sequence[str], dtype: torch.dtype) -> None:
+        """Watch others from now on, as if nothing had been seen yet. `parameters` stays the same list."""
+        held = self.held
+        self.release()
+        self._lay_out(parameters, names, dtype)
+        if held:
+            self.hold()
 
     def _make_room(self, size: int) -> None:
         """Rows of so many elements, all zero."""

@@ -46,13 +46,22 @@ class UpdatesInBackward:
         """Largest norm of one parameter's gradient. 0: any."""
         self.watchers: list[Callable[[nn.Parameter], None]] = []
         """Called with each parameter while its gradient is there."""
-        self._places = {parameter: index for index, parameter in enumerate(parameters)}
-        self._groups = {p: index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
         self._norms: dict[int, Tensor] = {}
         self._waiting: list[nn.Parameter] = []
         """Their gradients are complete and not used yet."""
-        self._enough = waiting_bytes(sum(p.numel() * p.element_size() for p in parameters))
         self._loss_is_finite: Tensor | None = None
+        self._places: dict[nn.Parameter, int] = {}
+        self._groups: dict[nn.Parameter, int] = {}
+        self._enough = 0
+        self._hooked: set[nn.Parameter] = set()
+        self.cover(parameters)
+
+    def cover(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Update these from now on."""
+        groups = self.optimizer.param_groups
+        self._places = {parameter: index for index, parameter in enumerate(parameters)}
+        self._groups = {p: index for index, group in enumerate(groups) for p in group["params"]}
+        self._enough = waiting_bytes(sum(p.numel() * p.element_size() for p in parameters))
         complete = WeakMethod(self._gradient_is_complete)  # a parameter would keep the optimizer, and so itself, alive
 
         def hook(parameter: nn.Parameter) -> None:
@@ -60,7 +69,9 @@ class UpdatesInBackward:
                 act(parameter)
 
         for parameter in parameters:
-            parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+            if parameter not in self._hooked:
+                parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                self._hooked.add(parameter)
 
     @contextmanager
     def during(self, loss: Tensor) -> Iterator[None]:
@@ -85,7 +96,7 @@ class UpdatesInBackward:
 
     @torch.no_grad()
     def _gradient_is_complete(self, parameter: nn.Parameter) -> None:
-        if self._loss_is_finite is None or parameter.grad is None:
+        if self._loss_is_finite is None or parameter.grad is None or parameter not in self._places:
             return
         for watcher in self.watchers:
             watcher(parameter)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from foretrain.engine.state import real_view
 from foretrain.engine.step import StepOutput, stacked
 
 SAMPLED = 4096
@@ -47,7 +48,7 @@ class Look:
     """
 
     def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
-        self.parameters: list[Tensor] = list(parameters)
+        self.parameters: list[Tensor] = [real_view(p.detach()) for p in parameters]
         names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         owners = [name.rpartition(".")[0] or name for name in names]
         self.layers = list(dict.fromkeys(owners))

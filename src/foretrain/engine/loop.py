@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cached_property
 from typing import Any, overload
 
 import torch
@@ -21,10 +20,13 @@ from foretrain.engine.meters import StepMeter, Stopwatch
 from foretrain.engine.offload import OptimizerParking
 from foretrain.engine.precision import Precision, choose_device
 from foretrain.engine.rates import FollowedRates, Rates, ScheduledRates, check_scheduler
+from foretrain.engine.sparse import check_sparse
 from foretrain.engine.state import (
     changing_state,
+    check_groups,
+    check_model,
     checksum,
-    frozen_weights,
+    left_out,
     random_state,
     restore_model,
     restore_optimizer,
@@ -41,6 +43,7 @@ from foretrain.engine.step import (
     split,
     tensors_of,
 )
+from foretrain.engine.trained import Change, TrainedWeights, arranged
 from foretrain.errors import CheckpointError, ConfigError, InputError, is_out_of_memory
 
 _COUNTS = ("global_step", "position", "tokens", "backward_passes", "evaluations_without_best")
@@ -77,6 +80,7 @@ class Engine:
             if optimizer is None
             else own.built_optimizer(optimizer, self.model, config)
         )
+        check_sparse(self.model, self.optimizer)
         self.loss_fn: LossFunction = own_loss if loss_fn is None else own.as_loss(loss_fn, self.device)
         self._float_type = own.float_type(self.model)
         self.precision = Precision(config.precision, self.device)
@@ -85,6 +89,7 @@ class Engine:
         """Without what recovery makes of it."""
         if self.own_optimizer and "optimizer.gradient_clip_norm" not in given(config):
             self.clip = 0.0
+        self.trained = TrainedWeights(self.model, self.optimizer)
         self.average = WeightAverage(self.model, config.evaluation.ema_decay) if config.evaluation.ema_decay else None
         self.full_step = FullStep(
             self.model,
@@ -96,6 +101,7 @@ class Engine:
             nan_check=config.guard.nan_check,
             compile_loss=_switch(config.engine.compile, auto=self.device.type == "cuda"),
             update_in_backward=config.engine.update_in_backward,
+            parameters=self.trained.parameters,
         )
         self.away: OptimizerParking | None = None
         """The optimizer's state leaves the device while nothing needs it."""
@@ -105,7 +111,7 @@ class Engine:
         """What recovery makes of the scheduled learning rate."""
         self.backward_passes = 0
         self.probe_tokens = 0
-        """Tokens (or samples) of forward passes that probed a move."""
+        """Tokens (or samples) that moves were probed with: nothing was learned from them."""
         self.cuda_graph = config.engine.cuda_graph
         self._run_step: Callable[[Any], StepOutput] | None = None
         self._run_gradient: GraphedGradient | None = None
@@ -129,6 +135,34 @@ class Engine:
         self.last_val_loss: float | None = None
         self.last_train_loss: float | None = None
         self.last_metrics: dict[str, float] = {}
+        self.first_trained: Callable[[dict[str, nn.Parameter]], None] = lambda weights: None
+        """Called with weights that are about to be trained for the first time in this run, which nobody saved so far.
+        Set by `fit`."""
+        self._frozen: tuple[list[str], str] | None = None
+
+    # --- what is trained ---------------------------------------------------------------------------------------------
+
+    def follow_trained(self) -> Change:
+        """Somebody has frozen or unfrozen parameters, or given the optimizer more: from now on it counts."""
+        before, change = self.trained.never(), self.trained.look()
+        new = self.trained.without_optimizer()
+        if new and not self.own_optimizer:
+            optim.add(self.optimizer, self.model, new, self.config.optimizer)
+            self.trained.look()
+        self.rate.forget()
+        self.cover_trained()
+        never = self.trained.never()
+        if first := {name: p for name, p in before.items() if name not in never}:
+            self.first_trained(first)
+        return change
+
+    def cover_trained(self) -> None:
+        """All that knows what is trained learns it anew."""
+        if self.average is not None:
+            self.average.cover(self.trained.ever, self.trained.names)
+        if self.full_step.in_backward is not None:
+            self.full_step.in_backward.cover(self.trained.parameters)
+        self._run_step = self._run_gradient = self._run_loss = None  # recorded with others
 
     # --- learning rates and the length of the run --------------------------------------------------------------------
 
@@ -363,10 +397,15 @@ class Engine:
         """Everything that decides how the run goes on. Tensors are referred to, not copied."""
         return self.changing_state_dict() | {"frozen": self.frozen}
 
+    def check_optimizer_state(self) -> None:
+        """That it can be saved and taken back. Asked after the first step, when there is one, and not hours later."""
+        optim.plain_state(self.optimizer)
+
     def changing_state_dict(self) -> dict[str, Any]:
         """The same without the fingerprint of frozen weights, which takes long: enough to go back in the same run."""
         return {
-            "model": changing_state(self.model),
+            "model": changing_state(self.model, self.trained.never()),
+            "trained": self.trained.state_dict(),
             "optimizer": optim.plain_state(self.optimizer),
             "average": self.average.state_dict() if self.average is not None else None,
             "precision": self.precision.state_dict(),
@@ -387,18 +426,24 @@ class Engine:
     def weights_state_dict(self) -> dict[str, Any]:
         """What was learned, and nothing of how: enough for `load_weights`."""
         average = self.average.state_dict() if self.average is not None else None
-        return {"model": changing_state(self.model), "average": average, "frozen": self.frozen}
+        model = changing_state(self.model, self.trained.never())
+        return {"model": model, "average": average, "frozen": self.frozen}
 
     def load_weights(self, state: dict[str, Any], origin: str = "the given state") -> None:
         """Weights, buffers and averages of a state, in place; all else stays."""
         with self._as_checkpoint_error(origin):
-            self._check_frozen(state, origin)
-            self._put_back_weights(state, origin)
+            constant = self._checked(state, origin)
+            self.trained.learned(self._names_in(state["model"]))
+            if self.average is not None:
+                self.average.cover(self.trained.ever, self.trained.names)
+            self._put_back_weights(state, origin, constant)
 
     def load_state_dict(self, state: dict[str, Any], origin: str = "the given state") -> None:
         """Put a state back, in place: afterwards every step is, bit for bit, what it would have been."""
         with self._as_checkpoint_error(origin):
             self._put_back(state, origin)
+            if state.get("trained") is not None:
+                self.trained.want(state["trained"]["wanted"])  # the next step notices, as it would have then
 
     @staticmethod
     @contextmanager
@@ -417,18 +462,22 @@ class Engine:
         """Back to an earlier state of this run, bit for bit; what was spent in between stays spent."""
         self.full_step.changing = True
         rates = self.rate.own_numbers()
-        self._put_back_training(state, "the snapshot")
+        constant = left_out(self.model, state["model"])  # what was unfrozen since may have been added to the snapshot
+        saved, now = state.get("trained"), self.trained.groups()
+        if saved is not None:
+            state = {**state, "optimizer": arranged(state["optimizer"], saved["groups"], self.optimizer, now)}
+        self._put_back_training(state, "the snapshot", constant)
         self.rate.put_back(rates)
         self.full_step.changing = False
         if not state["optimizer"]["state"]:  # of before the first step: its tensors are made anew
             self._run_step = self._run_gradient = self._run_loss = None
         self.global_step, self.position = (int(state["progress"][name]) for name in ("global_step", "position"))
 
-    def _put_back_training(self, state: dict[str, Any], origin: str) -> None:
-        """Weights, optimizer, average, loss scale and random states."""
+    def _put_back_training(self, state: dict[str, Any], origin: str, constant: Collection[str]) -> None:
+        """Weights, optimizer, average, loss scale and random states. constant: weights that it does not hold."""
         if self.away is not None:
             self.away.back()
-        self._put_back_weights(state, origin)
+        self._put_back_weights(state, origin, constant)
         keep = not self.own_optimizer and isinstance(self.rate, ScheduledRates)
         restore_optimizer(self.optimizer, state["optimizer"], origin, keep_settings=keep)
         self.precision.load_state_dict(state["precision"])
@@ -436,29 +485,46 @@ class Engine:
         self.rate.load_state_dict(state.get("rates") or {})
         self.rate.forget()
 
-    def _put_back_weights(self, state: dict[str, Any], origin: str) -> None:
-        restore_model(self.model, state["model"], origin)
+    def _put_back_weights(self, state: dict[str, Any], origin: str, constant: Collection[str]) -> None:
+        restore_model(self.model, state["model"], origin, constant)
         if (self.average is None) != (state["average"] is None):
             raise CheckpointError(f"{origin}: evaluation.ema_decay was switched on or off since; use the same setting")
         if self.average is not None:
             self.average.load_state_dict(state["average"])
 
-    @cached_property
-    def frozen(self) -> str:
-        """What the frozen weights are, so that a run goes on with the same ones only; empty if there are none."""
-        weights = frozen_weights(self.model)
-        return checksum(weights) if weights else ""
+    def _names_in(self, saved: Mapping[str, Any]) -> list[str]:
+        """Of the parameters that a state holds, in the model's order."""
+        return [name for name, _ in self.model.named_parameters() if name in saved]
 
-    def _check_frozen(self, state: dict[str, Any], origin: str) -> None:
-        if state["frozen"] != self.frozen:
+    @property
+    def frozen(self) -> str:
+        """What the weights are that this run does not train, so that it goes on with the same ones only; empty if there
+        are none."""
+        weights = self.trained.never()
+        if self._frozen is None or self._frozen[0] != list(weights):
+            self._frozen = (list(weights), checksum(weights) if weights else "")
+        return self._frozen[1]
+
+    def _checked(self, state: dict[str, Any], origin: str) -> Collection[str]:
+        """Refuse a state of another model, or of other weights that are not trained; the names of these."""
+        constant = left_out(self.model, state["model"]) if state["frozen"] else {}
+        if state["frozen"] and state["frozen"] != (checksum(constant) if constant else ""):
             raise CheckpointError(
                 f"{origin}: its frozen weights are not those of this model; start from the same weights, and freeze "
                 "the same ones"
             )
+        check_model(self.model, state["model"], origin, constant)
+        return constant
 
     def _put_back(self, state: dict[str, Any], origin: str) -> None:
-        self._check_frozen(state, origin)
-        self._put_back_training(state, origin)
+        constant = self._checked(state, origin)
+        saved = state.get("trained")  # not there in older checkpoints
+        if saved is not None:
+            self.trained.hold(saved["groups"], state["optimizer"]["param_groups"])
+        check_groups(self.optimizer, state["optimizer"]["param_groups"], origin)
+        if saved is not None and self.trained.put_back(saved, self._names_in(state["model"])):
+            self.cover_trained()
+        self._put_back_training(state, origin, constant)
         progress = state["progress"]
         self.clock = Stopwatch(float(progress["seconds"]))
         self.meter.load_state_dict(progress)

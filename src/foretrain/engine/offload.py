@@ -181,7 +181,7 @@ class OptimizerParking:
 
     def __init__(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter], device: torch.device) -> None:
         self.optimizer = optimizer
-        self.parameters = list(parameters)
+        self.parameters = parameters
         self.parking = Parking(device)
         self._to_leave: list[tuple[Tensor, Tensor | None]] | None = None
         """While it leaves: what is still here, and copies of it in host memory."""

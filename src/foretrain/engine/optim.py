@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,7 +17,19 @@ from foretrain.errors import ConfigError
 
 def build(model: nn.Module, config: OptimizerConfig) -> Optimizer:
     """Weight decay on matrices only. Fused where torch has it, so that a step is one kernel per group."""
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    return _build(model, {name: p for name, p in model.named_parameters() if p.requires_grad}, config)
+
+
+def add(optimizer: Optimizer, model: nn.Module, unfrozen: dict[str, nn.Parameter], config: OptimizerConfig) -> None:
+    """Train more parameters with an optimizer that `build` made, in groups of their own."""
+    other = _build(model, unfrozen, config)
+    for group in other.param_groups:
+        rate = group["lr"]
+        optimizer.add_param_group({**group, "lr": rate.clone() if isinstance(rate, Tensor) else rate})
+    optimizer.state.update(other.state)
+
+
+def _build(model: nn.Module, trained: dict[str, nn.Parameter], config: OptimizerConfig) -> Optimizer:
     matrices = [p for p in trained.values() if p.ndim >= 2]
     vectors = [p for p in trained.values() if p.ndim < 2]
     rate: Any = config.peak_rate
@@ -89,26 +102,42 @@ def can_be_recorded(optimizer: Optimizer) -> bool:
     )
 
 
-_SAVED = (Tensor, bool, int, float, str, list, tuple, dict, type(None))
+_SAVED = (bool, int, float, str, type(None))
 
 
 def plain_state(optimizer: Optimizer) -> dict[str, Any]:
     """The optimizer's state, if it can be copied and saved."""
     state = optimizer.state_dict()
-    for values in state["state"].values():
+    for values in (*state["state"].values(), *state["param_groups"]):
         for name, value in values.items():
-            if is_wrapped(value):
+            if isinstance(value, Tensor) and not is_wrapped(value) and not value.is_sparse:
+                continue
+            kept = _what_cannot_be_saved(value)
+            if kept is None:
+                continue
+            if is_wrapped(kept):
                 raise ConfigError(
-                    f"{type(optimizer).__name__} keeps {name} in {type(value).__name__}, a tensor of tensors, which "
+                    f"{type(optimizer).__name__} keeps {name} in {type(kept).__name__}, a tensor of tensors, which "
                     "snapshots and checkpoints cannot copy; use an optimizer whose state is plain tensors, such as "
                     "optimizer.type = 'adamw' with optimizer.state_type = '8bit', or one of bitsandbytes"
                 )
-            if not isinstance(value, _SAVED):
-                raise ConfigError(
-                    f"{type(optimizer).__name__} keeps {name} in {type(value).__name__}, which snapshots and "
-                    "checkpoints cannot copy; keep its state in tensors, numbers, texts, lists and dicts"
-                )
+            kind = "a sparse tensor" if isinstance(kept, Tensor) else type(kept).__name__
+            raise ConfigError(
+                f"{type(optimizer).__name__} keeps {name} in {kind}, which snapshots and checkpoints cannot copy; keep "
+                "its state in tensors, numbers, texts, lists and dicts"
+            )
     return state
+
+
+def _what_cannot_be_saved(value: Any) -> Any:
+    """The first thing in a part of a state that is none of what a state may hold; None if there is none."""
+    if isinstance(value, (list, tuple)):
+        return next((bad for item in value if (bad := _what_cannot_be_saved(item)) is not None), None)
+    if isinstance(value, Mapping):
+        return _what_cannot_be_saved([*value.keys(), *value.values()])
+    if isinstance(value, Tensor):
+        return value if is_wrapped(value) or value.is_sparse else None
+    return None if isinstance(value, _SAVED) else value
 
 
 def is_wrapped(value: Any) -> bool:
@@ -138,7 +167,7 @@ class RateControl:
             return
         factor = rate / self.peak if self.peak else 0.0
         for group in self.optimizer.param_groups:
-            value = group["peak_lr"] * factor
+            value = group.setdefault("peak_lr", float(group["lr"])) * factor  # one that was added had its peak so far
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(value)
             else:

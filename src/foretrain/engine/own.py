@@ -205,9 +205,19 @@ def ready_to_train(model: nn.Module) -> nn.Module:
     if not any(p.requires_grad for _, p in parameters):
         frozen = "all its parameters are frozen" if parameters else "it has no parameters"
         raise ConfigError(f"{type(model).__name__} cannot be trained: {frozen}; set requires_grad_(True) on some")
+    overlapping = next((name for name, p in parameters if p.requires_grad and _overlaps(p)), None)
+    if overlapping is not None:
+        raise ConfigError(
+            f"{overlapping} of {type(model).__name__} was made with expand(), so several of its numbers are one, which "
+            "no optimizer can update; make it of .expand(...).clone(), or freeze it"
+        )
     if not any(module.training for module in model.modules()):
         model.train()
     return model
+
+
+def _overlaps(parameter: Tensor) -> bool:
+    return any(size > 1 and stride == 0 for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
 
 
 def check_processes(config: Config) -> None:
@@ -301,6 +311,13 @@ def _check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
         raise ConfigError(
             f"the {kind} holds none of the parameters of {type(model).__name__}, so nothing would be trained; make it "
             "from model.parameters() of this very model, after the last change to it"
+        )
+    own = {id(p) for p in model.parameters()}
+    if foreign := [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]:
+        warnings.warn(
+            f"{len(foreign)} parameters in the {kind} are none of {type(model).__name__}'s: they are trained, but "
+            "neither saved nor taken back with a move; make them a part of the model",
+            stacklevel=5,
         )
     if missing:
         warnings.warn(

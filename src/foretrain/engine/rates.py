@@ -170,10 +170,15 @@ class FollowedRates(Rates):
             self.stepped += 1
             try:
                 self.scheduler.step()
-            except ValueError as error:  # OneCycleLR past its end
+            except (ValueError, KeyError) as error:  # OneCycleLR past its end, or groups were added
+                name, groups = type(self.scheduler).__name__, len(self.optimizer.param_groups)
+                if (known := len(self.scheduler.base_lrs)) != groups:
+                    raise ConfigError(
+                        f"{name} was made for {known} of the optimizer's groups, and there are {groups} now; give the "
+                        "optimizer all parameters from the start: frozen ones stay as they are"
+                    ) from error
                 raise ConfigError(
-                    f"{type(self.scheduler).__name__} cannot go on at step {step}: {error}; make it for as many steps "
-                    "as the run has"
+                    f"{name} cannot go on at step {step}: {error}; make it for as many steps as the run has"
                 ) from error
 
     def evaluated(self, held_out: float) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +41,11 @@ def put_together(snapshot: Snapshot) -> Any:
     return _decode(snapshot.tree, snapshot.tensors)
 
 
+def real_view(tensor: Tensor) -> Tensor:
+    """The tensor itself; of complex numbers their parts, in the same memory: [..., 2]."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
 _AS_THEY_ARE = frozenset({bool, int, str, type(None)})
 """Most of a state. They are told by their exact type, at once: a state is taken apart at every move."""
 
@@ -49,8 +54,8 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, Tensor):
         while path in tensors:  # such as {"a.b": ...} beside {"a": {"b": ...}}
             path += "'"
-        tensors[path] = value.detach()
-        return {"$tensor": path}
+        tensors[path] = real_view(value.detach())
+        return {"$complex" if value.is_complex() else "$tensor": path}
     if isinstance(value, (dict, Mapping)):  # `dict` alone is told faster
         if all(isinstance(key, str) and not key.startswith("$") for key in value):
             return {
@@ -87,11 +92,11 @@ def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
         return [_decode(item, tensors) if isinstance(item, (dict, list)) else item for item in value]
     if not isinstance(value, dict):
         return value
-    if "$tensor" in value:
-        name = value["$tensor"]
+    if "$tensor" in value or "$complex" in value:
+        name = value["$tensor"] if "$tensor" in value else value["$complex"]
         if name not in tensors:
             raise ValueError(f"the state refers to a tensor {name!r} that is not there")
-        return tensors[name]
+        return tensors[name] if "$tensor" in value else torch.view_as_complex(tensors[name])
     if "$tuple" in value:
         return tuple(_decode(item, tensors) for item in value["$tuple"])
     if "$entries" in value:
@@ -167,10 +172,9 @@ def _cuda_devices() -> int:
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def changing_state(model: nn.Module) -> dict[str, Any]:
-    """The model's state without frozen weights: they stay what they are."""
-    frozen = set(frozen_weights(model))
-    return {name: value for name, value in model.state_dict().items() if name not in frozen}
+def changing_state(model: nn.Module, constant: Collection[str]) -> dict[str, Any]:
+    """The model's state without weights that stay what they are."""
+    return {name: value for name, value in model.state_dict().items() if name not in constant}
 
 
 def frozen_weights(model: nn.Module) -> dict[str, Tensor]:
@@ -182,18 +186,24 @@ def checksum(tensors: Mapping[str, Tensor]) -> str:
     """Of names, forms and bits, the same on every device. The device is waited for once."""
     sums = []
     for tensor in tensors.values():
-        flat = tensor.detach().contiguous().view(_BITS[tensor.element_size()]).flatten()
+        numbers = real_view(tensor.detach()).contiguous()
+        flat = numbers.view(_BITS[numbers.element_size()]).flatten()
         place = torch.arange(1, len(flat) + 1, device=flat.device, dtype=torch.int64)
         sums.append((flat * place).sum())  # wraps around, everywhere alike
-    numbers = torch.stack(sums).tolist() if sums else []
+    totals = torch.stack(sums).tolist() if sums else []
     forms = [f"{name} {_form(tensor)}" for name, tensor in tensors.items()]
-    return hashlib.sha256(repr(list(zip(forms, numbers, strict=True))).encode()).hexdigest()
+    return hashlib.sha256(repr(list(zip(forms, totals, strict=True))).encode()).hexdigest()
 
 
-@torch.no_grad()
-def restore_model(model: nn.Module, saved: Mapping[str, Tensor], origin: str) -> None:
-    """Copy weights and buffers in place, after checking that they are this model's. Frozen weights stay."""
-    own = changing_state(model)
+def left_out(model: nn.Module, saved: Mapping[str, Any]) -> dict[str, nn.Parameter]:
+    """Parameters that a state of the model does not hold, under all their names."""
+    return {name: p for name, p in model.named_parameters(remove_duplicate=False) if name not in saved}
+
+
+def check_model(model: nn.Module, saved: Mapping[str, Any], origin: str, constant: Collection[str]) -> dict[str, Any]:
+    """Refuse weights and buffers that are not this model's; what they are to be copied to. constant: names of weights
+    that were not to be saved."""
+    own = changing_state(model, constant)
     for name in [*own, *saved]:
         if name not in saved or name not in own:
             where = "the checkpoint" if name not in saved else "this model"
@@ -205,6 +215,17 @@ def restore_model(model: nn.Module, saved: Mapping[str, Tensor], origin: str) ->
                 f"{origin}: it belongs to another model ({name} is {_form(saved[name])} there, {_form(own[name])} "
                 "here); use the same [model] settings"
             )
+    return own
+
+
+@torch.no_grad()
+def restore_model(
+    model: nn.Module, saved: Mapping[str, Tensor], origin: str, constant: Collection[str] | None = None
+) -> None:
+    """Copy weights and buffers in place, after checking that they are this model's. constant: names of weights that
+    were not to be saved; None: those that are frozen."""
+    constant = set(frozen_weights(model)) if constant is None else constant
+    own = check_model(model, saved, origin, constant)
     _copy_all([(value, saved[name]) for name, value in own.items() if isinstance(value, Tensor)])
     for name, value in own.items():
         if not isinstance(value, Tensor):  # what a module returned from get_extra_state
@@ -235,21 +256,8 @@ def restore_optimizer(
     keep_settings: weight decay and the like stay what they are now. Otherwise all values of the saved groups come back,
     because some optimizers keep a part of their state there.
     """
-    current = optimizer.state_dict()
-    groups = saved["param_groups"]
-    ours = [(len(group["params"]), sorted(group.keys() - _OF_SCHEDULES)) for group in current["param_groups"]]
-    theirs = [(len(group["params"]), sorted(group.keys() - _OF_SCHEDULES)) for group in groups]
-    if [count for count, _ in ours] == [count for count, _ in theirs] and ours != theirs:
-        raise CheckpointError(
-            f"{origin}: its optimizer keeps its state in another form; use the same optimizer, or optimizer.type and "
-            "optimizer.state_type (a memory.budget may have chosen another one: name it), and the same scheduler"
-        )
-    if ours != theirs:
-        raise CheckpointError(
-            f"{origin}: it was saved with another optimizer, or other parameters in its groups "
-            f"({[count for count, _ in theirs]} there, {[count for count, _ in ours]} here); "
-            "use the same [optimizer] settings"
-        )
+    check_groups(optimizer, saved["param_groups"], origin)
+    current, groups = optimizer.state_dict(), saved["param_groups"]
     if keep_settings:
         groups = current["param_groups"]
     rates = [group.get("lr") for group in optimizer.param_groups]
@@ -264,17 +272,58 @@ def restore_optimizer(
                     group[key] = values[key]
     else:
         optimizer.load_state_dict({"state": _own_copies(saved["state"]), "param_groups": groups})
+        _put_back_others(optimizer, saved["state"])
     for group, rate, values in zip(optimizer.param_groups, rates, groups, strict=True):
         if rate is not None:
             value = float(values["lr"])
             group["lr"] = rate.fill_(value) if isinstance(rate, Tensor) else value  # a tensor stays on its device
 
 
+def check_groups(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]], origin: str) -> None:
+    """Refuse the groups of another kind of optimizer, or of other parameters."""
+    ours, theirs = (
+        [(len(group["params"]), sorted(group.keys() - _OF_SCHEDULES)) for group in groups]
+        for groups in (optimizer.param_groups, saved)
+    )
+    if [count for count, _ in ours] == [count for count, _ in theirs] and ours != theirs:
+        raise CheckpointError(
+            f"{origin}: its optimizer keeps its state in another form; use the same optimizer, or optimizer.type and "
+            "optimizer.state_type (a memory.budget may have chosen another one: name it), and the same scheduler"
+        )
+    if ours != theirs:
+        raise CheckpointError(
+            f"{origin}: it was saved with another optimizer, or other parameters in its groups "
+            f"({[count for count, _ in theirs]} there, {[count for count, _ in ours]} here); "
+            "use the same [optimizer] settings, and begin with the same weights frozen"
+        )
+
+
 def _own_copies(state: Any) -> Any:
-    """Loaded tensors may be views of a mapped file; those that stay in use are copied out of it."""
+    """Loaded tensors may be views of a mapped file, or a part of a snapshot; those that stay in use are copied."""
     if isinstance(state, Tensor):
         return state.clone()
-    return {key: _own_copies(value) for key, value in state.items()} if isinstance(state, Mapping) else state
+    if isinstance(state, Mapping):
+        return {key: _own_copies(value) for key, value in state.items()}
+    return type(state)(map(_own_copies, state)) if isinstance(state, (list, tuple)) else state
+
+
+def _put_back_others(optimizer: Optimizer, saved: Mapping[Any, Any]) -> None:
+    """What of a state is no tensor, exactly: torch takes texts apart, and casts tensors inside of lists."""
+    numbers = optimizer.state_dict()["param_groups"]
+    places = zip(numbers, optimizer.param_groups, strict=True)
+    parameters = {number: p for one, other in places for number, p in zip(one["params"], other["params"], strict=True)}
+    for number, values in saved.items():
+        for name, value in values.items() if number in parameters else ():
+            if isinstance(value, (str, list, tuple, Mapping)):
+                optimizer.state[parameters[number]][name] = _moved(_own_copies(value), parameters[number].device)
+
+
+def _moved(state: Any, device: torch.device) -> Any:
+    if isinstance(state, Tensor):
+        return state.to(device)
+    if isinstance(state, Mapping):
+        return {key: _moved(value, device) for key, value in state.items()}
+    return type(state)(_moved(value, device) for value in state) if isinstance(state, (list, tuple)) else state
 
 
 def _same_tensors(current: Any, saved: Any) -> bool:
@@ -293,5 +342,5 @@ def _fill(target: Any, source: Any) -> list[tuple[Tensor, Tensor]]:
         elif isinstance(value, Mapping):
             tensors += _fill(target[key], value)
         else:
-            target[key] = value
+            target[key] = _own_copies(value)
     return tensors

@@ -50,7 +50,9 @@ class FullStep:
         nan_check: bool = True,
         compile_loss: bool = False,
         update_in_backward: bool = False,
+        parameters: list[nn.Parameter] | None = None,
     ) -> None:
+        """parameters: what is trained; None: all that require gradients."""
         self.model = model
         self.optimizer = optimizer
         self.precision = precision
@@ -58,7 +60,7 @@ class FullStep:
         self.accumulation = accumulation
         self.nan_check = nan_check
         self.device = precision.device
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.parameters = [p for p in model.parameters() if p.requires_grad] if parameters is None else parameters
         self.buffers = list(model.buffers())
         self.changing = False
         """Something is being changed that cannot be taken back; False again when the step is counted."""
@@ -167,7 +169,7 @@ class FullStep:
         """The norm of all gradients together, and that of each parameter."""
         if not gradients:
             return torch.zeros((), device=self.device), self._absent.expand(len(self.parameters))
-        each = list(torch._foreach_norm(gradients))
+        each = list(torch._foreach_norm([g.coalesce().values() if g.is_sparse else g for g in gradients]))
         together = stacked(each)
         norm = torch.linalg.vector_norm(together)
         if len(each) < len(self.parameters):
@@ -187,7 +189,7 @@ class FullStep:
             return
         # An optimizer that cannot skip on the device: the host has to look, which waits for the device once a step.
         if divisor is not None:
-            torch._foreach_div_(gradients, divisor)
+            torch._foreach_div_([g._values() if g.is_sparse else g for g in gradients], divisor)
         if not bool(bad):
             optimizer.step()
 
@@ -277,8 +279,12 @@ def split(batch: Any, parts: int, index: int) -> Any:
 
 
 def rows_of(part: Any) -> int:
+    """Of the first tensor that has any; of a batch without tensors, such as a list of texts, its items."""
     tensors = tensors_of(part)
-    return tensors[0].shape[0] if tensors and tensors[0].ndim else 1
+    rows = next((tensor.shape[0] for tensor in tensors if tensor.ndim), None)
+    if rows is None:
+        rows = len(part) if not tensors and isinstance(part, (list, tuple)) else 1
+    return rows
 
 
 def part_weights(parts: list[Any], device: torch.device) -> Tensor:

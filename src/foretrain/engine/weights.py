@@ -16,7 +16,7 @@ from foretrain.engine import checkpoint
 from foretrain.engine.checkpoint import CheckpointStore, separate
 from foretrain.engine.described import unwrapped
 from foretrain.engine.runfolder import WEIGHTS as NAME
-from foretrain.engine.state import checksum
+from foretrain.engine.state import checksum, real_view
 from foretrain.errors import CheckpointError, InputError, SaveError
 from foretrain.files import explain_failed_write, remove, sync_file
 
@@ -28,6 +28,7 @@ Module = TypeVar("Module", bound=nn.Module)
 def write_weights(model: nn.Module, path: Path) -> None:
     """All weights and buffers by their names, tied ones under each of theirs. The file appears whole or not at all."""
     tensors = {name: value for name, value in unwrapped(model).state_dict().items() if isinstance(value, Tensor)}
+    tensors |= {name: real_view(value) for name, value in tensors.items() if value.dtype is torch.complex128}
     temporary = path.with_name(f".tmp-{path.name}")
     try:
         remove(temporary)
@@ -107,6 +108,12 @@ def _averaged(target: nn.Module, values: Mapping[str, Any], state: Mapping[str, 
     return {name: means[p] for name, p in target.named_parameters(remove_duplicate=False) if p in means}
 
 
+def _as_complex(value: Any, like: Any) -> Any:
+    """safetensors know no complex128: it is written as its parts."""
+    parts = isinstance(value, Tensor) and isinstance(like, Tensor) and like.is_complex() and not value.is_complex()
+    return torch.view_as_complex(value) if parts and value.shape == (*like.shape, 2) else value
+
+
 @torch.no_grad()
 def _fill(target: nn.Module, values: Mapping[str, Any], origin: str, frozen: str = "") -> None:
     """frozen: checksum of the weights that the run did not train, and so did not save."""
@@ -121,6 +128,7 @@ def _fill(target: nn.Module, values: Mapping[str, Any], origin: str, frozen: str
     if missing or strange:
         where = f"{missing[0]} is not in it" if missing else f"the module has no {strange[0]}"
         raise CheckpointError(f"{origin}: it belongs to another model ({where})")
+    values = {name: _as_complex(value, own[name]) for name, value in values.items()}
     for name, value in values.items():
         if not isinstance(value, Tensor):  # what a module returned from get_extra_state
             target.load_state_dict({name: value}, strict=False)
