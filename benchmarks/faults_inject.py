@@ -70,10 +70,11 @@ def set_modes(folder: Path, folders: int, files: int) -> None:
             path.chmod(folders if path.is_dir() else files)
 
 
-def wait_for(path: Path) -> Act:
-    """Stand still until the file is there."""
+def wait_for(path: Path, ready: Path) -> Act:
+    """Say that it is ready, and stand still until the file is there."""
 
     def act() -> None:
+        ready.touch()
         while not path.exists():
             time.sleep(0.005)
 
@@ -115,8 +116,21 @@ class Operations(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def at_operation(number: int, act: Act) -> Injection:
-    return lambda stack: stack.enter_context(Operations(number, act)) and None
+def at_operation(number: int, act: Act, everywhere: bool = True) -> Injection:
+    """everywhere: not only inside of `fit`."""
+    if everywhere:
+        return lambda stack: stack.enter_context(Operations(number, act)) and None
+
+    def inject(stack: ExitStack) -> None:
+        fit = HybridTrainer.fit
+
+        def fitted(*arguments: Any, **options: Any) -> Any:
+            with Operations(number, act):
+                return fit(*arguments, **options)
+
+        HybridTrainer.fit = fitted  # type: ignore[method-assign]
+
+    return inject
 
 
 def run_out_of_memory() -> None:

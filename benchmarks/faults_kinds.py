@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -27,6 +28,7 @@ class Kind:
     name: str
     promise: str
     happen: Callable[[Work], None]
+    """Nothing where the run has come to its end already."""
     fits: Callable[[Setup], bool] = lambda setup: True
     place: int = 1
     """When it happens among several: 0 what is wrong from the beginning, 1 in mid-run, 2 what goes through to the end."""
@@ -39,7 +41,11 @@ KINDS: dict[str, Kind] = {}
 
 def kind(name: str, promise: str, **options: Any) -> Callable[[Callable[[Work], None]], Callable[[Work], None]]:
     def add(happen: Callable[[Work], None]) -> Callable[[Work], None]:
-        KINDS[name] = Kind(name, promise, happen, **options)
+        def unless_finished(work: Work) -> None:
+            if not work.finished:
+                happen(work)
+
+        KINDS[name] = Kind(name, promise, unless_finished, **options)
         return happen
 
     return add
@@ -150,19 +156,18 @@ def _full_for_a_while(work: Work) -> None:
     work.check(outcome, {0})
 
 
-@kind("full disk under its own output", "what is printed is lost, the run is not", place=2)
+@kind("full disk under its own output", "what is printed is cut off, exit code 1; the run itself ends well", place=2)
 def _full_output(work: Work) -> None:
     (work.folder / "printed.txt").write_text("x" * 4096, encoding="utf-8")
     step = work.later_step(0.9 * work.draw.random())
     end = work.setup.steps - 1
-    injections = [inject.at_step(step, inject.limit_files(4096))]
-    if work.draw.random() < 0.5:  # the run itself gets room again, the output does not
-        injections = [inject.output_to(Path("/dev/full"))]
-        work.check(work.go(*injections), {0})
+    if work.draw.random() < 0.5:  # the run itself has room, its output has not
+        work.check(work.go(inject.output_to(Path("/dev/full"))), {0, 1})
+        if not (work.run / "summary.json").is_file():
+            raise Failure("LOST", "the run did not come to its end")
         return
-    injections = [inject.output_to(work.folder / "printed.txt"), *injections]
-    injections.append(inject.at_step(end, inject.limit_files(-1)))
-    work.check(work.go(*injections), {0, 1, 2})
+    injections = [inject.output_to(work.folder / "printed.txt"), inject.at_step(step, inject.limit_files(4096))]
+    work.check(work.go(*injections, inject.at_step(end, inject.limit_files(-1))), {0, 1})
 
 
 @kind("fsync fails", "a save that may not be on the disk is none; it is said, and the end has the same bits")
@@ -231,7 +236,7 @@ def _damaged_checkpoint(work: Work) -> None:
         if all(file.is_file() and file.read_bytes() == content for file, content in before.items()):
             return  # zeroes over zeroes
         (work.run / "summary.json").unlink(missing_ok=True)
-        outcome = work.check(work.go(), {0}, f"damaged checkpoint put aside as .*{path.name}|{path.name}.*damaged", RESUMED)
+        work.go_on(f"damaged checkpoint put aside as .*{re.escape(path.name)}", RESUMED)
         return
     kept = work.folder / "kept"
     shutil.copytree(work.run, kept)
@@ -251,12 +256,13 @@ def _damaged_file(work: Work) -> None:
     _damage(work, path)
     if path.name == "metrics.jsonl":
         work.log = False
+    if path.name != "trackers.json":
+        work.go_on()
+        return
     outcome = work.go()
-    if path.name == "trackers.json" and outcome.code:
+    if outcome.code:
         work.check_error(outcome, {2}, "delete it, and trackers begin new runs")
         path.unlink()
-        return
-    work.check(outcome, {0})
 
 
 @kind("damaged config.toml", "refused in one sentence, or what it changed is named", fits=is_command)
@@ -284,7 +290,7 @@ def _damaged_best(work: Work) -> None:
         return
     _damage(work, work.draw.choice(names_in(best[-1], ["*"])))
     work.best = False
-    work.check(work.go(), {0})
+    work.go_on()
 
 
 @kind("damaged data cache", "it is said, and the text is tokenised again: the same bits", fits=is_text)
@@ -293,13 +299,13 @@ def _damaged_cache(work: Work) -> None:
     files = [path for path in (work.folder / "cache").rglob("*") if path.is_file()]
     if work.draw.random() < 0.2:
         shutil.rmtree(work.folder / "cache")
-        work.check(work.go(), {0})
+        work.go_on("tokenising")
         return
     path = work.draw.choice(sorted(files))
     before = path.read_bytes()
     _damage(work, path)
     changed = not path.is_file() or path.read_bytes() != before
-    work.check(work.go(), {0}, *(["the token cache is damaged"] if changed else []))
+    work.go_on(*(["the token cache is damaged"] if changed else []))
 
 
 @kind("changed data", "refused in one sentence, nothing is touched; with the old data the same bits", fits=is_command)
@@ -346,12 +352,13 @@ def _two_processes(work: Work) -> None:
     step = work.later_step(0.9 * work.draw.random())
     go_on = work.folder / "go-on"
     ready = work.folder / "ready"
-    first = work.start(inject.at_step(step, ready.touch), inject.at_step(step, inject.wait_for(go_on)))
+    first = work.start(inject.at_step(step, inject.wait_for(go_on, ready)))
     try:
-        while not ready.exists():
+        while not ready.exists() and first.runs():
             inject.time.sleep(0.005)
-            if not first.runs():
-                break
+        if not ready.exists():  # it ended before that step, early or by a leap
+            work.check(work.ended(first), {0})
+            return
         how = work.draw.choice(["resume", "start", "overwrite"])
         deleted = work.draw.random() < 0.2
         if deleted:
@@ -362,7 +369,7 @@ def _two_processes(work: Work) -> None:
         go_on.touch()
     work.check(work.ended(first), {0})
     go_on.unlink()
-    ready.unlink(missing_ok=True)
+    ready.unlink()
 
 
 @kind("moved folder", "a run goes on under any name: the same bits", weight=2)
@@ -449,13 +456,8 @@ def _drop_from_state(work: Work, folder: Path) -> None:
     path = folder / "state.json"
     content = json.loads(path.read_text("utf-8"))
     part = content["state"]
-    names = []
-    for _ in range(work.draw.choice([1, 2, 3])):
-        inner = sorted(name for name, value in part.items() if isinstance(value, dict) and len(value) > 1)
-        if not inner:
-            break
-        names.append(work.draw.choice(inner))
-        part = part[names[-1]]
+    if work.draw.random() < 0.7:
+        part = part[work.draw.choice(sorted(name for name, value in part.items() if isinstance(value, dict) and value))]
     if part and not any(name.startswith("$") for name in part):
         del part[work.draw.choice(sorted(part))]
     path.write_text(json.dumps(content), encoding="utf-8")
@@ -489,7 +491,11 @@ def _no_output(work: Work) -> None:
 
 @kind("failing tracker", "it is told once that the tracker is off; the same bits", fits=lambda one: one.name == "tracker", place=2)
 def _tracker(work: Work) -> None:
-    work.check(work.go(inject.failing_tracker(work.draw.randrange(1, 60))), {0}, "tracker tensorboard failed and is off")
+    outcome = work.go(inject.failing_tracker(work.draw.randrange(1, 60)))
+    if outcome.code:
+        work.check_error(outcome, {2}, "tensorboard: it cannot begin")
+    else:
+        work.check(outcome, {0}, "tracker tensorboard failed and is off")
 
 
 @kind("failing listener", "it is told once, and hears nothing more; the same bits", place=2)
@@ -520,7 +526,7 @@ def _loader(work: Work) -> None:
 @kind("out of memory", "exit code 3, it says where and what to change, and is saved; resumed, the same bits", weight=3)
 def _out_of_memory(work: Work) -> None:
     number = work.left(work.reference.operations, work.draw.random())
-    outcome = work.go(inject.at_operation(number, inject.run_out_of_memory))
+    outcome = work.go(inject.at_operation(number, inject.run_out_of_memory, is_command(work.setup)))
     if outcome.code:
         work.check_error(outcome, {3}, "(?i)out of memory")
     elif "out of memory" not in outcome.text.lower() and "tries again" not in outcome.text:
@@ -532,7 +538,7 @@ def _retried(work: Work) -> None:
     number = work.left(work.reference.operations, work.draw.random())
     settings = {"memory.on_out_of_memory": "retry"}
     work.order = replace(work.order, settings=work.order.settings | settings)
-    outcome = work.go(inject.at_operation(number, inject.run_out_of_memory), bare=False)
+    outcome = work.go(inject.at_operation(number, inject.run_out_of_memory, is_command(work.setup)), bare=False)
     if outcome.code:
         work.check_error(outcome, {3}, "(?i)out of memory")
     work.bits = False

@@ -104,12 +104,24 @@ class Work:
             raise Failure("TRACEBACK", outcome.text[outcome.text.index(_RAW) :][-2500:])
         return outcome
 
+    @property
+    def finished(self) -> bool:
+        """There is nothing left to disturb."""
+        path = self.run / "summary.json"
+        try:
+            return json.loads(path.read_text("utf-8"))["reason"] != "interrupted"
+        except (OSError, ValueError, KeyError):
+            return False
+
+    def go_on(self, *words: str) -> None:
+        """Resume for a while: the words must be said; then it is killed, or comes to its end."""
+        step = self.later_step(2 * self.draw.random()) + 1
+        self.check(self.go(at_step(step, send("SIGKILL"))), {0, 137}, *words)
+
     def interrupt(self, share: float = 0.8, saved: int = 1) -> None:
         """Make sure that there is a run which was killed, with so many checkpoints."""
-        if len(self.saved) >= saved and not (self.run / "summary.json").is_file():
+        if len(self.saved) >= saved or self.finished:
             return
-        if (self.run / "summary.json").is_file() and self.saved:
-            return  # finished or stopped: there is a run all the same
         needed = saved * int(self.setup.settings.get("checkpoint.interval", 8)) + 2
         step = max(needed, self.later_step(share))
         self.check(self.go(at_step(step, send("SIGKILL"))), {137, 0})
@@ -150,9 +162,11 @@ class Work:
         return outcome
 
     def content(self) -> dict[str, str]:
-        """Of all files of the run."""
+        """Of all files of the run, but for what a kill left half written."""
         found = {}
         for path in sorted(self.run.rglob("*")):
+            if any(part.startswith((".tmp-", ".old-")) for part in path.parts):
+                continue
             content = path.read_bytes() if path.is_file() else b""
             found[str(path.relative_to(self.run))] = hashlib.sha256(content).hexdigest()
         return found
