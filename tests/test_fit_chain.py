@@ -209,10 +209,10 @@ def test_best_weights_that_could_not_be_saved_are_saved_with_the_next_checkpoint
             raise checkpoint.SaveError("no space left")
         return save(store, step, *arguments, **others)
 
-    settings = {**PLAIN, "max_steps": 200, "checkpoint__interval": 15}
+    settings = {**PLAIN, "max_steps": 200, "checkpoint__interval": 14}
     _, _, whole = fit(tmp_path / "whole", **settings)
     best = whole["best_step"]
-    assert best % 15
+    assert best % 14
     monkeypatch.setattr(CheckpointStore, "save_best", full_at_the_best)
     _, _, summary = fit(tmp_path / "full", **settings)
     assert failed == [best]
