@@ -108,6 +108,9 @@ class Operations(TorchDispatchMode):
         super().__init__()
         self.number, self.act, self.count = number, act, 0
 
+    def arm(self, stack: ExitStack) -> None:
+        stack.enter_context(self)
+
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not function._schema.is_mutable:
             self.count += 1
@@ -119,7 +122,7 @@ class Operations(TorchDispatchMode):
 def at_operation(number: int, act: Act, everywhere: bool = True) -> Injection:
     """everywhere: not only inside of `fit`."""
     if everywhere:
-        return lambda stack: stack.enter_context(Operations(number, act)) and None
+        return Operations(number, act).arm
 
     def inject(stack: ExitStack) -> None:
         fit = HybridTrainer.fit

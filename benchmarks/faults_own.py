@@ -244,9 +244,7 @@ class Parts:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-def _made(
-    model: nn.Module, settings: dict[str, Any], loader: Any, held_out: list[Any], **more: Any
-) -> Parts:
+def _made(model: nn.Module, settings: dict[str, Any], loader: Any, held_out: list[Any], **more: Any) -> Parts:
     return Parts(HybridTrainer(model, config=from_mapping({**SHORT, **settings}), **more), loader, held_out)
 
 
@@ -270,7 +268,11 @@ def by_heart(settings: dict[str, Any], predictor: Predictor | None = None) -> Pa
     """Other examples held out: chains go too far, and go back."""
     inputs, targets = _few()
     return _made(
-        Wide(), {**CHAINED, **settings}, [(inputs[:30], targets[:30])], [(inputs[30:], targets[30:])], predictor=predictor
+        Wide(),
+        {**CHAINED, **settings},
+        [(inputs[:30], targets[:30])],
+        [(inputs[30:], targets[30:])],
+        predictor=predictor,
     )
 
 

@@ -12,9 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from faults_inject import Injection, at_step, send
-from faults_runs import OUT, Order, Outcome, Process, Reference, Setup, digest, write_inputs
-
+from faults_ends import Reference, digest
+from faults_inject import Injection, at_step, send, set_modes
+from faults_runs import Order, Outcome, Process
+from faults_setups import Setup, write_inputs
 from foretrain.engine.checkpoint import CheckpointStore
 
 FAILURES = ("LOST", "DIFFERS", "SILENT", "TRACEBACK", "HUNG", "OTHER WORDS")
@@ -206,3 +207,9 @@ class Work:
 def names_in(folder: Path, patterns: Sequence[str]) -> list[Path]:
     """Files of these patterns, sorted."""
     return sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()})
+
+
+def forget(folder: Path) -> None:
+    """Of an item that kept its promises nothing stays."""
+    set_modes(folder, 0o755, 0o644)
+    shutil.rmtree(folder, ignore_errors=True)

@@ -1,8 +1,8 @@
 """A thousand faults: each item draws a configuration and one to three faults, runs to the end with resumes, and
 compares the end bit for bit with the undisturbed run, or the words with what is promised.
 
-    python benchmarks/thousand_faults.py --items 1000 --seed 0 --jobs 15 --out FOLDER   # about 10 minutes on 16 cores
-    python benchmarks/thousand_faults.py --only 123 --seed 0 --out FOLDER               # one item again, with all it said
+    python benchmarks/thousand_faults.py --items 1000 --seed 0 --jobs 15 --out FOLDER   # minutes on 16 cores
+    python benchmarks/thousand_faults.py --only 123 --out FOLDER   # one item again, with all it said
 
 The same command goes on where it was stopped: `results.jsonl` in FOLDER grows by a line per item. Everything that is
 drawn follows from the seed and the number of the item. All runs are real processes, forked from one that has torch
@@ -34,46 +34,59 @@ from typing import Any
 
 import torch
 import torch._dynamo  # every optimizer does
-from faults_kinds import KINDS, Kind, forget
-from faults_runs import Reference, Setup, identity, reference, setups, write_base
-from faults_work import FAILURES, Failure, Work
 
+import faults_files
+import faults_process
 import foretrain.cli
 import foretrain.run
+from faults_ends import Reference, identity, reference
+from faults_kinds import KINDS, Kind
+from faults_runs import Order
+from faults_setups import Setup, setups, write_base, write_inputs
+from faults_work import FAILURES, Failure, Work, forget
 from foretrain import environment
 
-_EARLY = 100
-"""Of the first item of each kind and setup: a kind that no setup fits is not drawn."""
+assert faults_files
+assert faults_process
+assert foretrain.cli
+assert foretrain.run
 
 
-def draw_item(number: int, seed: int, found: dict[str, Setup]) -> tuple[Setup, list[Kind], random.Random]:
-    """What item `number` is: the first fault goes round, so that there are as many of each as its weight says."""
+def draw_item(
+    number: int, seed: int, found: dict[str, Setup], chosen: Sequence[str] = ()
+) -> tuple[Setup, list[Kind], random.Random]:
+    """What item `number` is: the first fault goes round, so that there are as many of each as its weight says.
+
+    found, chosen: the configurations and faults to draw from; none chosen: all of them."""
     draw = random.Random(f"{seed} {number}")  # noqa: S311 - no secret
-    kinds = [one for one in KINDS.values() if any(one.fits(setup) for setup in found.values())]
+    kinds = [KINDS[name] for name in chosen or KINDS]
+    kinds = [one for one in kinds if any(one.fits(setup) for setup in found.values())]
     ring = [one for one in kinds for _ in range(one.weight)]
     random.Random(seed).shuffle(ring)  # noqa: S311
     first = ring[number % len(ring)]
     setup = draw.choice([one for one in found.values() if first.fits(one)])
     others = [one for one in kinds if one.fits(setup) and one is not first and (one.place != 2 or first.place != 2)]
     more = draw.choices([0, 1, 2], [5, 3, 2])[0]
-    chosen = [first, *draw.sample(others, min(more, len(others)))]
-    ends = [one for one in chosen if one.place == 2][:1]
-    begins = [one for one in chosen if one.place == 0][:1]
-    return setup, [*begins, *(one for one in chosen if one.place == 1), *ends], draw
+    drawn = [first, *draw.sample(others, min(more, len(others)))]
+    ends = [one for one in drawn if one.place == 2][:1]
+    begins = [one for one in drawn if one.place == 0][:1]
+    return setup, [*begins, *(one for one in drawn if one.place == 1), *ends], draw
 
 
 class Campaign:
     """All items of one seed, in one folder."""
 
-    def __init__(self, out: Path, seed: int) -> None:
-        self.out, self.seed = out, seed
+    def __init__(self, out: Path, seed: int, names: Sequence[str] = (), faults: Sequence[str] = ()) -> None:
+        """names, faults: the configurations and faults to draw from; none: all of them."""
+        self.out, self.seed, self.faults = out, seed, faults
         out.mkdir(parents=True, exist_ok=True)
         self.results = out / "results.jsonl"
         self.identity = identity()
         self.base = out / "base"
         if not self.base.is_dir():
             write_base(self.base)
-        self.setups = setups()
+        everything = setups()
+        self.setups = {name: everything[name] for name in names or everything}
         self.references: dict[str, Reference] = {}
 
     def rows(self) -> dict[int, dict[str, Any]]:
@@ -93,7 +106,7 @@ class Campaign:
 
     def carry_out(self, number: int, keep: bool = False) -> dict[str, Any]:
         """One item, and what came of it."""
-        setup, kinds, draw = draw_item(number, self.seed, self.setups)
+        setup, kinds, draw = draw_item(number, self.seed, self.setups, self.faults)
         folder, began = self.out / "items" / f"{number:06d}", time.monotonic()
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         work = Work(setup, self.references[setup.name], folder, self.base, draw)
@@ -157,8 +170,6 @@ def share_out(numbers: Sequence[int], jobs: int, work: Any) -> None:
 
 def warm_up(out: Path) -> None:
     """Import and remember once what a run needs on its way, for all forks."""
-    from faults_runs import Order, write_inputs
-
     torch.set_num_threads(1)
     setup = setups()["leap"]
     folder = out / "warm-up"
@@ -206,8 +217,12 @@ def tables(rows: Sequence[dict[str, Any]], references: dict[str, Reference]) -> 
     configurations = {name: [row for row in rows if row["setup"] == name] for name in references}
     promises = {name: one.promise for name, one in KINDS.items()}
     moves = {
-        name: ", ".join([*(f"{count} {verdict}" for verdict, count in sorted(one.moves.items())),
-                         *([f"{one.recovered} recovered"] if one.recovered else [])])
+        name: ", ".join(
+            [
+                *(f"{count} {verdict}" for verdict, count in sorted(one.moves.items())),
+                *([f"{one.recovered} recovered"] if one.recovered else []),
+            ]
+        )
         for name, one in references.items()
     }
     return "\n\n".join(
@@ -246,12 +261,14 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2, help="items at the same time (default: 2)")
     parser.add_argument("--out", type=Path, required=True, help="folder for runs and results")
     parser.add_argument("--only", type=int, nargs="+", help="these items alone; their folders stay")
+    parser.add_argument("--configurations", nargs="*", default=(), metavar="NAME", help="draw from these alone")
+    parser.add_argument("--faults", nargs="*", default=(), metavar="NAME", help="draw from these alone")
     parser.add_argument("--results", type=Path, help="folder for the dated JSON file (default: none is written)")
     options = parser.parse_args()
-    campaign = Campaign(options.out.resolve(), options.seed)
+    campaign = Campaign(options.out.resolve(), options.seed, options.configurations, options.faults)
     warm_up(campaign.out)
     numbers = list(options.only if options.only is not None else range(options.items))
-    needed = {draw_item(number, options.seed, campaign.setups)[0].name for number in numbers}
+    needed = {draw_item(number, options.seed, campaign.setups, campaign.faults)[0].name for number in numbers}
     campaign.make_references([name for name in campaign.setups if name in needed], options.jobs)
     if options.only is not None:
         rows = [campaign.carry_out(number, keep=True) for number in numbers]

@@ -97,9 +97,7 @@ def test_a_full_disk_under_the_output_is_told_at_the_end_of_the_run(
     assert told in capsys.readouterr().err
 
 
-def test_no_standard_output_at_all(
-    text_file: Path, tiny_settings: list[str], tmp_path: Path
-) -> None:
+def test_no_standard_output_at_all(text_file: Path, tiny_settings: list[str], tmp_path: Path) -> None:
     """As after `foretrain ... >&-`."""
     code = "import os; os.close(1); import sys; sys.stdout = None; from foretrain.cli import main; main()"
     arguments = ["train", *tiny_settings, "--set", f"data.path={text_file}", "--out", str(tmp_path / "run")]

@@ -8,6 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, TextIO
 
 _GONE = {errno.EPIPE, errno.EIO, errno.ENXIO, errno.ESTALE}
@@ -97,7 +98,7 @@ def _nowhere(number: int) -> TextIO:
         if nowhere != number:
             os.dup2(nowhere, number)
             os.close(nowhere)
-    return open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123, SIM115 - the caller closes it
+    return Path(os.devnull).open("w", encoding="utf-8")
 
 
 def is_lost(stream: object) -> bool:
