@@ -164,8 +164,6 @@ POISONS = (
     *("gives wrong shapes", "gives text", "keeps what no file can hold", "draws from all generators"),
     *("writes into what it is given", "turns gradients off", "leaves a raising state"),
 )
-HARMLESS = ("draws from all generators",)
-"""Poisons with which moves are the same as without."""
 
 
 class Scripted(Predictor):

@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import faults_inject as inject
 from faults_ends import digest
 from faults_kinds import is_command, is_own, kind
-from faults_own import HARMLESS, POISONS
+from faults_own import POISONS
+from faults_runs import Outcome
 from faults_work import Failure, Work
 from foretrain.engine.checkpoint import verify
 from foretrain.errors import CheckpointError
@@ -259,18 +261,36 @@ def _poisoned(work: Work) -> None:
     poison = work.draw.choice(POISONS)
     since = work.draw.choice([0, 0, 3, 6])
     work.order = replace(work.order, poison=(poison, since))
-    if poison in HARMLESS:
-        return
-    if poison in ("gives NaN", "writes into what it is given", "raises in reset", "leaves a raising state"):
-        _as_reference(work)
-        return
-    _as_reference(work, "predictor")
+    outcome = _as_reference(work)
+    said = re.search(r"(?i).*(predictor|scripted).*", outcome.text.partition("┌")[0])
+    if said is None and poison not in QUIET and work.expected != work.reference.digest:
+        raise Failure("SILENT", f"{poison}: nothing is said, and the run is another: {outcome.text[-1500:]}")
+    work.words.append(f"{poison}: {said[0].strip()[:300] if said else 'harmless'}")
+    if since == 0 and poison in USELESS:
+        _same_as_plain(work)
 
 
-def _as_reference(work: Work, *words: str) -> None:
+QUIET = ("gives NaN", "writes into what it is given", "raises in reset", "leaves a raising state")
+"""Poisons that need not be told: forecasts that are no numbers are refused, and others are met on a resume only."""
+USELESS = ("raises in forecast", "gives None", "gives text", "gives wrong shapes", "gives NaN")
+"""With these there is no forecast at all: the run is the plain loop."""
+
+
+def _same_as_plain(work: Work) -> None:
+    before = work.order
+    work.order = replace(before, out="plain", settings={"hybrid.mode": "off"})
+    work.check(work.go(how="start", bare=False), {0})
+    plain, work.order = digest(work.run), before
+    for name in ("model.safetensors", "optimizer.safetensors", "random.safetensors"):
+        if plain[name] != work.expected[name]:
+            raise Failure("DIFFERS", f"{name} is not that of the plain loop, though nothing could be forecast")
+
+
+def _as_reference(work: Work, *words: str) -> Outcome:
     """The end that this run has with nothing else wrong is what is compared with."""
     other = replace(work.order, out="undisturbed")
     before, work.order = work.order, other
-    work.check(work.go(how="start", bare=False), {0}, *words)
+    outcome = work.check(work.go(how="start", bare=False), {0}, *words)
     work.expected = digest(work.run)
     work.order = before
+    return outcome
