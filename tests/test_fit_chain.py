@@ -197,6 +197,48 @@ def test_a_full_disk_costs_the_best_weights_only(tmp_path: Path, monkeypatch: py
     assert any("no space left; the run goes on" in event.message for event in events if isinstance(event, Notice))
 
 
+def test_best_weights_that_could_not_be_saved_are_saved_with_the_next_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As they were then, though the run has gone on."""
+    save, failed = CheckpointStore.save_best, []
+
+    def full_at_the_best(store: CheckpointStore, step: int, *arguments: Any, **others: Any) -> Path:
+        if step == best and not failed:
+            failed.append(step)
+            raise checkpoint.SaveError("no space left")
+        return save(store, step, *arguments, **others)
+
+    settings = {**PLAIN, "max_steps": 200, "checkpoint__interval": 14}
+    _, _, whole = fit(tmp_path / "whole", **settings)
+    best = whole["best_step"]
+    assert best % 14
+    monkeypatch.setattr(CheckpointStore, "save_best", full_at_the_best)
+    _, _, summary = fit(tmp_path / "full", **settings)
+    assert failed == [best]
+    kept = [checkpoint.read(tmp_path / out / whole["best_checkpoint"])["model"] for out in ("whole", "full")]
+    assert summary["best_checkpoint"] == whole["best_checkpoint"]
+    assert all(torch.equal(kept[0][name], kept[1][name]) for name in kept[0])
+
+
+def test_the_best_weights_make_no_folder_anew(tmp_path: Path) -> None:
+    """The run folder is moved away just before they are saved."""
+    trainer, events = trainer_of(**PLAIN, max_steps=20)
+    out = tmp_path / "run"
+    evaluate = trainer.evaluate
+
+    def moved(batches: Any) -> float:
+        if out.exists():
+            out.rename(tmp_path / "elsewhere")
+        return evaluate(batches)
+
+    trainer.evaluate = moved  # type: ignore[method-assign,assignment]
+    with pytest.raises(checkpoint.SaveError, match="was moved or deleted while the run goes on"):
+        trainer.fit([TRAINED], [HELD_OUT], out=out, progress=False)
+    assert not out.exists()
+    assert any("was moved or deleted" in event.message for event in events if isinstance(event, Notice))
+
+
 @pytest.mark.parametrize(
     ("how", "settings", "kind", "words"),
     [

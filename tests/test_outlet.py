@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -36,9 +37,12 @@ def test_what_nobody_reads_is_dropped(number: int) -> None:
     assert is_lost(outlet)
 
 
-def test_a_full_disk_is_still_an_error() -> None:
-    with pytest.raises(OSError, match="No space left"):
-        Outlet(Gone(errno.ENOSPC)).write("some words")
+def test_a_full_disk_is_remembered() -> None:
+    outlet = Outlet(Gone(errno.ENOSPC))
+    assert outlet.write("some words") == 10
+    assert is_lost(outlet)
+    assert outlet.failure is not None
+    assert outlet.failure.errno == errno.ENOSPC
 
 
 def test_it_is_the_stream_that_it_stands_for() -> None:
@@ -69,6 +73,37 @@ def test_a_run_that_nobody_reads_goes_on_to_its_end(
     assert json.loads((out / "summary.json").read_text())["reason"] == "finished"
     assert (out / "report.html").is_file()
     assert (out / "model" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_a_full_disk_under_the_output_is_told_at_the_end_of_the_run(
+    both: bool,
+    text_file: Path,
+    tiny_settings: list[str],
+    command: Callable[..., int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = tmp_path / "run"
+    with Path("/dev/full").open("w") as full, Path("/dev/full").open("w") as full_too:
+        monkeypatch.setattr(sys, "stdout", full)
+        if both:
+            monkeypatch.setattr(sys, "stderr", full_too)
+        assert command("train", *tiny_settings, "--set", f"data.path={text_file}", "--out", out) == 1
+    assert json.loads((out / "summary.json").read_text())["reason"] == "finished"
+    assert (out / "model" / "model.safetensors").is_file()
+    told = "" if both else "error: standard output: No space left on device; what was printed is cut off"
+    assert told in capsys.readouterr().err
+
+
+def test_no_standard_output_at_all(text_file: Path, tiny_settings: list[str], tmp_path: Path) -> None:
+    """As after `foretrain ... >&-`."""
+    code = "import os; os.close(1); import sys; sys.stdout = None; from foretrain.cli import main; main()"
+    arguments = ["train", *tiny_settings, "--set", f"data.path={text_file}", "--out", str(tmp_path / "run")]
+    done = subprocess.run([sys.executable, "-c", code, *arguments], stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
 
 
 def test_so_does_one_that_python_code_began(

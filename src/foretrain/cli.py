@@ -314,11 +314,19 @@ def check(file: Path, /, *, set_: Settings = None, json_: Json = False) -> None:
 def main(arguments: list[str] | None = None) -> Any:
     """Entry point. Errors of ours are one line and an exit code, never a traceback: 2 for what was handed in, 3 for a
     lack of memory, 1 for any other run that failed. With `--json` they are a document as well. A reader of the output
-    that goes away, as `head` does, ends nothing."""
+    that goes away, as `head` does, ends nothing; nor does a disk that takes no output, which is told at the end."""
     wait_shortly()
     given = sys.argv[1:] if arguments is None else arguments
-    with outlets(), Document.wanted(given) as document:
-        code = _carry_out(given, document)
+    with outlets() as output:
+        with Document.wanted(given) as document:
+            try:
+                code = _carry_out(given, document)
+            except SystemExit as end:
+                code = end.code or 0  # type: ignore[assignment]
+        output.flush()
+        if output.failure is not None and code == 0:
+            say(f"error: standard output: {output.failure.strerror}; what was printed is cut off, print it elsewhere")
+            code = 1
     sys.exit(code)
 
 

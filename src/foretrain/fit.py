@@ -29,6 +29,7 @@ from foretrain.engine.own import Measure
 from foretrain.engine.rates import FollowedRates
 from foretrain.engine.runfolder import RunFolder
 from foretrain.engine.signals import StopRequest
+from foretrain.engine.state import Snapshot, put_together, take_apart
 from foretrain.engine.step import rows_of, split
 from foretrain.errors import CheckpointError, ConfigError, DivergenceError, InputError, OutOfMemory, SaveError
 from foretrain.events import (
@@ -93,6 +94,8 @@ class Run:
         self.rewound = False
         """The data was turned back by a rollback and is not opened there yet."""
         self.saved_step = -1
+        self.unsaved_best: dict[str, Any] | None = None
+        """The best weights, where they could not be saved; they wait for the next save."""
         self.farthest_log = 0
         self.logged_tokens = 0
         self.logged_seconds = 0.0
@@ -456,20 +459,29 @@ class Run:
         weights, prediction = (round(sizes.get(part, 0.0), 2) for part in ("model", "hybrid"))
         size = round(sum(sizes.values()), 2)
         self.emit(CheckpointSaved(trainer.global_step, str(path), size, seconds, weights, prediction))
+        self._write_best(self.store)
 
     def _save_best(self, loss: float) -> None:
         """What was learned so far has the lowest held-out loss. The one before it stays while a move is open: with the
         move this one could be taken back."""
-        trainer, store = self.trainer, self.store
-        if store is not None:
-            best = {"step": trainer.global_step, "loss": loss}
-            state = trainer.weights_state_dict() | {"best": best, "meta": self._meta()}
+        if self.store is None:
+            return
+        best = {"step": self.trainer.global_step, "loss": loss}
+        self.unsaved_best = self.trainer.weights_state_dict() | {"best": best, "meta": self._meta()}
+        self._write_best(self.store)
+        if self.unsaved_best is not None:  # at the next save the weights are others
+            parts = take_apart(self.unsaved_best)
+            copies = {name: tensor.to("cpu", copy=True) for name, tensor in parts.tensors.items()}
+            self.unsaved_best = put_together(Snapshot(copies, parts.tree))
 
-            def save() -> Path:
-                self._check_place()
-                return store.save_best(trainer.global_step, state, keep_others=trainer.judging)
-
-            self._saved(save, must=False)
+    def _write_best(self, store: CheckpointStore) -> None:
+        """The best weights that are not on the disk yet, as far as they are the best still."""
+        state, keep_others = self.unsaved_best, self.trainer.judging
+        if state is not None:
+            step = int(state["best"]["step"])
+            gone = step != self.trainer.best_step
+            if gone or self._saved(lambda: store.save_best(step, state, keep_others), must=False) is not None:
+                self.unsaved_best = None
 
     def _complete_best(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Weights are trained for the first time: the best ones so far get them as they still are, since later nobody
@@ -479,6 +491,9 @@ class Run:
             self.next_save = min(self.next_save, trainer.global_step)
         if store is None:
             return
+        if self.unsaved_best is not None:
+            added = {name: weight.detach().to("cpu", copy=True) for name, weight in weights.items()}
+            self.unsaved_best |= {"model": {**self.unsaved_best["model"], **added}, "frozen": trainer.frozen}
         for step, path in store.best().items():
             try:
                 state = checkpoint.read(path)
@@ -492,6 +507,8 @@ class Run:
         trainer = self.trainer
         with trainer.untimed(), trainer.memory.during("checkpoint"):
             try:
+                if self.folder is not None:
+                    self.folder.check_place()
                 return save()
             except SaveError as error:
                 if must:
@@ -509,14 +526,9 @@ class Run:
 
     def _write(self, store: CheckpointStore) -> Path:
         trainer = self.trainer
-        self._check_place()
         trainer.meter.fetch()
         place = self.loader_state if self.batches is None or self.rewound else self.batches.state()
         return store.save(trainer.global_step, trainer.state_dict() | {"loader": place, "meta": self._meta()})
-
-    def _check_place(self) -> None:
-        if self.folder is not None:
-            self.folder.check_place()
 
     def _meta(self) -> dict[str, Any]:
         return {

@@ -1,4 +1,4 @@
-"""Output that nobody reads any more is dropped: a pipe or a terminal that went away ends no work."""
+"""Output that nobody reads any more, or that a disk does not take, is dropped: it ends no work."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, TextIO
 
 _GONE = {errno.EPIPE, errno.EIO, errno.ENXIO, errno.ESTALE}
@@ -24,14 +25,15 @@ def visible(text: str) -> str:
 
 
 class Outlet:
-    """A stream as it was, but for one thing: once its reader is gone, what is written is dropped.
+    """A stream as it was, but for one thing: once it cannot be written any more, what is written is dropped.
 
-    lost: the reader is gone.
+    lost: nothing is written any more. failure: why, where that is not just a reader who is gone.
     """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self.lost = False
+        self.failure: OSError | None = None
 
     def write(self, text: str) -> int:
         if not self.lost:
@@ -53,9 +55,9 @@ class Outlet:
         try:
             yield
         except OSError as error:
-            if error.errno not in _GONE:
-                raise
             self.lost = True
+            if error.errno not in _GONE:  # such as a file on a full disk
+                self.failure = error
             discard(self._stream)
 
     def __getattr__(self, name: str) -> Any:
@@ -71,17 +73,32 @@ def discard(stream: TextIO) -> None:
 
 
 @contextlib.contextmanager
-def outlets() -> Iterator[None]:
-    """Standard output and standard error as outlets."""
+def outlets() -> Iterator[Outlet]:
+    """Standard output and standard error as outlets; the first of them."""
     before = sys.stdout, sys.stderr
-    out, err = Outlet(before[0]), Outlet(before[1])
-    sys.stdout, sys.stderr = out, err
+    with contextlib.ExitStack() as stack:
+        streams = [stream or stack.enter_context(_nowhere(number)) for number, stream in enumerate(before, start=1)]
+        out, err = Outlet(streams[0]), Outlet(streams[1])
+        sys.stdout, sys.stderr = out, err
+        try:
+            yield out
+        finally:
+            for outlet in (out, err):
+                outlet.flush()
+            sys.stdout, sys.stderr = before
+
+
+def _nowhere(number: int) -> TextIO:
+    """For a stream that was closed before the program began, as by `>&-`. Its number is taken, too: else the next file
+    that is opened would get it, and with it whatever a library prints."""
     try:
-        yield
-    finally:
-        for outlet in (out, err):
-            outlet.flush()
-        sys.stdout, sys.stderr = before
+        os.fstat(number)
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        if nowhere != number:
+            os.dup2(nowhere, number)
+            os.close(nowhere)
+    return Path(os.devnull).open("w", encoding="utf-8")
 
 
 def is_lost(stream: object) -> bool:
