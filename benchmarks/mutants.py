@@ -36,12 +36,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 COPIED = ("src", "tests", "benchmarks", "docs", "examples", "pyproject.toml", "README.md", "CHANGELOG.md", "Makefile")
 ENOUGH = 0.95
+_LONGEST = 2000
 VERDICTS = ("killed", "timeout", "survived", "void", "stale")
 _FOUND_FAULT, _NO_SUCH_TEST = (1, 2, 3), (4, 5)
 """Exit codes of pytest."""
@@ -74,10 +76,11 @@ class Mutant:
 
 @dataclass(frozen=True)
 class Project:
-    """What is mutated. package: where the files of mutants are."""
+    """What is mutated. package: where the files of mutants are; libraries: what its tests load, loaded once."""
 
     root: Path
     package: str = "src/foretrain"
+    libraries: tuple[str, ...] = _LIBRARIES
 
     def source(self, mutant: Mutant) -> Path:
         return self.root / self.package / mutant.file
@@ -120,12 +123,11 @@ class Warm:
 
     Nothing of the package itself is loaded there."""
 
-    def __init__(self, output: Path) -> None:
+    def __init__(self, output: Path, libraries: Sequence[str]) -> None:
         self.output = output
         settings = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0", **os.environ}
-        self.process = subprocess.Popen(
-            [sys.executable, __file__, "--serve"], env=settings, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+        command = [sys.executable, __file__, "--serve", ",".join(libraries)]
+        self.process = subprocess.Popen(command, env=settings, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def run(self, order: dict[str, Any]) -> tuple[int | None, str]:
         assert self.process.stdin is not None
@@ -136,13 +138,12 @@ class Warm:
         return code, self.output.read_text(encoding="utf-8", errors="replace")
 
     def close(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait()
+        self.process.communicate()
 
 
-def serve() -> int:
-    for name in _LIBRARIES:
+def serve(libraries: Sequence[str]) -> int:
+    """The warm process: a line with an order, a line with an exit code."""
+    for name in libraries:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     gc.collect()
@@ -204,7 +205,7 @@ class Copy:
 
     def __init__(self, project: Project, folder: Path) -> None:
         self.project = Project(folder, project.package)
-        self.warm = Warm(folder.with_name(f"{folder.name}.txt"))
+        self.warm = Warm(folder.with_name(f"{folder.name}.txt"), project.libraries)
         for name in COPIED:
             source = project.root / name
             if source.is_dir():
@@ -296,6 +297,7 @@ def check(
     jobs: int = 1,
     timeout: float = 300.0,
     tell: Callable[[str], None] = lambda _: None,
+    baseline: bool = True,
 ) -> list[dict[str, Any]]:
     """A row per mutant, in their order. Those that are known are not tried again."""
     keys = {mutant: project.key(mutant) for mutant in mutants}
@@ -319,7 +321,8 @@ def check(
             finally:
                 copies.put(copy)
 
-        broken = _baseline(waiting, lambda *one: pool.submit(borrowed, lambda copy: copy.baseline(*one, 4 * timeout)))
+        first = waiting if baseline else []
+        broken = _baseline(first, lambda *one: pool.submit(borrowed, lambda copy: copy.baseline(*one, 4 * timeout)))
         if broken:
             tell(f"tests that fail as they are: {', '.join(broken)}")
         futures: dict[concurrent.futures.Future[Any], Mutant] = {}
@@ -356,7 +359,8 @@ def _holds(test: str, failed: str) -> bool:
 
 def _row(mutant: Mutant, key: str, found: dict[str, Any]) -> dict[str, Any]:
     shown = {name: getattr(mutant, name) for name in ("area", "file", "promise", "before", "after", "harmless")}
-    return {"key": key, **shown, **found}
+    texts = {name: shown[name] if len(shown[name]) < _LONGEST else "" for name in ("before", "after")}  # else a file
+    return {"key": key, **shown, **texts, **found}
 
 
 # --- what is said ----------------------------------------------------------------------------------------------------
@@ -377,9 +381,9 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         lines.append(f"| {area} | {len(some)} | " + " | ".join(str(counts[verdict]) for verdict in VERDICTS) + " |")
     for verdict in ("survived", "void", "stale"):
         for row in (row for row in rows if row["verdict"] == verdict):
-            why = row["harmless"] or row["by"]
-            change = f"{_short(row['before'])} -> {_short(row['after'])}"
-            lines.append(f"{verdict}: {row['file']}: {row['promise']} [{change}]" + (f": {why}" if why else ""))
+            why = row["harmless"] or ("" if verdict == "survived" else row["by"])
+            change = f" [{_short(row['before'])} -> {_short(row['after'])}]" if row["before"] else ""
+            lines.append(f"{verdict}: {row['file']}: {row['promise']}{change}" + (f": {why}" if why else ""))
     return "\n".join(lines)
 
 
@@ -404,28 +408,31 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2, help="tests at the same time (default: 2)")
     parser.add_argument("--only", default="", help="those whose file, area or promise holds this text")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds until a mutant counts as killed")
+    parser.add_argument("--no-baseline", action="store_true", help="take for granted that all tests pass as they are")
     parser.add_argument("--random", type=int, default=0, metavar="N", help="so many drawn changes, instead of the list")
     parser.add_argument("--seed", type=int, default=1, help="of the drawn ones (default: 1)")
     today = f"{datetime.now().astimezone():%Y-%m-%d}"
     parser.add_argument("--out", type=Path, help="JSON file (default: benchmarks/results/DATE-mutants.json)")
-    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--serve", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
-        return serve()
+        return serve(options.serve.split(","))
     sys.path.insert(0, str(Path(__file__).parent))
     project = Project(ROOT)
     kind = "random-mutants" if options.random else "mutants"
     if options.random:
         from mutants_random import drawn
 
-        mutants = drawn(project, options.random, options.seed)
+        found = drawn(project, options.random, options.seed)
+        mutants = [Mutant(*words, (tests,)) for *words, tests in found]
     else:
         mutants = listed()
     mutants = [one for one in mutants if options.only.lower() in f"{one.file} {one.area} {one.promise}".lower()]
     out = options.out or ROOT / "benchmarks" / "results" / f"{today}-{kind}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
     results = Results(out, {"benchmark": kind, "command": f"python benchmarks/mutants.py {' '.join(sys.argv[1:])}"})
-    rows = check(project, mutants, results, options.jobs, options.timeout, lambda text: print(text, flush=True))
+    tell = partial(print, flush=True)
+    rows = check(project, mutants, results, options.jobs, options.timeout, tell, not options.no_baseline)
     share = share_killed(rows)
     results.head["killed_share"] = round(share, 4)
     results.head["counts"] = dict(Counter(row["verdict"] for row in rows))
