@@ -1,8 +1,8 @@
 """Mutation check: break what README and docs promise, one line at a time, and see whether a test notices.
 
-    python benchmarks/mutants.py --jobs 2                # all of mutants_list.py, about 40 minutes on two cores
+    python benchmarks/mutants.py --jobs 2                # all of mutants.txt, about 40 minutes on two cores
     python benchmarks/mutants.py --only checkpoint       # those whose file, area or promise holds this text
-    python benchmarks/mutants.py --random 100 --seed 1   # drawn changes of core modules, each judged by its own test file
+    python benchmarks/mutants.py --random 100 --seed 1   # drawn changes of core modules
 
 Each mutant is a text of one file of the package, what to put in its place, the promise that this breaks, and the tests
 that have to notice. The working tree is only read: every worker has a copy of it, changes one file there, and runs
@@ -41,6 +41,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+LIST = Path(__file__).with_name("mutants.txt")
 COPIED = ("src", "tests", "benchmarks", "docs", "examples", "pyproject.toml", "README.md", "CHANGELOG.md", "Makefile")
 ENOUGH = 0.95
 _LONGEST = 2000
@@ -51,7 +52,16 @@ _LIBRARIES = (
     *("torch", "torch._dynamo", "numpy", "scipy.special", "safetensors.torch", "tokenizers", "pydantic", "cyclopts"),
     *("rich", "tomlkit", "pytest", "hypothesis", "starlette", "uvicorn"),
 )
-_QUIETLY = ("-q", "--tb=line", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore::pytest.PytestAssertRewriteWarning")
+_QUIETLY = (
+    "-q",
+    "--tb=line",
+    "-p",
+    "no:cacheprovider",
+    "-p",
+    "no:xdist",
+    "-W",
+    "ignore::pytest.PytestAssertRewriteWarning",
+)
 """The last, because plugins of pytest are among what is loaded already."""
 
 
@@ -393,14 +403,21 @@ def _short(text: str) -> str:
 
 
 def listed() -> list[Mutant]:
-    """The mutants of mutants_list.py."""
-    from mutants_list import AREAS
-
-    return [
-        Mutant(area, file, before, after, promise, tuple(tests.split()), *harmless)
-        for area, entries in AREAS.items()
-        for file, before, after, promise, tests, *harmless in entries
-    ]
+    """The mutants of mutants.txt, which says how it is to be read."""
+    area, found = "", []
+    for block in LIST.read_text(encoding="utf-8").strip().split("\n\n"):
+        lines = block.split("\n")
+        if lines[0].startswith("#"):
+            continue
+        if lines[0].startswith("== "):
+            area = lines[0].removeprefix("== ")
+            continue
+        file, _, promise = lines[0].partition(": ")
+        tests, *harmless = [line.strip() for line in lines[1:] if line.startswith("  ")]
+        before, after = ("".join(f"{line[1:]}\n" for line in lines if line[0] == sign) for sign in "-+")
+        reason = harmless[0].removeprefix("harmless: ") if harmless else ""
+        found.append(Mutant(area, file, before, after, promise, tuple(tests.split()), reason))
+    return found
 
 
 def main() -> int:
@@ -428,7 +445,7 @@ def main() -> int:
     else:
         mutants = listed()
     mutants = [one for one in mutants if options.only.lower() in f"{one.file} {one.area} {one.promise}".lower()]
-    out = options.out or ROOT / "benchmarks" / "results" / f"{today}-{kind}.json"
+    out = options.out or LIST.parent / "results" / f"{today}-{kind}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
     results = Results(out, {"benchmark": kind, "command": f"python benchmarks/mutants.py {' '.join(sys.argv[1:])}"})
     tell = partial(print, flush=True)

@@ -5,11 +5,11 @@
 Of every file and folder under a watched one it knows what it held when it was last synced, or when the watch began. A
 power cut leaves no more than that. What became of names that were not synced is not known, so there are two ends:
 
-  names kept    every rename, new name and deletion has come to the disk; files have the content that was synced, or none
+  names kept    every rename, new name and deletion has come to the disk; files have what was synced of them, or nothing
   names lost    none has that was made since its folder was last synced
 
-`ckpt-chaos` itself looks for lost writes only in files that Python's open() made, and under the name that they had then:
-it notices neither safetensors nor a folder that is renamed. So its mode `unsynced` is carried out here (names kept).
+`ckpt-chaos` itself looks for lost writes only in files that Python's open() made, under the name that they had then: it
+notices neither safetensors nor a folder that is renamed. So its mode `unsynced` is carried out here, with names kept.
 """
 
 from __future__ import annotations

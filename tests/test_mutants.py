@@ -84,7 +84,9 @@ def test_killed_survived_void_and_stale_are_told_apart(mutants: Any, tiny: Any, 
     assert mutants.check(tiny, listed[:2], mutants.Results(out, {}), tell=told.append) == rows[:2]
     assert told == []
     test = tmp_path / "tests" / "test_tiny.py"
-    test.write_text(test.read_text().replace("    tiny.half(-2)", "    assert tiny.half(-2) == 0 and tiny.half(6) == 3"))
+    test.write_text(
+        test.read_text().replace("    tiny.half(-2)", "    assert tiny.half(-2) == 0 and tiny.half(6) == 3")
+    )
     again = mutants.check(tiny, listed[:2], mutants.Results(out, {}), timeout=300.0)
     assert [row["verdict"] for row in again] == ["killed", "killed"]
 
@@ -106,14 +108,18 @@ def test_drawn_changes_are_python_and_the_same_for_a_seed(mutants: Any) -> None:
         assert (project.root / project.package / file).read_text() == before
         assert ast.dump(ast.parse(before)) != ast.dump(ast.parse(after))
         assert project.has(tests)
-    assert all(project.has(f"{name.rpartition('/')[0]}/test_{name.rpartition('/')[2]}".lstrip("/")) for name in drawing.MODULES)
+    assert all(
+        project.has(f"{name.rpartition('/')[0]}/test_{name.rpartition('/')[2]}".lstrip("/")) for name in drawing.MODULES
+    )
 
 
 def test_what_can_be_drawn() -> None:
     drawing = load_script(BENCHMARKS / "mutants_random.py")
 
     def changes(text: str) -> list[str]:
-        return [ast.unparse(ast.fix_missing_locations(drawing.changed(node))) for node in drawing.sites(ast.parse(text))]
+        return [
+            ast.unparse(ast.fix_missing_locations(drawing.changed(node))) for node in drawing.sites(ast.parse(text))
+        ]
 
     assert changes("x = a < b and not c") == ["a < b or not c", "a <= b", "c"]
     assert changes("x: int = y + 1") == ["y - 1", "2"]

@@ -143,11 +143,11 @@ def test_an_adapter_is_whole_and_never_a_mix(check: Callable[..., None], tmp_pat
         lora.detach(model)
 
     def settings_and_weights(root: Path) -> Any:
-        try:
-            adapter = read_adapter(root / "adapter")
-        except CheckpointError as error:
-            assert "does not exist" in str(error)
+        if not (root / "adapter" / "adapter_config.json").exists():
+            with pytest.raises(CheckpointError, match="does not exist"):
+                read_adapter(root / "adapter")
             return "none for a moment"
+        adapter = read_adapter(root / "adapter")
         return adapter.settings.alpha, float(next(iter(adapter.tensors.values())).sum())
 
     write(1.0)
