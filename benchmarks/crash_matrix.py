@@ -9,7 +9,7 @@ one keeps every checkpoint, so that work lost on a resume is always seen; one ke
   before    killed before the file event, as by SIGKILL
   torn      killed with the file written half
   term      SIGTERM at the file event, SIGKILL if the run is still there after some seconds
-  unsynced  killed, and whatever was not yet synced to the disk is lost
+  unsynced  killed, and whatever was not yet synced to the disk is lost, by the disk of power_cut.py
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ MODES = ("before", "torn", "term", "unsynced")
 VERDICTS = ("PASS", "HARD_FAIL", "SILENT_DIVERGENCE", "LOST_WORK", "CONTROL_FAIL")
 FAIL_ON = ",".join(VERDICTS[1:])
 COMMAND = ("foretrain", "train", "tiny.toml", "--out", "{out}", "--resume")
+FORETRAIN = (sys.executable, str(Path(__file__).resolve().with_name("power_cut.py")))
+"""Is started for the first word of it."""
 SETUPS = {"every checkpoint kept": 100, "two checkpoints kept": 2}
 STEPS = 10
 CONFIG = """\
@@ -79,21 +81,23 @@ def write_inputs(folder: Path, keep: int, steps: int = STEPS) -> None:
     (folder / "tiny.toml").write_text(CONFIG.format(keep=keep, steps=steps), encoding="utf-8")
 
 
-def chaos_options(modes: Sequence[str], jobs: int) -> list[str]:
+def chaos_options(modes: Sequence[str], jobs: int, most: int = 100_000) -> list[str]:
     """Options of `ckpt-chaos run`. A checkpoint counts as complete by the names of its files alone, because the time
-    in its state differs in length from run to run; the rename makes this the stricter rule."""
+    in its state differs in length from run to run; the rename makes this the stricter rule. most: kills in all."""
     return [
-        *("--modes", ",".join(modes), "--jobs", str(jobs), "--max-points", "100000", "--timeout", "1800"),
+        *("--modes", ",".join(modes), "--jobs", str(jobs), "--max-points", str(most), "--timeout", "1800"),
         *("--checkpoint-glob", "{out}/checkpoints/step-*", "--ckpt-ignore-size"),
         *("--step-regex", r"resumed from step (\d+)", "--result-file", "{out}/model/model.safetensors"),
         *("--fail-on", FAIL_ON),
     ]
 
 
-def run_matrix(folder: Path, command: Sequence[str], modes: Sequence[str], jobs: int) -> tuple[list[Row], str]:
+def run_matrix(
+    folder: Path, command: Sequence[str], modes: Sequence[str], jobs: int, most: int = 100_000
+) -> tuple[list[Row], str]:
     """Run `command` in `folder` through ckpt-chaos; every row, and what it printed."""
     work = folder / "work"
-    arguments = ["run", *chaos_options(modes, jobs), "--work", str(work), "--", *command]
+    arguments = ["run", *chaos_options(modes, jobs, most), "--work", str(work), "--", *command]
     done = subprocess.run(
         [sys.executable, "-m", "ckpt_chaos", *arguments], cwd=folder, capture_output=True, text=True, check=False
     )
@@ -177,17 +181,15 @@ def main() -> int:
     parser.add_argument("--results", type=Path, default=results, help="folder for the dated JSON file")
     options = parser.parse_args()
     modes = [mode.strip() for mode in options.modes.split(",")]
-    os.environ["PATH"] = (
-        f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # this environment's foretrain
-    )
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the runs are side by side
     os.environ["COLUMNS"] = "300"
+    command = (*FORETRAIN, *COMMAND[1:])
     matrices: dict[str, list[Row]] = {}
     for name, keep in SETUPS.items():
         with tempfile.TemporaryDirectory(prefix="crash-matrix-") as temporary:
             print(f"{name}: killing {' '.join(COMMAND)} ...", flush=True)
             write_inputs(Path(temporary), keep)
-            matrices[name], printed = run_matrix(Path(temporary), COMMAND, modes, options.jobs)
+            matrices[name], printed = run_matrix(Path(temporary), command, modes, options.jobs)
             if not is_clean(matrices[name]):
                 print(printed)
     content = report(matrices, modes, options.jobs)

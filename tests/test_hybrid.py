@@ -215,7 +215,9 @@ def test_a_rollback_of_an_emergency_keeps_the_data_going() -> None:
     for _ in range(20):
         run.step()
     position = trainer.position
+    assert trainer.observer.trajectory.steps > 0 or trainer.observer.windows > 0
     trainer.mover.safety.flee()
+    assert trainer.observer.trajectory.steps == trainer.observer.windows == 0  # what was watched was undone
     assert all(torch.equal(a, b) for a, b in zip(trainer.model.parameters(), weights, strict=True))
     assert trainer.position == position
     assert trainer.global_step == 100 == sum(trainer.summary()["steps"].values())

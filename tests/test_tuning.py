@@ -11,10 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
-import transformers
 from tests.finetuning import COLORS, config_for, make_base, write_base, write_colors
 
 from foretrain import config as configuration
@@ -106,6 +104,22 @@ def test_checkpoints_hold_the_adapter_only(base: Path, data: Path, tmp_path: Pat
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+def test_averaged_weights_are_what_a_run_leaves(base: Path, data: Path, tmp_path: Path) -> None:
+    decay = 0.5
+    config = config_for(base, data, hybrid__mode="off", max_steps=6, evaluation__ema_decay=decay, evaluation__answers=0)
+    finetune(config, tmp_path / "run", progress=False)
+    state = read_checkpoint(tmp_path / "run")[1]
+    correction = 1 - decay ** state["average"]["updates"]
+    trained = [name for name in state["model"] if name.endswith(("lora_a", "lora_b"))]
+    averaged = [average / correction for average in state["average"]["average"]]
+    for folder in (tmp_path / "run" / "adapter", export_adapter(tmp_path / "run", tmp_path / "exported")):
+        left = list(weights_of(folder).values())
+        assert len(left) == len(averaged) == len(trained)
+        for value in left:
+            assert any(torch.equal(value, average) for average in averaged)
+            assert not any(torch.equal(value, state["model"][name]) for name in trained)
+
+
 def test_another_base_is_refused_on_resume(base: Path, data: Path, tmp_path: Path) -> None:
     config = config_for(base, data, max_steps=6)
     finetune(config, tmp_path / "run", progress=False)
@@ -136,7 +150,8 @@ def test_an_automatic_rate_goes_on_exactly_after_a_stop_while_rates_are_tried(
     saved = tmp_path / "straight" / "checkpoints" / f"step-{stop:08d}"
     (tmp_path / "resumed" / "checkpoints").mkdir(parents=True)
     saved.rename(tmp_path / "resumed" / "checkpoints" / saved.name)
-    finetune(config, tmp_path / "resumed", resume=True, progress=False)
+    resumed = finetune(config, tmp_path / "resumed", resume=True, progress=False)
+    assert resumed["learning_rate"] == straight["learning_rate"]
     one, other = weights_of(tmp_path / "straight" / "adapter"), weights_of(tmp_path / "resumed" / "adapter")
     assert all(torch.equal(one[name], other[name]) for name in one)
 
@@ -201,7 +216,10 @@ def test_what_would_lose_something_is_refused(
     changed = configuration.changed(config, {"lora.alpha": 4.0, "max_steps": 4})
     with pytest.raises(ConfigError, match=r"lora\.alpha was 16\.0"):
         finetune(changed, tmp_path / "run", resume=True, progress=False)
+    capsys.readouterr()
     assert run("export", tmp_path / "run", tmp_path / "whole") == 2
+    assert f"foretrain adapters export {tmp_path / 'run'} FOLDER" in capsys.readouterr().err
+    assert not (tmp_path / "whole").exists()
     assert run("adapters", "merge", tmp_path / "run", base) == 2
     assert run("train", "--out", tmp_path / "run", "--resume") == 2
     assert "foretrain finetune --out" in capsys.readouterr().err
@@ -371,6 +389,8 @@ def test_a_chat_model_is_asked_in_chats_here_and_by_other_tools(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The merged model and the bare adapter in a real pipeline: the same text, token for token."""
+    import transformers
+
     data = tmp_path / "chats.jsonl"
     records = [
         [{"role": "user", "content": f"{number}: {thing}?"}, {"role": "assistant", "content": color}]
@@ -394,6 +414,9 @@ def test_a_chat_model_is_asked_in_chats_here_and_by_other_tools(
 
 
 def test_peft_has_the_same_logits(tuned: Path) -> None:
+    import peft
+    import transformers
+
     opened = open_base(tuned)
     assert opened.adapter is not None
     load_adapter(opened.model, opened.adapter)

@@ -219,6 +219,9 @@ def everything(trainer: HybridTrainer) -> Snapshot:
     state["buffers"] = list(trainer.model.buffers())
     state["predictor"] = trainer.observer.predictor.state_dict()
     state["look_ahead"] = trainer.look_ahead.state_dict() if trainer.look_ahead is not None else None
+    if trainer.pilot is not None:
+        state["guard"] = trainer.pilot.guard.state_dict()
+        state["steps"] = dict(trainer.pilot.counts.steps)
     for spent in (
         "tokens",
         "backward_passes",

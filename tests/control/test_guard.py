@@ -98,6 +98,23 @@ def test_a_loss_above_its_average_warns_and_three_are_critical() -> None:
     assert guard.check(full(2.0)).level is Level.NORMAL
 
 
+def test_a_warning_is_recent_for_five_steps_and_a_critical_state_for_a_phase() -> None:
+    guard = settled()
+    assert not guard.recent_divergence
+    guard.check(full(2.5))
+    after = []
+    for _ in range(6):
+        after.append(guard.recent_divergence)
+        guard.check(full(2.0))
+    assert after == [True] * 5 + [False]
+    guard.check(full(math.nan))
+    after = []
+    for _ in range(guard.hybrid.full_steps + 1):
+        after.append(guard.recent_divergence)
+        guard.check(full(2.0))
+    assert after == [True] * guard.hybrid.full_steps + [False]
+
+
 def test_patience_decides_when_warnings_are_critical() -> None:
     guard = settled(patience=2)
     assert [guard.check(full(2.5)).level for _ in range(2)] == [Level.WARNING, Level.CRITICAL]

@@ -45,6 +45,15 @@ def test_an_ailing_run_is_found_out_and_ends_better_with_the_advice(name: str) -
     assert after < before
 
 
+def test_overfitting_is_three_evaluations_without_a_new_best_while_the_training_loss_falls() -> None:
+    health = Health(from_mapping({}), ["layer"])
+    health.note([(5.0, 1.0, False)])
+    found = []
+    for number, (held_out, training) in enumerate([(2.0, 2.0), (2.2, 1.8), (2.3, 1.6), (2.4, 1.4)]):
+        found.append(health.evaluated(Situation(100 * number, Effective(1e-3, 1.0, 20)), held_out, training))
+    assert [[finding.ailment for finding in some] for some in found] == [[], [], [], [Ailment.OVERFITTING]]
+
+
 def test_low_confidence_is_found_and_a_longer_warm_up_helps() -> None:
     before = distrustful()
     finding = the(before.trainer.checkup.health.findings, "low confidence")

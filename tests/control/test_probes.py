@@ -86,6 +86,16 @@ def test_what_leaves_is_what_a_probe_hides_and_can_be_back_in_time(
 
 
 def test_without_offload_nothing_leaves() -> None:
-    probes = made()
+    run = world(Net(), Regression(), {}, "repeat")
+    for number in range(3):
+        run.trainer.step(Regression()(number))
+    probes, optimizer = run.trainer.mover.probes, run.trainer.optimizer
+    assert probes.engine.away is None
+    before = {id(p): {name: id(value) for name, value in state.items()} for p, state in optimizer.state.items()}
+    gradients = [id(p.grad) for p in run.trainer.full_step.parameters]
     probes.offload()
     probes.bring_back(-1)
+    after = {id(p): {name: id(value) for name, value in state.items()} for p, state in optimizer.state.items()}
+    assert after == before
+    assert len(before) == len(gradients)
+    assert [id(p.grad) for p in run.trainer.full_step.parameters] == gradients

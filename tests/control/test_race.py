@@ -106,13 +106,15 @@ def test_what_is_told_after_a_race_is_of_the_rate_that_goes_on() -> None:
 
 @pytest.mark.parametrize("stop", [3, 9, 10, 11, 25])
 def test_a_race_goes_on_exactly_after_a_stop(stop: int) -> None:
-    straight = train(make(1.0), 1.0)
+    whole = make(1.0)
+    straight = train(whole, 1.0)
     first = make(1.0)
     train(first, 1.0, 0, stop)
     second = make(1.0)
     second.load_state_dict(first.state_dict())
     assert all(torch.equal(a, b) for a, b in zip(train(second, 1.0, stop), straight, strict=True))
     assert second.race.best == 3
+    assert second.summary()["learning_rate"] == whole.summary()["learning_rate"]
 
 
 def test_losses_of_rates_that_lost_are_no_progress() -> None:

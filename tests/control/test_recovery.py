@@ -136,7 +136,9 @@ def test_oscillation_acts_only_if_it_persists_and_the_loss_no_longer_falls() -> 
         recovery.decide(falling, FULL)
         recovery.decide(warning, FULL)
     assert recovery.rate_factor == 1.0
-    found = [action for _ in range(PAUSE) for action in recovery.decide(OSCILLATION, FULL)]
+    early = [action for _ in range(PAUSE - 1) for action in recovery.decide(OSCILLATION, FULL)]
+    assert {action.rate_factor for action in early} == {1.0}
+    found = recovery.decide(OSCILLATION, FULL)
     assert [(action.rate_factor, action.clip) for action in found if action.clip] == [(0.3, 1.0)]
     assert (recovery.rate_factor, recovery.clip) == (0.3, 1.0)
 
@@ -170,6 +172,14 @@ def test_prediction_error_and_drift() -> None:
     assert kinds(recovery.decide(wrong, Context(Phase.PREDICT, move_open=True))) == [Kind.SHORTEN_HORIZON]
     drift = recovery.decide(verdict(Signal.DRIFT), FULL)
     assert (drift[0].kind, drift[0].full_steps_factor) == (Kind.FORCE_FULL, 2)
+
+
+@pytest.mark.parametrize(("signal", "factor"), [(Signal.RUNAWAY, 0.5), (Signal.RUIN, 0.1)])
+def test_ruin_takes_more_of_the_rate_than_a_runaway(signal: Signal, factor: float) -> None:
+    recovery = make()
+    (action,) = recovery.decide(verdict(signal, Level.CRITICAL), FULL)
+    assert (action.kind, action.rate_factor) == (Kind.ROLL_BACK, factor)
+    assert recovery.rate_factor == factor
 
 
 def test_a_runaway_rolls_back_and_in_the_end_aborts() -> None:

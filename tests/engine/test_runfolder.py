@@ -83,6 +83,32 @@ def test_overwriting_removes_the_files_of_a_run_and_no_other(tmp_path: Path) -> 
     assert names(tmp_path / "mine") == ["y"]
 
 
+@pytest.mark.parametrize("deleted", range(15))
+def test_a_run_that_is_half_deleted_still_counts_as_one(
+    deleted: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Overwriting that breaks off after any number of files leaves a run that is not taken for an empty folder, and
+    that --resume goes on with: its checkpoints go last."""
+    (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
+    for name in ("config.toml", "metrics.jsonl", "summary.json", "tokenizer.json", "report.html", "model.safetensors"):
+        (tmp_path / name).write_text("")
+    left = iter(range(deleted))
+
+    def remove_some(path: Path) -> None:
+        if path.name != "checkpoints" and next(left, None) is None:
+            raise OSError(errno.EIO, "Input/output error")
+        remove(path)
+
+    monkeypatch.setattr(runfolder, "remove", remove_some)
+    with RunFolder(tmp_path, resume=False, overwrite=True) as folder, contextlib.suppress(InputError):
+        folder.clear()
+    emptied = names(tmp_path) == [".lock"]
+    assert emptied or (tmp_path / "checkpoints" / "step-00000001").is_dir()
+    refused = contextlib.nullcontext() if emptied else pytest.raises(InputError, match="already holds a run")
+    with refused, RunFolder(tmp_path, resume=False):
+        pass
+
+
 def test_overwriting_never_follows_a_link(tmp_path: Path) -> None:
     (tmp_path / "precious").mkdir()
     (tmp_path / "precious" / "file").write_text("")

@@ -6,6 +6,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 
 def run(crash_matrix: Any, warm: Any, folder: Path, keep: int, modes: tuple[str, ...], steps: int) -> Any:
     crash_matrix.write_inputs(folder, keep, steps=steps)  # saves at 3, 6, ... and at the end
@@ -26,3 +28,16 @@ def test_every_kill_while_old_checkpoints_are_deleted_is_survived(crash_matrix: 
     rows = run(crash_matrix, warm, tmp_path, 2, ("before",), steps=7)
     events = {row.event.partition(" ")[2] for row in rows}
     assert {"os.remove manifest.json", "shutil.rmtree step-00000003"} <= events
+
+
+def test_the_matrix_notices_when_nothing_is_synced(
+    crash_matrix: Any, warm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same kills on a disk that no sync reaches, as if the program made none."""
+    monkeypatch.setenv("CKPT_CHAOS_DEAF", "1")
+    crash_matrix.write_inputs(tmp_path, 100, steps=4)
+    command = [*warm.command, *crash_matrix.COMMAND[1:], "--set", "data.prefetch=0"]
+    rows, _ = crash_matrix.run_matrix(tmp_path, command, ("unsynced",), jobs=2, most=8)
+    assert crash_matrix.counts(rows, "unsynced")["points"] == 8
+    assert not crash_matrix.is_clean(rows)
+    assert crash_matrix.counts(rows, "unsynced")["HARD_FAIL"] + crash_matrix.counts(rows, "unsynced")["LOST_WORK"] >= 2

@@ -5,6 +5,7 @@ seconds their imports take. The crash matrix alone starts some five hundred of t
     python -IS warm.py run SOCKET ARGS...   behaves as `foretrain ARGS...` would
 """
 
+import importlib.util
 import json
 import os
 import select
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 SECONDS_PER_COMMAND = 1800  # ends what hangs; a busy machine takes its time
+POWER_CUT = Path(__file__).parents[2] / "benchmarks" / "power_cut.py"
 
 
 class Command:
@@ -61,6 +63,7 @@ def serve(address: str) -> None:
 
     assert ckpt_chaos.targets.common
     assert foretrain.run
+    _power_cut()
     torch.set_num_threads(1)
     _train_once()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children that handle a connection
@@ -74,6 +77,17 @@ def serve(address: str) -> None:
                 _handle(connection)
                 os._exit(0)
             connection.close()
+
+
+def _power_cut() -> Any:
+    """The script that loses what was not synced, as a module."""
+    if "power_cut" not in sys.modules:
+        spec = importlib.util.spec_from_file_location("power_cut", POWER_CUT)
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules["power_cut"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules["power_cut"])
+    return sys.modules["power_cut"]
 
 
 def _train_once() -> None:
@@ -126,6 +140,7 @@ def _work(order: dict[str, Any], descriptors: list[int]) -> int:
     os.chdir(order["folder"])
     os.environ.update(order["environment"])
     arm_from_env(0, lazy=True)
+    _power_cut().arm()
     try:
         main(order["arguments"])
     except SystemExit as end:

@@ -72,9 +72,10 @@ class Forks:
         return audit
 
     def _judge(self, move: Move, with_move: Any, without: Any, worth: Worth) -> Audit:
-        differences = without - with_move
-        gain = float(differences.mean())
-        error = float(differences.std(ddof=1) / math.sqrt(len(differences))) if len(differences) > 1 else 0.0
+        with np.errstate(invalid="ignore"):  # a fork may have ended at infinity
+            differences = without - with_move
+            gain = float(differences.mean())
+            error = float(differences.std(ddof=1) / math.sqrt(len(differences))) if len(differences) > 1 else 0.0
         if not math.isfinite(gain):
             steps = -float(move.moved)
         elif move.plan.low_noise:
