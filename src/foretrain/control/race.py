@@ -8,6 +8,7 @@ from typing import Any
 
 from foretrain.config import Config, changed
 from foretrain.control.mover import Mover
+from foretrain.engine.fence import OwnCodeError
 from foretrain.engine.step import StepOutput, map_tensors
 from foretrain.events import Notice, RateTrial, RateTried
 from foretrain.schema import FIRST_RATE
@@ -118,7 +119,11 @@ class RateRace:
     def _judge(self, exponent: int) -> bool:
         """Whether this rate ended lowest so far."""
         engine, mover = self.mover.engine, self.mover
-        loss = engine.probe_all(mover.probes.held_out)
+        try:
+            loss = engine.probe_all(mover.probes.held_out)
+        except OwnCodeError as error:  # then the first rate stays
+            loss = math.nan
+            mover.fail(error.failure)
         first = not self.tried
         self.tried[exponent] = loss
         best = first or loss < self.tried[self.best] or (math.isnan(self.tried[self.best]) and not math.isnan(loss))

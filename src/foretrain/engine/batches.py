@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
 from foretrain.config import Config
+from foretrain.engine.fence import put_back, randomness
 from foretrain.engine.state import random_state, restore_random_state
 from foretrain.errors import InputError
 from foretrain.events import Event, Notice
@@ -43,10 +44,17 @@ class Batches:
         self._loader = loader
         self._emit = emit
         self._pass: dict[str, Any] | None = None
+        self._before: tuple[Any, ...] | None = None
+        """All random states before the loader was asked for the last batch."""
 
     def state(self) -> dict[str, Any] | None:
         """Which pass over the loader this is. Nothing to know for one that can seek."""
         return self._pass
+
+    def give_back(self) -> None:
+        """The last batch was not trained on, and will be asked for again: what drawing it took is put back."""
+        if self._before is not None:
+            put_back(self._before)
 
     def after(self, position: int, state: dict[str, Any] | None = None) -> Generator[Any, None, None]:
         """The batches after the first `position` ones. `state`: as it was when the run was there."""
@@ -62,7 +70,7 @@ class Batches:
             if state is not None and seen == state["start"] <= position:
                 restore_random_state(state["random"])
             self._pass = {"start": seen, "random": random_state()}
-            for batch in self._loader:
+            for batch in self._one_pass():
                 seen += 1
                 if seen == position:
                     restore_random_state(random_there)  # reading has drawn from it
@@ -76,3 +84,22 @@ class Batches:
                     f"the loader gave {seen} batches and none when it was read again{once}; give a list, a DataLoader, "
                     f"or an object whose __iter__ begins anew, or set max_steps to at most {seen}"
                 )
+
+    def _one_pass(self) -> Generator[Any, None, None]:
+        """Where the loader fails, what it drew for that batch is put back: what is saved then goes on as if the loader
+        had never been asked."""
+        self._before = randomness()
+        try:
+            iterator = iter(self._loader)
+            while True:
+                self._before = randomness()
+                try:
+                    batch = next(iterator)
+                except StopIteration:
+                    return
+                yield batch
+        except GeneratorExit:
+            raise
+        except BaseException:
+            self.give_back()
+            raise
