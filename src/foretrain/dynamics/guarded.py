@@ -87,6 +87,8 @@ class GuardedPredictor:
 
     def strike(self, failure: Failure) -> None:
         """Something that prediction needs failed."""
+        if self.off:
+            return
         self.strikes += 1
         self.untold.append((failure, self.off))
         if not self.off:
@@ -249,4 +251,4 @@ def _depth(tree: Any) -> int:
 
 
 def _kind(value: Any) -> str:
-    return "None" if value is None else f"of type {type(value).__name__}"
+    return "None" if value is None else f"an object of type {type(value).__name__}"
