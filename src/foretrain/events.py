@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -231,6 +233,17 @@ class Notice(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class OwnCodeFailed(Event):
+    """Code of the user's own failed: a predictor, a loss that probed a move, a metric, a callback. What follows is told
+    by another event."""
+
+    step: int
+    where: str
+    error: str
+    traceback: str
+
+
+@dataclass(frozen=True, slots=True)
 class RunEnded(Event):
     step: int
     reason: str
@@ -239,6 +252,9 @@ class RunEnded(Event):
 
 
 Listener = Callable[[Event], None]
+_LONGEST_LINE = 300
+_LONGEST_TRACE = 20_000
+"""Characters that are told of what a listener raised."""
 
 
 def in_words(count: float) -> str:
@@ -259,14 +275,20 @@ class Bus:
 
     def __init__(self) -> None:
         self._listeners: list[Listener] = []
+        self._trusted: list[Listener] = []
+        self.around: Callable[[], AbstractContextManager[None]] = nullcontext
+        """What listeners are called in that are not trusted: the fence of a trainer."""
 
-    def subscribe(self, listener: Listener) -> Callable[[], None]:
-        """Add a listener; the returned function removes it again."""
+    def subscribe(self, listener: Listener, *, trusted: bool = False) -> Callable[[], None]:
+        """Add a listener; the returned function removes it again. trusted: it draws no random numbers."""
         self._listeners.append(listener)
+        if trusted:
+            self._trusted.append(listener)
 
         def unsubscribe() -> None:
-            if listener in self._listeners:
-                self._listeners.remove(listener)
+            for known in (self._listeners, self._trusted):
+                if listener in known:
+                    known.remove(listener)
 
         return unsubscribe
 
@@ -275,12 +297,19 @@ class Bus:
         failed: list[tuple[Listener, Exception]] = []
         for listener in tuple(self._listeners):
             try:
-                listener(event)
+                if listener in self._trusted:
+                    listener(event)
+                else:
+                    with self.around():
+                        listener(event)
             except Exception as error:  # noqa: BLE001 - a tracker may raise anything
                 failed.append((listener, error))
         for listener, _ in failed:
             if listener in self._listeners:  # it may have left by itself before it failed
                 self._listeners.remove(listener)
         for listener, cause in failed:
-            name = getattr(listener, "__qualname__", type(listener).__name__)
-            self.emit(Notice(f"{name} stopped listening after {type(cause).__name__}: {cause}"))
+            name = str(getattr(listener, "__qualname__", type(listener).__name__))
+            text = " ".join("".join(traceback.format_exception_only(cause)).split())[:_LONGEST_LINE]
+            trace = "".join(traceback.format_exception(cause))[-_LONGEST_TRACE:]
+            self.emit(OwnCodeFailed(getattr(event, "step", 0), name, text, trace))
+            self.emit(Notice(f"{name} stopped listening after {text}"))

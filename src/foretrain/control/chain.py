@@ -108,9 +108,11 @@ class Chain:
         if self.secant is None or self._last is None:
             return
         random = random_state()
-        with self.at_start():
-            self.exact = _same(self.engine.probe(batch), float(self._last))
-        restore_random_state(random)
+        try:
+            with self.at_start():
+                self.exact = _same(self.engine.probe(batch), float(self._last))
+        finally:
+            restore_random_state(random)
 
     @contextmanager
     def at_start(self) -> Iterator[None]:

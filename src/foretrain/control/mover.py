@@ -16,6 +16,7 @@ from foretrain.control import leap
 from foretrain.control.audit import Audit
 from foretrain.control.chain import EXACT, Chain
 from foretrain.control.exact import Point
+from foretrain.control.failures import heed
 from foretrain.control.forks import Forks
 from foretrain.control.gate import FORWARD
 from foretrain.control.guard import Reading
@@ -29,7 +30,8 @@ from foretrain.control.recovery import Action, Kind
 from foretrain.control.safety import Safety
 from foretrain.control.unseen import Unseen
 from foretrain.dynamics.predictor import Array
-from foretrain.engine.host import add_each
+from foretrain.engine.fence import Failure, OwnCodeError
+from foretrain.engine.host import add_each, copy_each
 from foretrain.engine.loop import Engine
 from foretrain.engine.state import random_state, restore_random_state
 from foretrain.engine.step import StepOutput, map_tensors, tensors_of
@@ -120,8 +122,10 @@ class Mover:
         if len(self._recent) < 2:
             return False
         random = random_state()
-        one, other = (self.engine.probe(batch) for batch in self._recent[-2:])
-        restore_random_state(random)
+        try:
+            one, other = (self.engine.probe(batch) for batch in self._recent[-2:])
+        finally:
+            restore_random_state(random)
         return abs(one - other) <= EXACT * abs(other)
 
     def keep_safe(self) -> None:
@@ -136,6 +140,19 @@ class Mover:
         there is one."""
         if self.move is not None or not self.chain.marked:  # without chains a run ends as the plain loop does
             return
+        now = [p.detach().clone() for p in self.trajectory.parameters]
+        try:
+            self._go_to_lowest(batch)
+        except OwnCodeError as error:  # nobody knows which point is the lowest: the run ends where it is
+            copy_each(self.trajectory.parameters, now)
+            self.fail(error.failure)
+
+    def fail(self, failure: Failure) -> None:
+        """A loss that trains does not probe."""
+        self.pilot.observer.guarded.strike(failure)
+        heed(self.pilot, self.engine.global_step, self.emit)
+
+    def _go_to_lowest(self, batch: Any) -> None:
         judged = self.unseen.loss if self.unseen.active else None
         to_chain, to_evaluation = self.chain.finish(batch, judged), self.unseen.finish()
         went = [losses for losses in (to_chain, to_evaluation) if losses is not None]

@@ -123,6 +123,8 @@ class Pilot:
         """In a row; each is twice as long as the one before."""
         self.no_room = False
         """There was not enough memory for directions when they were wanted."""
+        self.off = False
+        """Nothing is predicted any more in this run."""
 
     def plan_for(self, max_steps: int) -> None:
         """The run is so long, as far as is known now."""
@@ -170,9 +172,17 @@ class Pilot:
         self._learn()
         return _once(actions)
 
+    def rest_for_good(self) -> None:
+        """Prediction is off: full steps, of which only the losses are looked at. Not while a move is open."""
+        self.rest_steps = _LONGEST_REST * self.config.hybrid.window_steps
+        self.observer.restart()
+        self.observer.trajectory.release()
+
     def wake(self) -> None:
         """A rest is over: a whole FULL phase is watched before anything is decided. Where every move is searched the
         last windows are enough."""
+        if self.off:
+            return
         watched = _WINDOWS_TO_SCORE * self.config.hybrid.window_steps
         self.machine.steps_in_phase = max(0, self.machine.full_steps_needed - watched) if self.held_out else 0
         self.observer.restart()
@@ -417,6 +427,8 @@ class Pilot:
     @property
     def _why_not(self) -> str:
         """Why nothing was tried so far, in plain words: of several reasons the last, which weighs most."""
+        if self.off:
+            return self.last_reason
         if self.machine.phase is Phase.WARMUP:
             return "the run was over before there was enough to forecast from"
         reason = self.last_reason.rpartition("; ")[2].removeprefix("the gate is shut: ")
@@ -562,7 +574,7 @@ class Pilot:
         if action.kind is not Kind.CONTINUE:
             self._apply_to_machine(action, step)
         if action.kind is Kind.RESET_PREDICTOR:
-            self.observer.predictor.reset()
+            self.observer.guarded.reset()
 
     # --- state -------------------------------------------------------------------------------------------------------
 
@@ -587,6 +599,7 @@ class Pilot:
             "rests": self._rests,
             "last_rest": self._last_rest,
             "no_room": self.no_room,
+            "off": self.off,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -601,6 +614,7 @@ class Pilot:
         self.rest_steps, self._rests = int(state["rest_steps"]), int(state["rests"])
         self._last_rest = int(state["last_rest"])
         self.no_room = bool(state.get("no_room", False))
+        self.off = bool(state.get("off", False))
 
     def _parts(self) -> dict[str, Any]:
         names = ("machine", "guard", "recovery", "gate", "bandit", "confidence", "correction", "predictability")

@@ -114,7 +114,11 @@ class RateRace:
     def _judge(self, exponent: int) -> bool:
         """Whether this rate ended lowest so far."""
         engine, mover = self.mover.engine, self.mover
-        loss = engine.probe_all(mover.probes.held_out)
+        try:
+            loss = engine.probe_all(mover.probes.held_out)
+        except OwnCodeError as error:  # then the first rate stays
+            loss = math.nan
+            mover.fail(error.failure)
         first = not self.tried
         self.tried[exponent] = loss
         best = first or loss < self.tried[self.best] or (math.isnan(self.tried[self.best]) and not math.isnan(loss))

@@ -33,6 +33,8 @@ class Kind(StrEnum):
     ROLL_BACK = "roll_back"
     SKIP_BATCH = "skip_batch"
     RESET_PREDICTOR = "reset_predictor"
+    PREDICTION_OFF = "prediction_off"
+    """Own code that prediction needs failed for the second time."""
     ABORT = "abort"
 
 

@@ -24,6 +24,7 @@ from foretrain.control.mover import Mover
 from foretrain.control.pilot import Pilot
 from foretrain.dynamics.lookahead import LookAhead
 from foretrain.engine import shortage as shortages
+from foretrain.engine.fence import OwnCodeError
 from foretrain.engine.loop import Engine
 from foretrain.engine.memory import MemoryMeter
 from foretrain.engine.shortage import Shortage
@@ -75,6 +76,8 @@ class Rescue:
         self.next_smaller: Callable[[Config], Config | None] = shortages.next_smaller
         self.failed_moves = 0
         self.told: list[str] = []
+        self.sound = True
+        """The run is at the end of a step, or back there: its state can be gone on from."""
         self._draws_elsewhere = False
         self._looked_at = -_LOOK_AT_ALL
 
@@ -86,18 +89,44 @@ class Rescue:
             self.trainer.mover.safety.forget()  # only now: the data may have had to go back to where it was taken
         while True:
             mark = self._mark()
+            self.sound = False
             try:
                 result = step(batch)
                 self._see_randomness(mark)
-            except (RuntimeError, MemoryError) as error:
+            except OwnCodeError as error:
+                batch = self._give_up_move(error, mark, batch)
+                continue
+            except BaseException as error:
                 found = shortages.look_at(error)
                 if found is None:
+                    self._fall_back(mark)
                     raise
                 text = self.explain(found)
             else:
+                self.sound = True
                 return result
             # Only here, where the error is gone, is the memory of the step gone that its traceback held.
             batch = self._recover(found, text, mark, batch)
+
+    def _fall_back(self, mark: _Mark) -> None:
+        """Own code ended the step by an error or an order: back to before the step, where that can be."""
+        self.engine.optimizer.zero_grad(set_to_none=True)
+        self.sound = self._is_as_before(mark)
+        if self.sound:
+            self._undo(mark)
+
+    def _give_up_move(self, error: OwnCodeError, mark: _Mark, batch: Any) -> Any:
+        """The loss failed in a probe: the move is taken back. Returns the batch to go on with."""
+        if mark.phase not in (Phase.PREDICT, Phase.CORRECT):
+            raise error.__cause__ or error
+        first = self.trainer.mover.abandon("a probe of it failed")
+        self.engine.full_step.changing = False
+        self.trainer.mover.fail(error.failure)
+        if self.engine.position == mark.counts[0]:
+            return batch
+        if first is None:  # there is no way back to the batch that the data is at
+            raise error.__cause__ or error
+        return first
 
     def _recover(self, found: Shortage, text: str, mark: _Mark, batch: Any) -> Any:
         """Put back what can be. Returns the batch to go on with, or raises what says why it cannot go on."""
@@ -126,6 +155,10 @@ class Rescue:
         """What follows on a step that is done: if memory runs out in it, only what it would have learned is lost."""
         try:
             watch(*arguments)
+        except OwnCodeError as error:
+            self._give_up_window("a probe failed")
+            self.trainer.mover.fail(error.failure)
+            return
         except (RuntimeError, MemoryError) as error:
             found = shortages.look_at(error)
             if found is None or not self.retries or self.engine.full_step.changing:
@@ -133,12 +166,15 @@ class Rescue:
             text = self.explain(found)
         else:
             return
-        pilot, mover = self.trainer.pilot, self.trainer.mover
         self.engine.release()
-        if pilot is not None and pilot.machine.phase is Phase.PREDICT:
-            pilot.machine.force_full("memory ran out")
-        mover.pilot.observer.restart()
+        self._give_up_window("memory ran out")
         self._count_failed_move(f"{text}; the window is given up")
+
+    def _give_up_window(self, why: str) -> None:
+        pilot = self.trainer.mover.pilot
+        if pilot.machine.phase is Phase.PREDICT:
+            pilot.machine.force_full(why)
+        pilot.observer.restart()
 
     def again(self, function: Callable[[], Result]) -> Result:
         """What changes nothing before it succeeds is tried a second time, with all memory freed that can be."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -105,8 +104,8 @@ class Safety:
         state["progress"] = {name: state["progress"][name] for name in names}
         look_ahead = getattr(self.engine, "look_ahead", None)
         state["look_ahead"] = look_ahead.state_dict() if look_ahead is not None else None
-        predictor = self.pilot.observer.predictor
-        state["predictor"] = {"name": predictor.name, "state": predictor.state_dict()} if for_move else None
+        predictor = self.pilot.observer.guarded
+        state["predictor"] = {"name": predictor.name, "state": predictor.state()} if for_move else None
         state["guard"] = self.pilot.guard.state_dict()
         state["steps"] = dict(self.pilot.counts.steps)
         state["loader"] = self.loader_state()
@@ -130,10 +129,10 @@ class Safety:
         look_ahead = getattr(self.engine, "look_ahead", None)
         if look_ahead is not None and state["look_ahead"] is not None:  # else switched on when the run was resumed
             look_ahead.load_state_dict(state["look_ahead"])
-        predictor = self.pilot.observer.predictor
+        predictor = self.pilot.observer.guarded
         saved = state["predictor"]
         if saved is not None and predictor.name == saved["name"]:  # else another one took over when the run was resumed
-            predictor.load_state_dict(copy.deepcopy(saved["state"]))  # it may keep what it is given
+            predictor.load(saved["state"])
         self.pilot.guard.load_state_dict(state["guard"])
         self.pilot.counts.steps = dict(state["steps"])
 

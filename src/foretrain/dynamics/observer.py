@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from foretrain.dynamics.guarded import GuardedPredictor
 from foretrain.dynamics.predictor import Array, Followed, Forecast, Predictor, Score, Situation, score
 from foretrain.dynamics.quality import Quality
 from foretrain.dynamics.records import (
@@ -24,6 +25,7 @@ from foretrain.dynamics.records import (
 from foretrain.dynamics.samples import Sample, Statistics, bias_corrections
 from foretrain.dynamics.state import StateEncoder
 from foretrain.dynamics.trajectory import Motion, Since, Trajectory
+from foretrain.engine.fence import Fence
 from foretrain.engine.step import StepOutput
 
 _SMOOTHING = 1 / 16
@@ -52,14 +54,31 @@ class _Pending:
     forecast: Forecast
 
 
+@dataclass(frozen=True, slots=True)
+class _Due:
+    """A window that is measured and not learned from yet. It stays so where the predictor is left by an order to end:
+    the run goes on, or is resumed, with learning from it."""
+
+    record: WindowRecord
+    situation: Situation | None
+    """None where directions are not kept."""
+
+
 class Observer:
     """One window at a time. Between windows nothing is read from the device."""
 
     def __init__(
-        self, trajectory: Trajectory, predictor: Predictor, parameters: list[nn.Parameter], optimizer: Optimizer
+        self,
+        trajectory: Trajectory,
+        predictor: Predictor,
+        parameters: list[nn.Parameter],
+        optimizer: Optimizer,
+        fence: Fence | None = None,
     ) -> None:
         self.trajectory = trajectory
         self.predictor = predictor
+        self.guarded = GuardedPredictor(predictor, fence)
+        """The way to it."""
         self.optimizer = optimizer
         self.window = trajectory.window
         self.sample = Sample(parameters, optimizer)
@@ -77,13 +96,19 @@ class Observer:
         self._outputs: list[Tensor] = []
         self._next: _Pending | None = None
         self._frozen: _Pending | None = None
+        self._due: _Due | None = None
+
+    @property
+    def due(self) -> bool:
+        """A window is still to be learned from."""
+        return self._due is not None
 
     def restart(self, new_level: bool = False) -> None:
         """The weights were moved by something else than full steps. new_level: so far that no loss from before says
         anything about those that follow."""
         self.trajectory.restart()
         self._outputs.clear()
-        self._next = self._frozen = None
+        self._next = self._frozen = self._due = None
         self.situation = None
         self.predicted_loss = None
         self.windows = 0
@@ -107,34 +132,43 @@ class Observer:
 
     def close(self, moment: Moment) -> WindowRecord:
         """The end of a window: the only place that waits for the device."""
+        self.measure(moment)
+        return self.learn()
+
+    def measure(self, moment: Moment) -> None:
+        """The first half of `close`."""
         outputs = torch.stack([value.float() for value in self._outputs])
         norms = torch.stack(torch._foreach_norm(self.trajectory.parameters)).norm()
         extra = [outputs, self.sample.statistics(), norms]
         self._outputs.clear()
         if not self.trajectory.held:
-            return self._without_motion(self._record(self.trajectory.skip(extra), None, moment))
+            record = self._record(self.trajectory.skip(extra), None, moment)
+            self._smooth(record)
+            self.scored = []
+            self._due = _Due(record, None)
+            return
         motion = self.trajectory.close(extra)
         record = self._record(motion.extra, motion, moment)
         self._smooth(record)
-        followed = self._score(motion)
+        self._score(motion)
         forecast_record = self._forecast_record(moment)
         state = self.encoder.encode(record, forecast_record, moment.phase)
-        situation = Situation(state, motion.gram, self.window, self.smoothed_loss, moment.step)
-        self.predictor.observe(situation, followed)
-        self.situation = situation
-        self.windows += 1
-        horizons = [windows * self.window for windows in HORIZONS_IN_WINDOWS]
-        forecast = self.predictor.forecast(situation, horizons)
-        self._next = _Pending(situation, forecast)
-        if self.trajectory.frozen_windows == 0:
-            self._frozen = self._next
-        return record
+        self._due = _Due(record, Situation(state, motion.gram, self.window, self.smoothed_loss, moment.step))
 
-    def _without_motion(self, record: WindowRecord) -> WindowRecord:
-        """Losses and gradients are all that was seen: nothing is forecast, and nothing scored."""
-        self._smooth(record)
-        self.scored = []
+    def learn(self) -> WindowRecord:
+        """The second half of `close`. Raises Ordered where an order to end left the predictor; then it is still due."""
+        if self._due is None:
+            raise RuntimeError("no window is due")  # `measure` comes before
+        situation = self._due.situation
+        if situation is not None:
+            horizons = [windows * self.window for windows in HORIZONS_IN_WINDOWS]
+            forecast = self.guarded.learn(situation, [item for item, _, _ in self.scored], horizons)
+            self.situation = situation
+            self._next = None if forecast is None else _Pending(situation, forecast)
+            if self.trajectory.frozen_windows == 0:
+                self._frozen = self._next
         self.windows += 1
+        record, self._due = self._due.record, None
         return record
 
     def _smooth(self, record: WindowRecord) -> None:
@@ -171,7 +205,7 @@ class Observer:
         dots = since.dots.sum(axis=0)
         return tuple(float(dot / length) if length > 0 else 0.0 for dot, length in zip(dots, lengths, strict=True))
 
-    def _score(self, motion: Motion) -> list[Followed]:
+    def _score(self, motion: Motion) -> None:
         """What followed on pending forecasts, scored before the predictor learns from it."""
         self.scored = []
         if self._next is not None:
@@ -188,7 +222,6 @@ class Observer:
             if np.isfinite(since.square).all():
                 self.quality.add(item, pending.forecast)
                 self.scored.append((item, pending.forecast, score(item, pending.forecast.at(item.horizon))))
-        return [item for item, _, _ in self.scored]
 
     def _forecast_record(self, moment: Moment) -> ForecastRecord:
         tallies = [self.quality.tallies[windows] for windows in HORIZONS_IN_WINDOWS]
@@ -216,6 +249,7 @@ class Observer:
             "outputs": torch.stack([value.float() for value in self._outputs]) if self._outputs else None,
             "next": _pack_pending(self._next),
             "frozen": _pack_pending(self._frozen),
+            "due": None if self._due is None else _pack_due(self._due, self.scored),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -228,6 +262,7 @@ class Observer:
         outputs = state["outputs"]
         self._outputs = [] if outputs is None else list(outputs.to(self.trajectory.device).clone().unbind())
         self._next, self._frozen = _unpack_pending(state["next"]), _unpack_pending(state["frozen"])
+        self._due, self.scored = _unpack_due(state.get("due"))
         if state["trajectory"] is not None:
             self.trajectory.load_state_dict(state["trajectory"])
         else:
@@ -264,3 +299,29 @@ def _unpack_pending(state: dict[str, Any] | None) -> _Pending | None:
         return None
     forecast = unpack(Forecast, {**state["forecast"], "horizons": tuple(state["forecast"]["horizons"])})
     return _Pending(unpack(Situation, state["situation"]), forecast)
+
+
+def _pack_due(due: _Due, scored: list[tuple[Followed, Forecast, Score]]) -> dict[str, Any]:
+    return {
+        "record": pack(due.record),
+        "situation": None if due.situation is None else pack(due.situation),
+        "scored": [
+            [pack(item) | {"situation": pack(item.situation)}, pack(forecast), pack(quality)]
+            for item, forecast, quality in scored
+        ],
+    }
+
+
+def _unpack_due(state: dict[str, Any] | None) -> tuple[_Due | None, list[tuple[Followed, Forecast, Score]]]:
+    if state is None:
+        return None, []
+    situation = None if state["situation"] is None else unpack(Situation, state["situation"])
+    scored = [
+        (
+            unpack(Followed, {**item, "situation": unpack(Situation, item["situation"])}),
+            unpack(Forecast, {**forecast, "horizons": tuple(forecast["horizons"])}),
+            unpack(Score, quality),
+        )
+        for item, forecast, quality in state["scored"]
+    ]
+    return _Due(unpack(WindowRecord, state["record"]), situation), scored

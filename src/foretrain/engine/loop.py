@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -16,7 +17,9 @@ from foretrain.config import Config, given
 from foretrain.engine import optim, own
 from foretrain.engine.averaging import WeightAverage
 from foretrain.engine.described import is_configured
+from foretrain.engine.fence import Failure, Fence, OwnCodeError, failure_of, same_model
 from foretrain.engine.graph import GraphedGradient, GraphedLoss, GraphedStep, launch_bound
+from foretrain.engine.metrics import measured
 from foretrain.engine.meters import StepMeter, Stopwatch
 from foretrain.engine.offload import OptimizerParking
 from foretrain.engine.precision import Precision, choose_device
@@ -129,6 +132,7 @@ class Engine:
         self.last_val_loss: float | None = None
         self.last_train_loss: float | None = None
         self.last_metrics: dict[str, float] = {}
+        self.fence = Fence()
 
     # --- learning rates and the length of the run --------------------------------------------------------------------
 
@@ -291,32 +295,61 @@ class Engine:
             return float(self.forward_loss(batches))
 
     @torch.no_grad()
-    def measure(self, batches: Iterable[Any], metrics: Mapping[str, own.Measure]) -> dict[str, float]:
-        """Mean of each metric over all rows of `batches`, at the weights that evaluations are made at."""
+    def measure(
+        self,
+        batches: Iterable[Any],
+        metrics: Mapping[str, own.Measure],
+        failed: Callable[[str, Failure], None] | None = None,
+    ) -> dict[str, float]:
+        """Mean of each metric over all rows of `batches`, at the weights that evaluations are made at, which no metric
+        changes.
+
+        failed: is told the name of a metric that fails, which is then no number; without it InputError is raised.
+        """
         if not metrics:
             return {}
-        total, rows = torch.zeros(len(metrics), dtype=torch.double), 0
-        with self.averaged_weights(), self.evaluating(), torch.set_grad_enabled(self._loss_takes_derivatives):
+        total, rows, running = dict.fromkeys(metrics, 0.0), 0, dict(metrics)
+        derivatives = torch.set_grad_enabled(self._loss_takes_derivatives)
+        with self.averaged_weights(), same_model(self.model) as changed, self.evaluating(), derivatives:
             for batch in map(self.to_device, batches):
                 with self.precision.autocast():
-                    values = own.measured(metrics, self.model, batch)
-                total += rows_of(batch) * torch.stack(values).cpu()
+                    for name, value in measured(running, self.model, batch, self.fence if failed else None):
+                        if isinstance(value, Failure) and failed is not None:
+                            failed(name, value)
+                            del running[name]
+                        else:
+                            total[name] += rows_of(batch) * float(value)
                 rows += rows_of(batch)
-        return dict(zip(metrics, (total / max(1, rows)).tolist(), strict=True))
+        if changed and failed is not None:
+            names = " or ".join(f"the metric {name!r}" for name in metrics)
+            text = f"it changed weights, {changed[0]} among them; they are put back"
+            failed("", Failure(names, text, ""))
+        return {name: total[name] / max(1, rows) if name in running else math.nan for name in metrics}
 
     def probe(self, batch: Any) -> float:
         """Loss of a training batch at the weights as they are, forward only, in the parts that a full step has."""
         self.probe_tokens += self.count(batch)
         pieces = self.full_step.accumulation
         parts = [batch] if pieces == 1 else [split(batch, pieces, index) for index in range(pieces)]
-        with self.precision.predicting():
+        with self._probing():
             return float(self.forward_loss([part for part in parts if rows_of(part)]))
 
     def probe_all(self, batches: list[Any]) -> float:
         """Mean loss over several batches, each as it is."""
         self.probe_tokens += sum(self.count(batch) for batch in batches)
-        with self.precision.predicting():
+        with self._probing():
             return float(self.forward_loss(batches))
+
+    @contextmanager
+    def _probing(self) -> Iterator[None]:
+        """A loss that fails here, though steps are made with it, costs the move and not the run."""
+        try:
+            with self.precision.predicting():
+                yield
+        except Exception as error:
+            if is_out_of_memory(error) or self.backward_passes == 0:
+                raise
+            raise OwnCodeError(failure_of("the loss function, forward only on a probe,", error)) from error
 
     @torch.no_grad()
     def forward_loss(self, batches: list[Any]) -> Tensor:

@@ -94,28 +94,6 @@ def check_metrics(metrics: Mapping[str, Measure]) -> None:
         )
 
 
-def measured(metrics: Mapping[str, Measure], model: nn.Module, batch: Any) -> list[Tensor]:
-    """Each metric's mean over one batch. Those of (output, target) share one forward pass."""
-    values, output, target = [], None, None
-    for name, function in metrics.items():
-        criterion = is_criterion(function)
-        if criterion and output is None:
-            inputs, target = pair(batch)
-            output = model(inputs)
-        try:
-            value = function(output, target) if criterion else function(model, batch)
-            values.append(torch.as_tensor(value).detach().double().mean())
-        except (TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
-            if is_out_of_memory(error):
-                raise
-            raise InputError(
-                f"the metric {name!r} failed ({type(error).__name__}: {error}). It is called with "
-                f"{'(output, target)' if criterion else '(model, batch)'}; name its arguments (output, target) or "
-                "(model, batch), and let it return a number, or one for each row"
-            ) from error
-    return values
-
-
 def one_number(loss: Any) -> Tensor:
     """A loss with one element, whatever its shape, is a loss."""
     if not isinstance(loss, Tensor):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -11,11 +12,18 @@ _NAMES = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP")
 _SIGNALS = tuple(getattr(signal, name) for name in _NAMES if hasattr(signal, name))
 
 
+class Interrupted(KeyboardInterrupt):
+    """A signal to stop left code of the user's own that may hang."""
+
+
 class StopRequest:
     """While active, the first signal only sets `requested`; a second one acts as it always did.
 
     A signal that is ignored, as `nohup` and background jobs of a shell have it, stays ignored.
     """
+
+    leave: Callable[[], bool] = staticmethod(lambda: False)
+    """Whether what runs now may be left at once, by Interrupted."""
 
     def __init__(self) -> None:
         self.requested = ""
@@ -31,6 +39,8 @@ class StopRequest:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.requested = signal.Signals(number).name
         self._restore()
+        if self.leave():
+            raise Interrupted(self.requested)
 
     def _restore(self) -> None:
         for number, handler in self._before.items():

@@ -1,0 +1,190 @@
+"""The fence around code of the user's own: predictors, metrics, callbacks, and the loss where it only probes.
+
+Whatever such code raises is caught here with its traceback. Random states and switches of torch and NumPy are put back
+after it. Its order to end the program (KeyboardInterrupt, SystemExit) is kept, and obeyed when the run is saved.
+"""
+
+from __future__ import annotations
+
+import random
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from foretrain.engine.signals import Interrupted
+
+_LONGEST_LINE = 300
+_LONGEST_TRACE = 20_000
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What own code did, in words that hold on to nothing of it."""
+
+    where: str
+    """Mine.forecast(), the metric 'accuracy'."""
+    error: str
+    """In one line."""
+    traceback: str
+
+
+class OwnCodeError(Exception):
+    """Own code failed; never seen outside of foretrain."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(f"{failure.where} failed ({failure.error})")
+        self.failure = failure
+
+
+class Ordered(BaseException):
+    """Own code was left by an order to end: the run stops where it can be gone on from. Never seen outside."""
+
+
+class ContractError(TypeError):
+    """Own code returned, or keeps, what it may not."""
+
+
+def failure_of(where: str, error: BaseException) -> Failure:
+    text = " ".join("".join(traceback.format_exception_only(error)).split())
+    shown = text if len(text) <= _LONGEST_LINE else f"{text[:_LONGEST_LINE]} ..."
+    trace = "".join(traceback.format_exception(error))
+    cut = len(trace) - _LONGEST_TRACE
+    return Failure(where, shown, trace if cut <= 0 else f"... {cut:,} characters ...\n{trace[-_LONGEST_TRACE:]}")
+
+
+class Fence:
+    """One per trainer."""
+
+    def __init__(self) -> None:
+        self.order: BaseException | None = None
+        """Own code wants the program to end; to be obeyed when the run is saved."""
+        self.interruptible = False
+        """A signal to stop may leave what runs now: it will be done again."""
+
+    def call(self, where: str, function: Callable[..., Result], *arguments: Any, again: bool = False) -> Result:
+        """What `function` returns. Raises OwnCodeError for whatever it raises, Ordered if that is an order to end.
+
+        again: it is done again from the same state if it is interrupted, so a signal need not wait for it.
+        """
+        with untouched():
+            try:
+                self.interruptible = again
+                return function(*arguments)
+            except (KeyboardInterrupt, SystemExit) as order:
+                self.interruptible = False
+                self.give(order)
+                raise Ordered from order
+            except Ordered:
+                raise
+            except BaseException as error:  # noqa: BLE001 - own code may raise anything
+                self.interruptible = False
+                raise OwnCodeError(failure_of(where, error)) from error
+            finally:
+                self.interruptible = False
+
+    @contextmanager
+    def hearing(self) -> Iterator[None]:
+        """Around a callback: what it raises is its caller's to see, except for an order to end."""
+        with untouched():
+            try:
+                yield
+            except (KeyboardInterrupt, SystemExit) as order:
+                self.give(order)
+
+    def give(self, order: BaseException) -> None:
+        """Keep an order; where a signal is its cause, that is known already."""
+        if not isinstance(order, Interrupted):
+            self.order = self.order or order
+
+    def taken(self) -> BaseException | None:
+        """The order, to be obeyed now."""
+        order, self.order = self.order, None
+        return order
+
+
+class untouched:  # noqa: N801 - reads as a block
+    """Random states and switches are the same after the block. Some 30 microseconds: for rare calls, not for steps."""
+
+    def __enter__(self) -> None:
+        self._random = randomness()
+        self._gradients, self._type = torch.is_grad_enabled(), torch.get_default_dtype()
+        self._numpy = np.geterr()
+
+    def __exit__(self, *_: object) -> None:
+        put_back(self._random)
+        torch.set_grad_enabled(self._gradients)
+        if torch.get_default_dtype() != self._type:
+            torch.set_default_dtype(self._type)
+        np.seterr(**self._numpy)
+
+
+def randomness() -> tuple[Any, ...]:
+    """All random states, as the libraries give them: faster than `random_state`, and not to be saved."""
+    devices = torch.cuda.device_count() if torch.cuda.is_available() and torch.cuda.is_initialized() else 0  # type: ignore[no-untyped-call]
+    on_device = [torch.cuda.get_rng_state(index) for index in range(devices)]
+    return torch.get_rng_state(), on_device, random.getstate(), np.random.get_state()  # noqa: NPY002 - user code may use it
+
+
+def put_back(states: tuple[Any, ...]) -> None:
+    on_host, on_device, python, numpy = states
+    torch.set_rng_state(on_host)
+    for index, state in enumerate(on_device):
+        torch.cuda.set_rng_state(state, index)
+    random.setstate(python)
+    np.random.set_state(numpy)  # noqa: NPY002 - user code may use it
+
+
+# --- the model -------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def same_model(model: nn.Module) -> Iterator[list[str]]:
+    """Trained weights, buffers, gradients and modes are the same after the block; gives names of weights that were
+    changed in it. The copies are in host memory."""
+    weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    kept = {name: _copy(tensor) for name, tensor in (weights | dict(model.named_buffers())).items()}
+    modes = [(module, module.training) for module in model.modules()]
+    gradients = [(p, p.grad, p.requires_grad) for p in model.parameters()]
+    changed: list[str] = []
+    try:
+        yield changed
+    finally:
+        for module, training in modes:
+            module.training = training
+        for p, gradient, trained in gradients:
+            p.grad = gradient
+            p.requires_grad_(trained)
+        tensors = weights | {name: value for name, value in model.named_buffers() if name in kept}
+        changed += [name for name, tensor in tensors.items() if _restore(tensor, kept[name]) and name in weights]
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)
+
+
+@torch.no_grad()
+def _restore(tensor: Tensor, before: Tensor) -> bool:
+    """Whether that was necessary."""
+    if tensor.shape == before.shape and tensor.dtype == before.dtype:
+        if torch.equal(_bits(tensor), _bits(before)):
+            return False
+        tensor.copy_(before)
+    else:
+        tensor.data = before.to(tensor.device)
+    return True
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """A number that is none is equal to itself only in its bits."""
+    flat = tensor.detach().cpu().contiguous()
+    if flat.is_complex():
+        flat = torch.view_as_real(flat)
+    return flat.view(_BITS[flat.element_size()])
