@@ -19,10 +19,12 @@ import torch
 
 from foretrain import environment
 from foretrain.config import Config, to_mapping
+from foretrain.control.failures import tell
 from foretrain.engine import checkpoint, shortage
 from foretrain.engine.batches import Batches
 from foretrain.engine.checkpoint import CheckpointStore
 from foretrain.engine.described import unwrapped
+from foretrain.engine.fence import Failure, Ordered
 from foretrain.engine.meters import Stopwatch
 from foretrain.engine.muon import Muon, iteration_type
 from foretrain.engine.own import Measure
@@ -30,7 +32,15 @@ from foretrain.engine.rates import FollowedRates
 from foretrain.engine.runfolder import RunFolder
 from foretrain.engine.signals import StopRequest
 from foretrain.engine.step import rows_of, split
-from foretrain.errors import CheckpointError, ConfigError, DivergenceError, InputError, OutOfMemory, SaveError
+from foretrain.errors import (
+    CheckpointError,
+    ConfigError,
+    DivergenceError,
+    ForetrainError,
+    InputError,
+    OutOfMemory,
+    SaveError,
+)
 from foretrain.events import (
     CheckpointRejected,
     CheckpointSaved,
@@ -86,6 +96,7 @@ class Run:
         self.again = "resume=True" if folder is None else folder.again
         self.last_words = ""
         """Of a run that was interrupted."""
+        self.failed_metrics: set[str] = set()
         self.load_best = load_best
         self.batches: Batches | None = None
         self.loader_state: dict[str, Any] | None = None
@@ -106,6 +117,7 @@ class Run:
         trainer = self.trainer
         if resume:
             self._resume()
+            trainer.catch_up()
         if self.folder is not None:
             self.folder.describe()
         self._announce(title, details)
@@ -116,6 +128,8 @@ class Run:
             due = trainer.evaluation_due and trainer.global_step < self.config.max_steps
             if (due and self._evaluate()) or self._patience_is_over():
                 reason = "stopped early"
+            elif self._interrupted:
+                reason = "interrupted"
             elif trainer.global_step >= self.config.max_steps:
                 if not resume:
                     done = f"{trainer.global_step} of {self.config.max_steps} steps are done"
@@ -125,18 +139,18 @@ class Run:
                 if trainer.pilot is not None:
                     trainer.mover.safety.loader_state = batches.state
                 reason = self._loop(batches)
-            self._finish(reason)
+            reason = self._finish(reason)
             trainer.clock.stop()
             if self.load_best and reason != "interrupted":
                 self._load_best()
             summary = trainer.summary() | {"reason": reason, "total_seconds": round(self._total_seconds(), 3)}
             if reason == "interrupted":
-                summary["signal"] = self.stop.requested
+                summary["signal"] = self._interrupted
             if self.folder is not None:
                 if self.store is not None and (best := self.store.best()):
                     summary["best_checkpoint"] = str(next(iter(best.values())).relative_to(self.folder.path))
                 self.folder.write_summary(summary)
-        except (Exception, KeyboardInterrupt) as error:
+        except BaseException as error:
             found = shortage.look_at(error)
             if found is None:
                 failure = error
@@ -146,6 +160,8 @@ class Run:
                 self._salvage(failure)
             elif isinstance(failure, DivergenceError):
                 trainer.checkup.finish()
+            elif not isinstance(failure, ForetrainError):
+                self._save_what_is_sound(failure)
             self.emit(RunEnded(trainer.global_step, "failed", trainer.summary()))
             if failure is not error:
                 raise failure from None
@@ -155,7 +171,7 @@ class Run:
         self.emit(RunEnded(trainer.global_step, reason, summary))
         if reason == "interrupted":  # the last that is said
             after = self._how_to_go_on() or "; nothing is saved without out=..., but the model has its weights"
-            self.last_words = f"{self.stop.requested}: stopped after step {trainer.global_step}{after}"
+            self.last_words = f"{self._interrupted}: stopped after step {trainer.global_step}{after}"
             self.emit(Notice(self.last_words, level="info"))
         return summary
 
@@ -209,6 +225,27 @@ class Run:
         self._plan_ahead()
         return True
 
+    @property
+    def _interrupted(self) -> str:
+        """The signal, or the order of own code, to stop after this step and save."""
+        order = self.trainer.fence.order
+        return self.stop.requested or ("" if order is None else type(order).__name__)
+
+    def _save_what_is_sound(self, error: BaseException) -> None:
+        """The user's model, loss or loader ended the run: the steps up to there are not lost. A second Ctrl-C does not
+        wait for it."""
+        trainer = self.trainer
+        if self.store is None or trainer.backward_passes == 0 or self._interrupted:
+            return
+        if trainer.rescue.sound and self.saved_step != trainer.global_step:
+            try:
+                self._save(must=False)
+            except Exception as other:  # noqa: BLE001 - what ended the run is what its user must see
+                self.emit(Notice(f"the state could not be saved ({type(other).__name__}: {other})"))
+        if self.saved_step >= 0:
+            stands = f"the state after step {self.saved_step} is saved{self._how_to_go_on()}"
+            self.emit(Notice(f"{type(error).__name__} in step {trainer.global_step + 1}: {stands}"))
+
     def _salvage(self, error: OutOfMemory) -> None:
         """Before the run ends: save it if it is in order, and say what there is to go on from."""
         if error.intact and self.saved_step != self.trainer.global_step:
@@ -246,11 +283,13 @@ class Run:
         settled = trainer.chaining or not trainer.judging  # a short move had better be judged first
         if step >= self.next_evaluation and not last and settled:
             self.next_evaluation = (step // self.evaluate_every + 1) * self.evaluate_every
-            if self._evaluate() and trainer.chaining:
+            if trainer.window_due:  # it comes first, in the run that is resumed
+                trainer.evaluation_due = bool(self.held_out)
+            elif self._evaluate() and trainer.chaining:
                 trainer.mover.chain.stopped = True
         if last:
             return "finished"
-        if self.stop.requested:
+        if self._interrupted:
             return "interrupted"
         if (trainer.stopping or self._patience_is_over()) and not trainer.judging:
             return "stopped early"
@@ -259,21 +298,25 @@ class Run:
             self._save(must=False)
         return None
 
-    def _finish(self, reason: str) -> None:
-        """Last evaluation and last checkpoint; an interrupted run is saved at once."""
+    def _finish(self, reason: str) -> str:
+        """Last evaluation and last checkpoint; an interrupted run is saved at once. Returns the reason to end, which an
+        order in the last evaluation changes."""
         if reason == "interrupted":
             self._save(must=True)
-            return
+            return reason
         complete = self.saved_step == self.trainer.global_step and not self.trainer.evaluation_due
         if reason == "finished" and self.trainer.pilot is not None and self.trainer.mover.end_loss is not None:
             self.trainer.last_train_loss = self.trainer.mover.end_loss
         if reason == "finished" and self.held_out and not complete:
             self._evaluate()
+            if self.trainer.evaluation_due:
+                return self._finish("interrupted")
         self.trainer.checkup.finish()
         if not complete:
             self._save(must=True)
         if self.store is not None:
             self.store.prune_best(self.trainer.best_step)
+        return reason
 
     def _load_best(self) -> None:
         """The model as it was where the held-out loss was lowest; everything else stays at the end of the run."""
@@ -398,7 +441,10 @@ class Run:
         with trainer.untimed(), trainer.memory.during("evaluation"):
             started = time.perf_counter()
             loss = self._held_out_loss()
-            trainer.last_metrics = trainer.measure(self.held_out, self.metrics)
+            try:
+                trainer.last_metrics = trainer.measure(self.held_out, self.metrics, self._metric_failed)
+            except Ordered:  # the run stops here, and is resumed with this evaluation
+                return False
             seconds = time.perf_counter() - started
         best = loss == loss and (trainer.best_val_loss is None or loss < trainer.best_val_loss)
         trainer.last_val_loss = loss
@@ -413,6 +459,15 @@ class Run:
         trainer.evaluated(loss)
         trainer.evaluation_due = False
         return self._patience_is_over()
+
+    def _metric_failed(self, name: str, failure: Failure) -> None:
+        """Told once; it is called again at the next evaluation. name: empty where it is not known which one."""
+        if name in self.failed_metrics:
+            return
+        self.failed_metrics.add(name)
+        tell(failure, self.trainer.global_step, self.emit)
+        text = f"{failure.where} failed ({failure.error})" if name else f"{failure.where}: {failure.error}"
+        self.emit(Notice(f"{text}; the run goes on"))
 
     def _held_out_loss(self) -> float:
         """The mean over all held-out batches; where memory runs out and that is to be borne, over halves of them."""

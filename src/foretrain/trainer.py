@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from foretrain import environment
 from foretrain.config import Config
 from foretrain.control.checkup import Checkup
+from foretrain.control.failures import heed
 from foretrain.control.machine import Phase
 from foretrain.control.move import Move
 from foretrain.control.mover import Mover
@@ -25,6 +26,7 @@ from foretrain.control.race import RateRace, with_short_warmup
 from foretrain.control.recovery import Action, Kind
 from foretrain.control.rescue import Rescue
 from foretrain.dynamics import registry
+from foretrain.dynamics.guarded import check_predictor
 from foretrain.dynamics.hosted import HostedTrajectory
 from foretrain.dynamics.lookahead import LookAhead
 from foretrain.dynamics.observer import Moment, Observer
@@ -32,6 +34,7 @@ from foretrain.dynamics.predictor import Predictor
 from foretrain.dynamics.trajectory import Trajectory, basis_type
 from foretrain.engine import described
 from foretrain.engine.batches import steps_in
+from foretrain.engine.fence import Ordered
 from foretrain.engine.loop import Engine, own_loss
 from foretrain.engine.memory import MemoryMeter
 from foretrain.engine.own import (
@@ -133,9 +136,12 @@ class HybridTrainer(Engine):
     ) -> None:
         config = config or Config()
         check_processes(config)
+        if predictor is not None:
+            check_predictor(predictor)
         super().__init__(model, optimizer, loss_fn, with_short_warmup(config), scheduler)
         config = self.config
         self.bus = bus or Bus()
+        self.bus.around = self.fence.hearing
         self.memory = MemoryMeter(self.device, self.bus.emit, lambda: self.global_step, config.memory.timeline)
         parameters = self.full_step.parameters
         self.look_ahead: LookAhead | None = None
@@ -144,6 +150,7 @@ class HybridTrainer(Engine):
             self.look_ahead = LookAhead(parameters, ahead.beta, ahead.gamma, ahead.stride)
         self._said: dict[str, int] = {}
         self._past_the_end = False
+        self._fitting = False
         self.stopping = False
         """Somebody called `stop`."""
         self._went_back = False
@@ -163,7 +170,7 @@ class HybridTrainer(Engine):
         dtype = basis_type(config.hybrid.basis_type, sum(p.numel() for p in parameters))
         trajectory = kind(parameters, names, window=config.hybrid.window_steps, dtype=dtype, hold=False)
         predictor = predictor or registry.build(config.predictor, config.seed)
-        self.observer = Observer(trajectory, predictor, parameters, self.optimizer)
+        self.observer = Observer(trajectory, predictor, parameters, self.optimizer, self.fence)
         if self.full_step.in_backward is not None:
             self.full_step.in_backward.watchers.append(self.observer.sample.watch())
         self.pilot = Pilot(config, self.observer, "adapters" if self._trains_adapters() else "full weights")
@@ -194,12 +201,21 @@ class HybridTrainer(Engine):
             )
         if self.has_end and self.global_step >= self.config.max_steps and not (self._past_the_end or self.judging):
             self._say_past_the_end()
+        self.catch_up()
+        self._obey()
         try:
-            return self.rescue.step(batch, self._step)
+            result = self.rescue.step(batch, self._step)
         except (TypeError, AttributeError) as error:
             if self.backward_passes or self.loss_fn is own_loss:
                 raise
             raise explain_first_failure(error) from error
+        self._obey()
+        return result
+
+    def _obey(self) -> None:
+        """Own code wants the program to end, and the state can be gone on from. `fit` saves it before."""
+        if not self._fitting and (order := self.fence.taken()) is not None:
+            raise order
 
     def _say_past_the_end(self) -> None:
         """Once. A schedule may have brought the learning rate down to nothing by now."""
@@ -239,9 +255,23 @@ class HybridTrainer(Engine):
         self.rate.advance(self.global_step)
         if self.pilot is not None and self.has_end and self.global_step == self.config.max_steps:
             self.mover.finish(batch)
-        if self.checkup.due and (self.chaining or not self.judging) and self.checkup.judge():
-            self._follow_recovery(self.pilot)
+        self._look_at_health()
         return result
+
+    def _look_at_health(self) -> None:
+        if not self.window_due and self.checkup.due and (self.chaining or not self.judging) and self.checkup.judge():
+            self._follow_recovery(self.pilot)
+
+    @property
+    def window_due(self) -> bool:
+        """An order to end came in the middle of the predictor: its window is still to be learned from."""
+        return self.pilot is not None and self.observer.due
+
+    def catch_up(self) -> None:
+        """Finish a window that is due. It may be left by an order once more."""
+        if self.pilot is not None and self.observer.due:
+            self.rescue.aside(self._judge_window, self.pilot)
+            self._look_at_health()
 
     @property
     def phase(self) -> Phase:
@@ -265,6 +295,8 @@ class HybridTrainer(Engine):
             return self._result(phase, self._full_step(batch))
         if self.race.open:
             return self._find_rate(self.pilot, batch)
+        if self.pilot.off and not self.pilot.rest_steps:
+            self.pilot.rest_for_good()
         if self.pilot.rest_steps:
             return self._rest(self.pilot, batch)
         if self.backward_passes == 0:
@@ -413,7 +445,15 @@ class HybridTrainer(Engine):
             acceptance_rate=pilot.counts.acceptance_rate,
             confidence=pilot.current_confidence,
         )
-        record = self.observer.close(moment)
+        self.observer.measure(moment)
+        self._judge_window(pilot)
+
+    def _judge_window(self, pilot: Pilot) -> None:
+        try:
+            record = self.observer.learn()
+        except Ordered:  # the next step begins with it, here or in the run that is resumed
+            return
+        heed(pilot, self.global_step, self.bus.emit)
         actions = pilot.watch(record, self.mover.same_batch(), fp16=self.precision.scaled)
         pilot.exact.watched(record, self.clock.seconds, self.backward_passes)
         for action in actions:
@@ -517,9 +557,10 @@ class HybridTrainer(Engine):
         state["checkup"] = self.checkup.state_dict()
         state["hybrid"] = None
         if self.pilot is not None:
-            predictor = self.observer.predictor
+            predictor = self.observer.guarded.state_dict()
+            heed(self.pilot, self.global_step, self.bus.emit)
             state["hybrid"] = {
-                "predictor": {"name": predictor.name, "state": predictor.state_dict()},
+                "predictor": predictor,
                 "pilot": self.pilot.state_dict(self.config.checkpoint.directions or self.mover.move is not None),
                 "mover": self.mover.state_dict(),
                 "race": self.race.state_dict(),
@@ -537,15 +578,14 @@ class HybridTrainer(Engine):
             self._follow_recovery(self.pilot)
             self.rescue.load_state_dict(state.get("rescue", {}))
             return
-        predictor = self.observer.predictor
         self.pilot.load_state_dict(hybrid["pilot"])
-        if predictor.name == hybrid["predictor"]["name"]:
-            predictor.load_state_dict(hybrid["predictor"]["state"])
+        self.observer.guarded.load_state_dict(hybrid["predictor"])
         self.mover.load_state_dict(hybrid["mover"])
         self.race.load_state_dict(hybrid["race"])
         self._said = dict(hybrid["said"])
         self.rescue.load_state_dict(state.get("rescue", {}))
         self._follow_recovery(self.pilot)
+        heed(self.pilot, self.global_step, self.bus.emit)
 
     # --- a whole run -------------------------------------------------------------------------------------------------
 
@@ -608,11 +648,17 @@ class HybridTrainer(Engine):
             for callback in callbacks:
                 stack.callback(self.bus.subscribe(warning_of_failure(callback)))
             stop = stack.enter_context(StopRequest())
+            stop.leave = lambda: self.fence.interruptible
             run = Run(self, folder, held, stop, data_fingerprint, metrics, load_best)
+            self.fence.order, self._fitting = None, True
+            stack.callback(setattr, self, "_fitting", False)
             summary = run.train(loader, resume, title, details or {})
             if folder is not None and folder is not out and summary["reason"] != "interrupted":
                 with self.averaged_weights():
                     write_weights(self.model, folder.path / WEIGHTS)
+        order = self.fence.taken()
+        if order is not None and not (isinstance(order, KeyboardInterrupt) and on_interrupt == "return"):
+            raise order
         if summary["reason"] == "interrupted" and not isinstance(out, RunFolder):
             shown = bool(progress) and (self.config.log.console if progress is True else progress) != "quiet"
             tell_interruption(summary["signal"], run.last_words, on_interrupt, shown)
@@ -624,18 +670,18 @@ class HybridTrainer(Engine):
         """Console, log, report and trackers listen until `stack` is left."""
         if progress:
             console = Console(level=self.config.log.console if progress is True else progress, table=table)
-            stack.callback(self.bus.subscribe(console))
+            stack.callback(self.bus.subscribe(console, trusted=True))
             stack.callback(console.close)
         if folder is None:
             return
         log = JsonlLog(folder.metrics, emit=self.bus.emit)
-        stack.callback(self.bus.subscribe(log))
+        stack.callback(self.bus.subscribe(log, trusted=True))
         stack.callback(log.close)
         if self.config.log.report:
-            stack.callback(self.bus.subscribe(ReportWriter(folder.path)))
+            stack.callback(self.bus.subscribe(ReportWriter(folder.path), trusted=True))
         trackers = open_trackers(self.config, folder.path, resume, self.bus.emit, self.settings())
         for tracker in trackers:
-            stack.callback(self.bus.subscribe(tracker))
+            stack.callback(self.bus.subscribe(tracker, trusted=True))
         stack.callback(close_all, trackers)
 
     def _set_length(self, loader: Iterable[Any], epochs: float | None) -> None:

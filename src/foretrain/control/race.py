@@ -8,6 +8,7 @@ from typing import Any
 
 from foretrain.config import Config, changed
 from foretrain.control.mover import Mover
+from foretrain.engine.fence import OwnCodeError
 from foretrain.engine.step import StepOutput, map_tensors
 from foretrain.events import Notice, RateTrial, RateTried
 from foretrain.schema import FIRST_RATE

@@ -110,7 +110,6 @@ class Rescue:
 
     def _fall_back(self, mark: _Mark) -> None:
         """Own code ended the step by an error or an order: back to before the step, where that can be."""
-        self.engine.optimizer.zero_grad(set_to_none=True)
         self.sound = self._is_as_before(mark)
         if self.sound:
             self._undo(mark)

@@ -11,13 +11,14 @@ import json
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 
 from foretrain.dynamics.predictor import Array, Followed, Forecast, Predictor, Situation
-from foretrain.engine.fence import ContractError, Failure, Fence, OwnCodeError, Ordered
+from foretrain.engine.fence import ContractError, Failure, Fence, Ordered, OwnCodeError
 from foretrain.engine.state import Snapshot, put_together, snapshot, take_apart
 from foretrain.errors import ConfigError, is_out_of_memory
 
@@ -66,16 +67,16 @@ class GuardedPredictor:
         if self.off:
             return None
         before: Snapshot | None = None
+        handed, told = situation, followed
         try:
-            if not self.own:
-                self._call("observe", situation, followed)
-                return self._call("forecast", situation, horizons, check=lambda given: _checked(given, situation))
-            before = self._call("state_dict", check=snapshot)
-            handed, told = _own_copy(situation), [_own_followed(item) for item in followed]
+            if self.own:
+                before = self._call("state_dict", check=snapshot, again=True)
+                handed, told = _own_copy(situation), [_own_followed(item) for item in followed]
             self._call("observe", handed, told, again=True)
-            return self._call(
-                "forecast", handed, list(horizons), check=lambda given: _checked(given, situation), again=True
+            forecast: Forecast = self._call(
+                "forecast", handed, horizons, check=lambda given: _checked(given, situation), again=True
             )
+            return forecast
         except OwnCodeError as error:
             self.strike(error.failure)
             return None
@@ -192,7 +193,7 @@ def _checked(given: Any, situation: Situation) -> Forecast:
         horizons = tuple(operator.index(horizon) for horizon in given.horizons)
     except TypeError:
         horizons = ()
-    if not horizons or horizons[0] < 1 or any(a >= b for a, b in zip(horizons, horizons[1:], strict=False)):
+    if not horizons or horizons[0] < 1 or any(a >= b for a, b in pairwise(horizons)):
         raise ContractError("Forecast.horizons must be whole steps above 0, ascending: give back those that were asked")
     groups, directions = situation.gram.shape[:2]
     count = len(horizons)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
 from foretrain.config import Config
+from foretrain.engine.fence import put_back, randomness
 from foretrain.engine.state import random_state, restore_random_state
 from foretrain.errors import InputError
 from foretrain.events import Event, Notice
@@ -62,7 +63,7 @@ class Batches:
             if state is not None and seen == state["start"] <= position:
                 restore_random_state(state["random"])
             self._pass = {"start": seen, "random": random_state()}
-            for batch in self._loader:
+            for batch in _with_random_states(self._loader):
                 seen += 1
                 if seen == position:
                     restore_random_state(random_there)  # reading has drawn from it
@@ -76,3 +77,23 @@ class Batches:
                     f"the loader gave {seen} batches and none when it was read again{once}; give a list, a DataLoader, "
                     f"or an object whose __iter__ begins anew, or set max_steps to at most {seen}"
                 )
+
+
+def _with_random_states(loader: Iterable[Any]) -> Generator[Any, None, None]:
+    """The batches of one pass. Where the loader fails, what it drew from for that batch is put back: what is saved then
+    goes on as if the loader had never been asked."""
+    before = randomness()
+    try:
+        iterator = iter(loader)
+        while True:
+            before = randomness()
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                return
+            yield batch
+    except GeneratorExit:
+        raise
+    except BaseException:
+        put_back(before)
+        raise

@@ -84,7 +84,7 @@ class Fence:
                 raise Ordered from order
             except Ordered:
                 raise
-            except BaseException as error:  # noqa: BLE001 - own code may raise anything
+            except BaseException as error:
                 self.interruptible = False
                 raise OwnCodeError(failure_of(where, error)) from error
             finally:
@@ -110,8 +110,8 @@ class Fence:
         return order
 
 
-class untouched:  # noqa: N801 - reads as a block
-    """Random states and switches are the same after the block. Some 30 microseconds: for rare calls, not for steps."""
+class untouched:
+    """Random states and switches are the same after the block. Some 100 microseconds: for rare calls, not for steps."""
 
     def __enter__(self) -> None:
         self._random = randomness()

@@ -19,8 +19,8 @@ from foretrain.engine.averaging import WeightAverage
 from foretrain.engine.described import is_configured
 from foretrain.engine.fence import Failure, Fence, OwnCodeError, failure_of, same_model
 from foretrain.engine.graph import GraphedGradient, GraphedLoss, GraphedStep, launch_bound
-from foretrain.engine.metrics import measured
 from foretrain.engine.meters import StepMeter, Stopwatch
+from foretrain.engine.metrics import measured
 from foretrain.engine.offload import OptimizerParking
 from foretrain.engine.precision import Precision, choose_device
 from foretrain.engine.rates import FollowedRates, Rates, ScheduledRates, check_scheduler
@@ -314,11 +314,11 @@ class Engine:
             for batch in map(self.to_device, batches):
                 with self.precision.autocast():
                     for name, value in measured(running, self.model, batch, self.fence if failed else None):
-                        if isinstance(value, Failure) and failed is not None:
+                        if not isinstance(value, Failure):
+                            total[name] += rows_of(batch) * value
+                        elif failed is not None:
                             failed(name, value)
                             del running[name]
-                        else:
-                            total[name] += rows_of(batch) * float(value)
                 rows += rows_of(batch)
         if changed and failed is not None:
             names = " or ".join(f"the metric {name!r}" for name in metrics)

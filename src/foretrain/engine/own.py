@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from foretrain.config import Config, OptimizerConfig, given
-from foretrain.errors import ConfigError, InputError, is_out_of_memory
+from foretrain.errors import ConfigError, InputError
 
 Measure = Callable[..., Any]
 """A loss or a metric: of (model, batch), or of (output, target)."""

@@ -14,6 +14,7 @@ from foretrain.events import (
     MemoryUsed,
     Moved,
     Notice,
+    OwnCodeFailed,
     PhaseChanged,
     RateTrial,
     RateTried,
@@ -34,13 +35,13 @@ def needs_attention(event: Event) -> bool:
         case Notice():
             return event.level == "warning"
         case Recovered():
-            return event.action in ("roll_back", "abort", "out_of_memory")
+            return event.action in ("roll_back", "abort", "out_of_memory", "prediction_off")
     return False
 
 
 def is_detail(event: Event) -> bool:
     """What only a verbose run says."""
-    return isinstance(event, (MemoryUsed, HealthMeasured))
+    return isinstance(event, (MemoryUsed, HealthMeasured, OwnCodeFailed))
 
 
 def line(event: Event, verbose: bool = False) -> str | None:
@@ -88,6 +89,8 @@ def line(event: Event, verbose: bool = False) -> str | None:
             return _memory(event)
         case HealthMeasured():
             return _look(event)
+        case OwnCodeFailed():
+            return escape(event.traceback.rstrip()) or None
     return None
 
 

@@ -1,0 +1,457 @@
+"""Code of the user's own can neither end nor harm a run: every hook does every misdeed, and the weights are those of the
+plain loop."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.waiting import HANGS
+from tests.worlds import Net, Regression, same_weights
+from torch import Tensor, nn
+
+from foretrain import HybridTrainer
+from foretrain.config import from_mapping
+from foretrain.dynamics.predictor import Followed, Forecast, Predictor, Situation
+from foretrain.engine.checkpoint import CheckpointStore, verify
+from foretrain.errors import ConfigError, InputError
+from foretrain.events import (
+    CheckpointSaved,
+    Evaluated,
+    Event,
+    Moved,
+    Notice,
+    OwnCodeFailed,
+    PhaseChanged,
+    Progress,
+    Recovered,
+    RunEnded,
+    RunStarted,
+)
+
+from .conftest import wait_until
+
+STEPS = 30
+SETTINGS: dict[str, Any] = {
+    "device": "cpu",
+    "max_steps": STEPS,
+    "hybrid.warmup_steps": 15,
+    "hybrid.full_steps": 5,
+    "hybrid.window_steps": 5,
+    "hybrid.confidence_threshold": 0.99999,  # everything is forecast and scored, nothing is tried
+    "audit.time_budget": 1.0,
+    "audit.steps": 2,
+    "evaluation.interval": 10,
+    "checkpoint.interval": 10,
+    "log.interval": 5,
+    "log.report": False,
+    "memory.timeline": False,
+}
+DATA = Regression(rows=8)
+HELD_OUT = [DATA(1000 + position) for position in range(2)]
+
+
+class Ordinary(Predictor):
+    """What a user may write: it repeats the last window."""
+
+    name = "ordinary"
+
+    def __init__(self) -> None:
+        self.windows = 0
+
+    def forecast(self, situation: Situation, horizons: Sequence[int]) -> Forecast:
+        coefficients = np.zeros((len(horizons), *situation.gram.shape[:2]))
+        coefficients[:, :, 1] = np.asarray(horizons)[:, None] / situation.window
+        flat = np.full(len(horizons), situation.loss)
+        return Forecast(tuple(horizons), coefficients, flat, np.zeros(len(horizons)))
+
+    def observe(self, situation: Situation, followed: Sequence[Followed]) -> None:
+        self.windows += 1
+
+    def reset(self) -> None:
+        self.windows = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"windows": self.windows, "memory": torch.full((2,), float(self.windows))}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.windows = int(state["windows"])
+
+
+class Loader:
+    """The same batches every time. With `most` it breaks after so many."""
+
+    def __init__(self, most: int = 10**9, error: type[BaseException] = OSError) -> None:
+        self.most, self.error = most, error
+
+    def __iter__(self) -> Iterator[Any]:
+        for position in range(STEPS + 1):
+            random.random()  # noqa: S311 - a loader may draw
+            if position == self.most:
+                torch.rand(3)
+                raise self.error("the disk is gone")
+            yield DATA(position)
+
+
+def made(predictor: Predictor | None = None, model: nn.Module | None = None, **changes: Any) -> HybridTrainer:
+    settings = {**SETTINGS, **{name.replace("__", "."): value for name, value in changes.items()}}
+    return HybridTrainer(model or Net(dropout=0.2), config=from_mapping(settings), predictor=predictor)
+
+
+def fitted(trainer: HybridTrainer, out: Path | None = None, most: int = 10**9, **options: Any) -> dict[str, Any]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return trainer.fit(Loader(most), HELD_OUT, out=out, progress=False, **options)
+
+
+@functools.cache
+def plain() -> HybridTrainer:
+    """The loop without prediction, metrics and callbacks."""
+    trainer = made(hybrid__mode="off")
+    fitted(trainer)
+    return trainer
+
+
+def same_end(trainer: HybridTrainer) -> bool:
+    """The weights and the random states of the plain loop."""
+    after = trainer.state_dict()["random"]
+    before = plain().end_state  # type: ignore[attr-defined]
+    same = torch.equal(after["torch"], before["torch"]) and torch.equal(after["python"][1], before["python"][1])
+    return same and torch.equal(after["numpy"][1], before["numpy"][1]) and same_weights(trainer.model, plain().model)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def end_of_the_plain_loop() -> None:
+    plain().end_state = plain().state_dict()["random"]  # type: ignore[attr-defined]
+
+
+def heard(trainer: HybridTrainer) -> list[Event]:
+    events: list[Event] = []
+    trainer.bus.subscribe(events.append)
+    return events
+
+
+def actions(events: list[Event]) -> list[str]:
+    return [event.action for event in events if isinstance(event, Recovered)]
+
+
+# --- what own code may do wrong --------------------------------------------------------------------------------------
+
+
+class Unprintable(Exception):  # noqa: N818
+    def __str__(self) -> str:
+        raise ValueError("not even that")
+
+
+class Foreign(BaseException):
+    """Neither an error nor an order to end."""
+
+
+def raises(kind: type[BaseException]) -> Callable[..., Any]:
+    def deed(*_: Any) -> Any:
+        raise kind("boom")
+
+    return deed
+
+
+def recurses(*_: Any) -> Any:
+    return recurses()
+
+
+def draws(*_: Any) -> None:
+    torch.rand(5)
+    torch.manual_seed(3)
+    random.seed(4)
+    np.random.rand(3)  # noqa: NPY002
+
+
+def switches(*_: Any) -> None:
+    torch.set_grad_enabled(False)
+    torch.set_default_dtype(torch.float64)
+    np.seterr(all="raise")
+
+
+def writes(*arguments: Any) -> None:
+    """Into every array and tensor that it can reach."""
+    for argument in arguments:
+        if isinstance(argument, (np.ndarray, Tensor)):
+            argument[...] = 7.0
+        elif isinstance(argument, (list, tuple)):
+            writes(*argument)
+        elif isinstance(argument, (Situation, Followed)):
+            writes(*(getattr(argument, name) for name in argument.__slots__))
+
+
+RAISED = {
+    "an error": raises(ValueError),
+    "no error": raises(Foreign),
+    "an error that cannot be printed": raises(Unprintable),
+    "an end of iteration": raises(StopIteration),
+    "out of memory": raises(MemoryError),
+    "endless recursion": recurses,
+}
+BORNE = {"random numbers": draws, "switches": switches, "arguments written": writes}
+
+
+class Hooked(Ordinary):
+    """Does something in one of its methods, before or after what it should do."""
+
+    def __init__(self, hook: str, deed: Callable[..., Any], change: Callable[[Any], Any] | None = None) -> None:
+        self.hook, self.deed, self.change = hook, deed, change
+        super().__init__()
+
+    def _do(self, name: str, method: Callable[..., Any], *arguments: Any) -> Any:
+        if name != self.hook:
+            return method(*arguments)
+        if self.change is not None:
+            return self.change(method(*arguments))
+        result = method(*arguments)
+        self.deed(*arguments)
+        return result
+
+    def forecast(self, situation: Situation, horizons: Sequence[int]) -> Forecast:
+        return self._do("forecast", super().forecast, situation, horizons)
+
+    def observe(self, situation: Situation, followed: Sequence[Followed]) -> None:
+        self._do("observe", super().observe, situation, followed)
+
+    def reset(self) -> None:
+        self._do("reset", super().reset)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._do("state_dict", super().state_dict)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._do("load_state_dict", super().load_state_dict, state)
+
+
+def ends_as_plain(predictor: Callable[[], Predictor], out: Path | None = None) -> tuple[list[Event], HybridTrainer]:
+    """Whole, and with a folder broken off and resumed, the run ends with the weights of the plain loop; what the whole
+    one told."""
+    whole = made(predictor())
+    events = heard(whole)
+    summary = fitted(whole, out and out / "whole")
+    assert (summary["reason"], summary["global_step"], summary["backward_passes"]) == ("finished", STEPS, STEPS)
+    assert same_end(whole)
+    if out is None:
+        return events, whole
+    with pytest.raises(OSError, match="the disk is gone"):
+        fitted(made(predictor()), out / "broken", most=17)
+    resumed = made(predictor())
+    assert fitted(resumed, out / "broken", resume=True)["reason"] == "finished"
+    assert same_end(resumed)
+    for name in ("whole", "broken"):
+        verify(out / name / "checkpoints" / f"step-{STEPS:08d}")
+    return events, whole
+
+
+@pytest.mark.parametrize("hook", ["observe", "forecast", "state_dict"])
+@pytest.mark.parametrize("deed", RAISED)
+def test_a_predictor_that_raises_starts_anew_and_is_then_off(hook: str, deed: str) -> None:
+    events, trainer = ends_as_plain(lambda: Hooked(hook, RAISED[deed]))
+    assert actions(events) == ["reset_predictor", "prediction_off"]
+    assert trainer.summary()["recoveries"] == {"reset_predictor": 1, "prediction_off": 1}
+    failures = [event for event in events if isinstance(event, OwnCodeFailed)]
+    assert [event.where for event in failures] == [f"Hooked.{hook}()"] * 2
+    assert all(event.traceback.startswith("Traceback") and len(event.error) < 400 for event in failures)
+
+
+@pytest.mark.parametrize("hook", ["observe", "forecast", "state_dict"])
+def test_so_does_a_run_that_is_resumed(hook: str, tmp_path: Path) -> None:
+    ends_as_plain(lambda: Hooked(hook, raises(ValueError)), tmp_path)
+    told = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
+    failures = [line["traceback"] for line in told if line["event"] == "OwnCodeFailed"]
+    assert len(failures) == 2
+    assert all('raise kind("boom")' in traceback for traceback in failures)
+    recovered = [line["text"] for line in told if line["event"] == "Recovered"]
+    assert recovered[0].startswith(f"the predictor starts anew: Hooked.{hook}() failed (")
+    assert recovered[1].startswith("nothing is predicted any more in this run, full steps go on: Hooked.")
+
+
+def test_one_failure_is_forgiven(tmp_path: Path) -> None:
+    class Once(Ordinary):
+        def forecast(self, situation: Situation, horizons: Sequence[int]) -> Forecast:
+            if situation.step == 10:
+                raise ValueError("boom")
+            return super().forecast(situation, horizons)
+
+    events, trainer = ends_as_plain(Once, tmp_path)
+    assert actions(events) == ["reset_predictor"]
+    assert trainer.observer.predictor.windows == STEPS // 5 - 2  # type: ignore[attr-defined]
+    assert trainer.observer.forecast is not None
+
+
+def test_a_predictor_that_cannot_start_anew_is_off_at_once(tmp_path: Path) -> None:
+    class Stubborn(Hooked):
+        def reset(self) -> None:
+            raise OSError("no")
+
+    events, trainer = ends_as_plain(lambda: Stubborn("observe", raises(ValueError)), tmp_path)
+    assert actions(events) == ["reset_predictor", "prediction_off"]
+    assert trainer.pilot is not None
+    assert trainer.pilot.off
+
+
+@pytest.mark.parametrize("deed", RAISED)
+def test_a_state_that_cannot_be_loaded_costs_what_was_learned(deed: str, tmp_path: Path) -> None:
+    events, _ = ends_as_plain(lambda: Hooked("load_state_dict", RAISED[deed]), tmp_path)
+    assert actions(events) == []
+    told = (tmp_path / "broken" / "metrics.jsonl").read_text()
+    assert told.count('"action": "reset_predictor"') == 1
+    assert "Hooked.load_state_dict() failed" in told
+
+
+@pytest.mark.parametrize("hook", ["observe", "forecast", "state_dict", "load_state_dict", "reset"])
+@pytest.mark.parametrize("deed", BORNE)
+def test_what_a_predictor_does_to_others_things_has_no_effect(hook: str, deed: str, tmp_path: Path) -> None:
+    resumed = hook == "load_state_dict"
+    events, trainer = ends_as_plain(lambda: Hooked(hook, BORNE[deed]), tmp_path if resumed else None)
+    assert actions(events) == []
+    assert trainer.observer.predictor.windows == STEPS // 5  # type: ignore[attr-defined]
+
+
+def coefficients(change: Callable[[Any], Any]) -> Callable[[Forecast], Forecast]:
+    return lambda forecast: replace(forecast, coefficients=change(forecast.coefficients))
+
+
+class GrudgingArray:
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        raise ValueError("no")
+
+
+NO_FORECASTS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "nothing": (lambda given: None, "must return a foretrain.Forecast, and returned None"),
+    "a text": (lambda given: "up", "returned of type str"),
+    "a tuple": (lambda given: (1, 2), "returned of type tuple"),
+    "one group too many": (coefficients(lambda a: np.pad(a, ((0, 0), (0, 1), (0, 0)))), "[horizons, G, R] = [5, 6, 4]"),
+    "one number": (coefficients(lambda a: 1.0), "and has the shape []"),
+    "texts": (coefficients(lambda a: a.astype(str)), "must be an array of numbers"),
+    "complex numbers": (coefficients(lambda a: a + 1j), "of complex128"),
+    "objects": (coefficients(lambda a: a.astype(object)), "of object"),
+    "a tensor that learns": (coefficients(lambda a: torch.ones(a.shape, requires_grad=True)), "of type Tensor"),
+    "no array": (coefficients(lambda a: GrudgingArray()), "of type GrudgingArray"),
+    "a loss too few": (lambda given: replace(given, loss=given.loss[1:]), "Forecast.loss must be an array"),
+    "no deviation": (lambda given: replace(given, loss_deviation=None), "Forecast.loss_deviation must be"),
+    "horizons as texts": (lambda given: replace(given, horizons=("a",)), "Forecast.horizons must be whole steps"),
+    "horizons unsorted": (lambda given: replace(given, horizons=given.horizons[::-1]), "ascending"),
+    "no horizon": (lambda given: replace(given, horizons=()), "Forecast.horizons must be"),
+    "horizons as a number": (lambda given: replace(given, horizons=5), "Forecast.horizons must be"),
+    "disagreement as text": (lambda given: replace(given, disagreement="much"), "Forecast.disagreement must be"),
+}
+
+
+@pytest.mark.parametrize("kind", NO_FORECASTS)
+def test_what_is_no_forecast_is_named(kind: str) -> None:
+    change, words = NO_FORECASTS[kind]
+    events, _ = ends_as_plain(lambda: Hooked("forecast", draws, change))
+    assert actions(events) == ["reset_predictor", "prediction_off"]
+    failure = next(event for event in events if isinstance(event, OwnCodeFailed))
+    assert words in failure.error
+
+
+ODD_FORECASTS = {
+    "not a number": coefficients(lambda a: a * np.nan),
+    "infinite": coefficients(lambda a: a + np.inf),
+    "huge": coefficients(lambda a: a * 1e308),
+    "float32": coefficients(lambda a: a.astype(np.float32)),
+    "whole numbers": coefficients(lambda a: a.astype(np.int64)),
+    "a tensor of another format": coefficients(lambda a: torch.from_numpy(a).half()),
+    "a list": coefficients(lambda a: a.tolist()),
+    "losses that are no numbers": lambda given: replace(given, loss=given.loss * np.nan, disagreement=np.nan),
+}
+
+
+@pytest.mark.parametrize("kind", ODD_FORECASTS)
+def test_odd_forecasts_are_borne(kind: str) -> None:
+    events, _ = ends_as_plain(lambda: Hooked("forecast", draws, ODD_FORECASTS[kind]))
+    assert [event for event in events if isinstance(event, OwnCodeFailed)] == []
+
+
+def nested(depth: int) -> dict[str, Any]:
+    return {"deeper": nested(depth - 1)} if depth else {}
+
+
+def circle() -> dict[str, Any]:
+    state: dict[str, Any] = {}
+    state["self"] = state
+    return state
+
+
+NO_STATES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "nothing": (lambda given: None, "state_dict() must return a dict, and returned None"),
+    "a list": (lambda given: [1], "returned of type list"),
+    "a lock": (lambda given: {"lock": object()}, "not object"),
+    "an array": (lambda given: {"array": np.zeros(3)}, "not ndarray"),
+    "a function": (lambda given: {"function": draws}, "not function"),
+    "itself": (lambda given: circle(), "RecursionError"),
+    "far too deep": (lambda given: nested(70), "nested more than 50 deep"),
+    "much text": (lambda given: {"text": "a" * (9 * 2**20)}, "9 MB that are not tensors"),
+    "a number too long": (lambda given: {"number": 10**5000}, "ValueError"),
+    "complex tensor": (lambda given: {"z": torch.zeros(2, dtype=torch.complex64)}, "z is torch.complex64"),
+    "sparse tensor": (lambda given: {"s": torch.zeros(2, 2).to_sparse()}, "torch.sparse_coo"),
+    "a tensor without numbers": (lambda given: {"m": torch.zeros(2, device="meta")}, "on meta"),
+}
+
+
+@pytest.mark.parametrize("kind", NO_STATES)
+def test_a_state_that_no_checkpoint_can_hold_costs_the_predictor_and_no_save(kind: str, tmp_path: Path) -> None:
+    change, words = NO_STATES[kind]
+    trainer = made(Hooked("state_dict", draws, change))
+    events = heard(trainer)
+    fitted(trainer, tmp_path / "run")
+    assert same_end(trainer)
+    assert actions(events) == ["reset_predictor", "prediction_off"]
+    assert words in next(event for event in events if isinstance(event, OwnCodeFailed)).error
+    saved = [event.step for event in events if isinstance(event, CheckpointSaved)]
+    assert saved == [10, 20, 30]
+
+
+def test_a_state_that_grows_is_saved_as_it_is(tmp_path: Path) -> None:
+    class Growing(Ordinary):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kept: list[Any] = []
+
+        def observe(self, situation: Situation, followed: Sequence[Followed]) -> None:
+            super().observe(situation, followed)
+            self.kept.append(torch.zeros(1000))
+
+        def state_dict(self) -> dict[str, Any]:
+            return {**super().state_dict(), "kept": self.kept}
+
+    events, _ = ends_as_plain(Growing, tmp_path)
+    assert actions(events) == []
+
+
+def test_a_state_is_a_copy_of_what_the_predictor_keeps() -> None:
+    trainer = made(Ordinary())
+    mine = torch.zeros(2)
+    trainer.observer.predictor.state_dict = lambda: {"windows": 0, "mine": mine}  # type: ignore[method-assign]
+    state = trainer.state_dict()
+    mine.fill_(5)
+    assert state["hybrid"]["predictor"]["state"]["mine"].tolist() == [0, 0]
+
+
+def test_what_is_no_predictor_is_refused_before_the_run() -> None:
+    class Nameless(Ordinary):
+        name = None  # type: ignore[assignment]
+
+    with pytest.raises(ConfigError, match=r"predictor is the class Ordinary; give an object of it: Ordinary\(\)"):
+        made(Ordinary)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"predictor is of type dict; give an object of a class that implements fore"):
+        made({"forecast": 1})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="the predictor Nameless has no name; give its class one"):
+        made(Nameless())
