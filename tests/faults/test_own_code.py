@@ -32,10 +32,10 @@ from foretrain.events import (
     CheckpointSaved,
     Evaluated,
     Event,
+    HealthMeasured,
     Moved,
     Notice,
     OwnCodeFailed,
-    PhaseChanged,
     Progress,
     Recovered,
     RunEnded,
@@ -455,3 +455,176 @@ def test_what_is_no_predictor_is_refused_before_the_run() -> None:
         made({"forecast": 1})  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="the predictor Nameless has no name; give its class one"):
         made(Nameless())
+
+
+# --- metrics ---------------------------------------------------------------------------------------------------------
+
+
+def error(model: nn.Module, batch: Any) -> Tensor:
+    return (model(batch[0]) - batch[1]).abs().mean()
+
+
+class Late:
+    """A metric that is in order before anything is trained, and then does something."""
+
+    def __init__(self, deed: Callable[..., Any]) -> None:
+        self.calls, self.deed = 0, deed
+
+    def __call__(self, model: nn.Module, batch: Any) -> Any:
+        self.calls += 1
+        value = error(model, batch)
+        if self.calls == 1:
+            return value
+        done = self.deed(model, batch)
+        return value if done is None else done
+
+
+FAILING: dict[str, Callable[..., Any]] = {
+    **RAISED,
+    "a text": lambda *_: "good",
+    "a dict": lambda *_: {"accuracy": 1},
+    "an object": lambda *_: object(),
+}
+
+
+@pytest.mark.parametrize("deed", FAILING)
+def test_a_metric_that_fails_is_no_number_and_the_run_goes_on(deed: str, tmp_path: Path) -> None:
+    trainer = made(hybrid__mode="off")
+    events = heard(trainer)
+    metrics = {"bad": Late(FAILING[deed]), "good": error}
+    summary = fitted(trainer, tmp_path / "run", metrics=metrics)
+    assert summary["reason"] == "finished"
+    assert np.isnan(summary["metrics"]["bad"])
+    assert np.isfinite(summary["metrics"]["good"])
+    assert len([event for event in events if isinstance(event, Evaluated)]) == 3
+    told = [event.message for event in events if isinstance(event, Notice) and event.level == "warning"]
+    assert len(told) == 1
+    assert told[0].startswith("the metric 'bad' failed (")
+    assert told[0].endswith("; the run goes on")
+    assert (tmp_path / "run" / "metrics.jsonl").read_text().count('"traceback": "Traceback') == 1
+    assert same_end(trainer)
+
+
+def changes_weights(model: nn.Module, batch: Any) -> None:
+    with torch.no_grad():
+        for p in model.parameters():
+            p.data.add_(1.0)
+
+
+def trains(model: nn.Module, batch: Any) -> None:
+    model.train()
+    with torch.enable_grad():
+        error(model, batch).backward()  # type: ignore[no-untyped-call]
+    model.requires_grad_(False)
+
+
+def replaces(model: nn.Module, batch: Any) -> None:
+    for p in model.parameters():
+        p.data = torch.zeros(2, 3)
+
+
+HARM = {**BORNE, "weights changed": changes_weights, "weights replaced": replaces, "trained": trains}
+
+
+@pytest.mark.parametrize("average", [0.0, 0.9])
+@pytest.mark.parametrize("deed", HARM)
+def test_what_a_metric_does_to_the_model_or_the_data_is_put_back(deed: str, average: float) -> None:
+    def run(metrics: dict[str, Any]) -> tuple[HybridTrainer, dict[str, Any], list[Event]]:
+        trainer = made(None, Net(dropout=0.2, norm=True), hybrid__mode="off", evaluation__ema_decay=average)
+        trainer.model.norm.eval()
+        events = heard(trainer)
+        return trainer, fitted(trainer, metrics=metrics), events
+
+    disturbed, summary, events = run({"bad": Late(HARM[deed]), "good": error})
+    undisturbed, expected, _ = run({"good": error})
+    assert same_weights(disturbed.model, undisturbed.model)
+    assert not disturbed.model.norm.training
+    assert summary["final_val_loss"] == expected["final_val_loss"]
+    if deed not in ("weights changed", "weights replaced"):
+        assert summary["metrics"]["good"] == expected["metrics"]["good"]
+    told = [event.message for event in events if isinstance(event, Notice) and "changed weights" in event.message]
+    assert len(told) == (deed in ("weights changed", "weights replaced"))
+
+
+def test_a_metric_that_fails_at_once_is_refused_before_anything_is_trained() -> None:
+    trainer = made(hybrid__mode="off")
+    with pytest.raises(InputError, match=r"the metric 'bad' failed \(ZeroDivisionError: division by zero\)"):
+        fitted(trainer, metrics={"bad": lambda model, batch: 1 / 0})
+    assert trainer.backward_passes == 0
+
+
+# --- callbacks -------------------------------------------------------------------------------------------------------
+
+
+EVENTS = (RunStarted, Progress, HealthMeasured, Evaluated, CheckpointSaved, RunEnded)
+
+
+@pytest.mark.parametrize("kind", EVENTS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("deed", [*RAISED, *BORNE])
+def test_a_callback_neither_ends_nor_harms_a_run(kind: type[Event], deed: str, tmp_path: Path) -> None:
+    calls: list[Event] = []
+
+    def callback(event: Event) -> None:
+        if isinstance(event, kind):
+            calls.append(event)
+            {**RAISED, **BORNE}[deed](event)
+
+    trainer = made(Ordinary())
+    events = heard(trainer)
+    summary = fitted(trainer, tmp_path / "run" if kind is CheckpointSaved else None, callbacks=[callback])
+    assert summary["reason"] == "finished"
+    assert same_end(trainer)
+    failures = [event for event in events if isinstance(event, OwnCodeFailed)]
+    if deed in RAISED:
+        assert len(calls) == 1
+        assert [event.where for event in failures] == [callback.__qualname__]
+        assert sum(f"{callback.__qualname__} stopped listening after" in str(event) for event in events) == 1
+    else:
+        assert calls
+        assert failures == []
+
+
+def test_so_is_one_that_subscribed_by_itself() -> None:
+    trainer = made(Ordinary())
+    trainer.bus.subscribe(draws)
+    trainer.bus.subscribe(switches)
+    fitted(trainer)
+    assert same_end(trainer)
+
+
+# --- probes ----------------------------------------------------------------------------------------------------------
+
+
+class NeedsTraining(Net):
+    """A loss that trains and cannot be evaluated, while `broken` says so."""
+
+    broken = False
+
+    def loss(self, batch: Any) -> Tensor:
+        if self.broken and not self.training:
+            raise KeyError("no cache in evaluation")
+        return super().loss(batch)
+
+
+@pytest.mark.parametrize("mode", ["leap", "rollout"])
+def test_a_loss_that_fails_in_probes_costs_the_moves(mode: str, tmp_path: Path) -> None:
+    def run(mode: str, out: str) -> tuple[HybridTrainer, dict[str, Any], list[Event]]:
+        model = NeedsTraining(dropout=0.2)
+        changes = {"hybrid__confidence_threshold": 0.0, "hybrid__warmup_steps": 10, "hybrid__full_steps": 5}
+        trainer = made(Ordinary(), model, hybrid__mode=mode, max_steps=200, evaluation__interval=0, **changes)
+        if trainer.pilot is not None:
+            trainer.observer.quality.trusted = lambda windows: True  # type: ignore[method-assign]
+            trainer.pilot.confidence.estimate = lambda features: 0.9  # type: ignore[method-assign]
+        events = heard(trainer)
+        model.broken = True
+        batches = [DATA(position) for position in range(201)]
+        return trainer, trainer.fit(batches, out=tmp_path / out, progress=False), events
+
+    disturbed, summary, events = run(mode, "run")
+    undisturbed, _, _ = run("off", "plain")
+    assert (summary["reason"], summary["global_step"]) == ("finished", 200)
+    assert actions(events) == ["reset_predictor", "prediction_off"]
+    assert [event.verdict for event in events if isinstance(event, Moved)] == ["refused", "refused"]
+    failure = next(event for event in events if isinstance(event, OwnCodeFailed))
+    assert failure.error == "KeyError: 'no cache in evaluation'"
+    assert same_weights(disturbed.model, undisturbed.model)

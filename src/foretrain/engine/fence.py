@@ -98,6 +98,10 @@ class Fence:
                 yield
             except (KeyboardInterrupt, SystemExit) as order:
                 self.give(order)
+            except Exception:
+                raise
+            except BaseException as error:
+                raise RuntimeError(failure_of("", error).error) from error
 
     def give(self, order: BaseException) -> None:
         """Keep an order; where a signal is its cause, that is known already."""
@@ -149,8 +153,9 @@ def put_back(states: tuple[Any, ...]) -> None:
 def same_model(model: nn.Module) -> Iterator[list[str]]:
     """Trained weights, buffers, gradients and modes are the same after the block; gives names of weights that were
     changed in it. The copies are in host memory."""
-    weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    kept = {name: _copy(tensor) for name, tensor in (weights | dict(model.named_buffers())).items()}
+    weights: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    tensors = weights | dict(model.named_buffers())
+    kept = {name: (tensor.data, tensor.detach().to("cpu", copy=True)) for name, tensor in tensors.items()}
     modes = [(module, module.training) for module in model.modules()]
     gradients = [(p, p.grad, p.requires_grad) for p in model.parameters()]
     changed: list[str] = []
@@ -162,24 +167,19 @@ def same_model(model: nn.Module) -> Iterator[list[str]]:
         for p, gradient, trained in gradients:
             p.grad = gradient
             p.requires_grad_(trained)
-        tensors = weights | {name: value for name, value in model.named_buffers() if name in kept}
-        changed += [name for name, tensor in tensors.items() if _restore(tensor, kept[name]) and name in weights]
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True)
+        changed += [name for name, tensor in tensors.items() if _restore(tensor, *kept[name]) and name in weights]
 
 
 @torch.no_grad()
-def _restore(tensor: Tensor, before: Tensor) -> bool:
-    """Whether that was necessary."""
-    if tensor.shape == before.shape and tensor.dtype == before.dtype:
-        if torch.equal(_bits(tensor), _bits(before)):
-            return False
-        tensor.copy_(before)
-    else:
-        tensor.data = before.to(tensor.device)
-    return True
+def _restore(tensor: Tensor, memory: Tensor, before: Tensor) -> bool:
+    """Whether that was necessary. memory: others know it, so it must be the tensor's again."""
+    replaced = tensor.data_ptr() != memory.data_ptr() or tensor.shape != before.shape or tensor.dtype != before.dtype
+    if replaced:
+        tensor.data = memory
+    if not torch.equal(_bits(memory), _bits(before)):
+        memory.copy_(before)
+        return True
+    return replaced
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ def measured(
         criterion = is_criterion(function)
 
         def value(function: Measure = function, criterion: bool = criterion) -> float:
+            model.eval()  # whatever the one before did
             inputs, target = _copied(pair(batch)) if criterion else (None, None)
             if criterion and not output:
                 output.append(model(inputs))
