@@ -100,6 +100,8 @@ class Run:
         self.load_best = load_best
         self.batches: Batches | None = None
         self.loader_state: dict[str, Any] | None = None
+        self.untrained = False
+        """A batch was taken, and its step is not done."""
         self.rewound = False
         """The data was turned back by a rollback and is not opened there yet."""
         self.saved_step = -1
@@ -185,7 +187,7 @@ class Run:
             with closing(source.after(trainer.position, self.loader_state)) as batches:
                 for batch in batches:
                     self.rewound = False
-                    position = trainer.position
+                    position, self.untrained = trainer.position, True
                     try:
                         result = trainer.step(batch)
                     except DivergenceError:  # given up, but not lost
@@ -195,6 +197,7 @@ class Run:
                         if not self._go_back(error):
                             raise
                         break
+                    self.untrained = False
                     if trainer.position <= position:  # a rollback went back in the data too
                         self.loader_state, self.rewound = trainer.mover.safety.loader_state_then(), True
                     if first:
@@ -238,6 +241,8 @@ class Run:
         if self.store is None or trainer.backward_passes == 0 or self._interrupted:
             return
         if trainer.rescue.sound and self.saved_step != trainer.global_step:
+            if self.untrained and self.batches is not None:
+                self.batches.give_back()
             try:
                 self._save(must=False)
             except Exception as other:  # noqa: BLE001 - what ended the run is what its user must see

@@ -3,6 +3,7 @@ plain loop."""
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import os
@@ -540,7 +541,7 @@ def test_what_a_metric_does_to_the_model_or_the_data_is_put_back(deed: str, aver
     assert same_weights(disturbed.model, undisturbed.model)
     assert not disturbed.model.norm.training
     assert summary["final_val_loss"] == expected["final_val_loss"]
-    if deed not in ("weights changed", "weights replaced"):
+    if deed in BORNE:  # what was changed in the model is put back after all metrics
         assert summary["metrics"]["good"] == expected["metrics"]["good"]
     told = [event.message for event in events if isinstance(event, Notice) and "changed weights" in event.message]
     assert len(told) == (deed in ("weights changed", "weights replaced"))
@@ -628,3 +629,174 @@ def test_a_loss_that_fails_in_probes_costs_the_moves(mode: str, tmp_path: Path) 
     failure = next(event for event in events if isinstance(event, OwnCodeFailed))
     assert failure.error == "KeyError: 'no cache in evaluation'"
     assert same_weights(disturbed.model, undisturbed.model)
+
+
+# --- orders to end ---------------------------------------------------------------------------------------------------
+
+
+class Giving:
+    """Gives an order to end, once, at the call with this number."""
+
+    def __init__(self, order: type[BaseException], call: int) -> None:
+        self.order, self.left = order, call
+
+    def __call__(self, *_: Any) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise self.order("enough")
+
+
+class Obedient(Net):
+    """Its loss calls `deed` while it trains."""
+
+    deed: Callable[..., None] = staticmethod(lambda: None)
+
+    def loss(self, batch: Any) -> Tensor:
+        loss = super().loss(batch)
+        if self.training:
+            self.deed()
+        return loss
+
+
+def ordered(place: str, deed: Callable[..., None]) -> tuple[HybridTrainer, dict[str, Any]]:
+    """A trainer, and what `fit` gets, that calls `deed` in this place."""
+    model = Obedient(dropout=0.2)
+    hook = place if place in ("observe", "forecast", "state_dict") else ""
+    options: dict[str, Any] = {"metrics": {"error": error}}
+    if place == "loss":
+        model.deed = deed
+    if place == "metric":
+        options["metrics"] = {"error": Late(deed)}
+    if place == "callback":
+        options["callbacks"] = [lambda event: deed() if isinstance(event, Progress) else None]
+    return made(Hooked(hook, deed), model), options
+
+
+@pytest.mark.parametrize("order", [KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize(
+    ("place", "call"),
+    [("observe", 2), ("forecast", 2), ("forecast", 4), ("metric", 2), ("metric", 6), ("callback", 3), ("loss", 13)],
+)
+def test_an_order_is_obeyed_with_a_saved_state(
+    place: str, call: int, order: type[BaseException], tmp_path: Path
+) -> None:
+    trainer, options = ordered(place, Giving(order, call))
+    with pytest.raises(order, match="enough"):
+        fitted(trainer, tmp_path / "run", **options)
+    stopped = trainer.global_step
+    assert CheckpointStore(tmp_path / "run" / "checkpoints").load_newest().step == stopped > 0  # type: ignore[union-attr]
+    assert actions(heard(trainer)) == []
+
+    resumed, options = ordered(place, lambda *_: None)
+    summary = fitted(resumed, tmp_path / "run", resume=True, **options)
+    whole, options = ordered(place, lambda *_: None)
+    expected = fitted(whole, tmp_path / "whole", **options)
+    assert same_weights(resumed.model, whole.model)
+    assert same_end(resumed)
+    for name in ("forecast", "metrics", "final_val_loss", "best_val_loss", "final_train_loss", "steps"):
+        assert summary[name] == expected[name], name
+    ends = [folded(run.state_dict()["hybrid"]) for run in (resumed, whole)]
+    assert ends[0] == ends[1]
+
+
+def folded(tree: Any) -> Any:
+    """Without tensors and times, to be compared."""
+    if isinstance(tree, dict):
+        return {key: folded(value) for key, value in tree.items() if "second" not in str(key)}
+    if isinstance(tree, (list, tuple)):
+        return [folded(value) for value in tree]
+    return tree.tolist() if isinstance(tree, Tensor) else repr(tree)
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, OSError])
+def test_what_a_loader_raises_is_raised_and_costs_no_step(kind: type[BaseException], tmp_path: Path) -> None:
+    trainer = made(Ordinary())
+    with pytest.raises(kind, match="the disk is gone"):
+        trainer.fit(Loader(13, kind), HELD_OUT, out=tmp_path, progress=False)
+    assert (tmp_path / "checkpoints" / "step-00000013").is_dir()
+    resumed = made(Ordinary())
+    fitted(resumed, tmp_path, resume=True)
+    assert same_end(resumed)
+
+
+def test_what_a_loss_raises_is_raised_and_costs_no_step(tmp_path: Path) -> None:
+    trainer, _ = ordered("loss", Giving(ZeroDivisionError, 18))
+    events = heard(trainer)
+    with pytest.raises(ZeroDivisionError, match="enough"):
+        fitted(trainer, tmp_path)
+    told = [event.message for event in events if isinstance(event, Notice)]
+    assert told[-1].startswith("ZeroDivisionError in step 18: the state after step 17 is saved; go on with fit(")
+    resumed, _ = ordered("loss", lambda: None)
+    fitted(resumed, tmp_path, resume=True)
+    assert same_end(resumed)
+
+
+def test_on_interrupt_return_gives_the_summary_of_an_order(tmp_path: Path) -> None:
+    trainer, options = ordered("callback", Giving(KeyboardInterrupt, 2))
+    summary = fitted(trainer, tmp_path, on_interrupt="return", **options)
+    assert (summary["reason"], summary["signal"], summary["global_step"]) == ("interrupted", "KeyboardInterrupt", 10)
+
+
+def test_in_a_loop_of_ones_own_an_order_comes_after_the_step() -> None:
+    trainer = made(Hooked("forecast", Giving(KeyboardInterrupt, 2)))
+    for position in range(9):
+        trainer.step(DATA(position))
+    with pytest.raises(KeyboardInterrupt, match="enough"):
+        trainer.step(DATA(9))
+    assert trainer.global_step == 10
+    state = copy.deepcopy(trainer.state_dict())
+    for position in range(10, 20):
+        trainer.step(DATA(position))
+    resumed = made(Hooked("forecast", lambda *_: None))
+    resumed.load_state_dict(state)
+    for position in range(10, 20):
+        resumed.step(DATA(position))
+    assert folded(trainer.state_dict()["hybrid"]) == folded(resumed.state_dict()["hybrid"])
+    assert same_weights(trainer.model, resumed.model)
+    assert trainer.observer.predictor.windows == 4  # type: ignore[attr-defined]
+
+
+HANGING = """
+import signal, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from tests.faults import test_own_code as own
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+def hang(*_):
+    Path("hangs").touch()
+    while True:
+        pass
+
+once = iter([0, 0, 1])
+trainer, options = own.ordered(sys.argv[2], lambda *_: hang() if next(once) else None)
+own.fitted(trainer, Path("run"), **options)
+"""
+
+
+@pytest.mark.parametrize("place", ["observe", "forecast", "metric"])
+def test_ctrl_c_saves_a_run_whose_own_code_hangs(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    root = str(Path(__file__).parents[2])
+    with Path("output.txt").open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-c", HANGING, root, place],
+            stdout=output,
+            stderr=output,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+    try:
+        wait_until(Path("hangs").exists, process)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(HANGS) == -signal.SIGINT, Path("output.txt").read_text()
+    finally:
+        process.kill()
+        process.wait()
+    summary = json.loads(Path("run/summary.json").read_text())
+    assert (summary["reason"], summary["signal"]) == ("interrupted", "SIGINT")
+    assert CheckpointStore("run/checkpoints").load_newest().step == summary["global_step"]  # type: ignore[union-attr]
+    resumed, options = ordered(place, lambda *_: None)
+    fitted(resumed, Path("run"), resume=True, **options)
+    assert same_end(resumed)

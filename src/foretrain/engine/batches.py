@@ -44,10 +44,17 @@ class Batches:
         self._loader = loader
         self._emit = emit
         self._pass: dict[str, Any] | None = None
+        self._before: tuple[Any, ...] | None = None
+        """All random states before the loader was asked for the last batch."""
 
     def state(self) -> dict[str, Any] | None:
         """Which pass over the loader this is. Nothing to know for one that can seek."""
         return self._pass
+
+    def give_back(self) -> None:
+        """The last batch was not trained on, and will be asked for again: what drawing it took is put back."""
+        if self._before is not None:
+            put_back(self._before)
 
     def after(self, position: int, state: dict[str, Any] | None = None) -> Generator[Any, None, None]:
         """The batches after the first `position` ones. `state`: as it was when the run was there."""
@@ -63,7 +70,7 @@ class Batches:
             if state is not None and seen == state["start"] <= position:
                 restore_random_state(state["random"])
             self._pass = {"start": seen, "random": random_state()}
-            for batch in _with_random_states(self._loader):
+            for batch in self._one_pass():
                 seen += 1
                 if seen == position:
                     restore_random_state(random_there)  # reading has drawn from it
@@ -78,22 +85,21 @@ class Batches:
                     f"or an object whose __iter__ begins anew, or set max_steps to at most {seen}"
                 )
 
-
-def _with_random_states(loader: Iterable[Any]) -> Generator[Any, None, None]:
-    """The batches of one pass. Where the loader fails, what it drew from for that batch is put back: what is saved then
-    goes on as if the loader had never been asked."""
-    before = randomness()
-    try:
-        iterator = iter(loader)
-        while True:
-            before = randomness()
-            try:
-                batch = next(iterator)
-            except StopIteration:
-                return
-            yield batch
-    except GeneratorExit:
-        raise
-    except BaseException:
-        put_back(before)
-        raise
+    def _one_pass(self) -> Generator[Any, None, None]:
+        """Where the loader fails, what it drew for that batch is put back: what is saved then goes on as if the loader
+        had never been asked."""
+        self._before = randomness()
+        try:
+            iterator = iter(self._loader)
+            while True:
+                self._before = randomness()
+                try:
+                    batch = next(iterator)
+                except StopIteration:
+                    return
+                yield batch
+        except GeneratorExit:
+            raise
+        except BaseException:
+            self.give_back()
+            raise
