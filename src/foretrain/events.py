@@ -275,7 +275,7 @@ class Bus:
 
     def __init__(self) -> None:
         self._listeners: list[Listener] = []
-        self._trusted: list[Listener] = []
+        self._trusted: set[int] = set()
         self.around: Callable[[], AbstractContextManager[None]] = nullcontext
         """What listeners are called in that are not trusted: the fence of a trainer."""
 
@@ -283,12 +283,12 @@ class Bus:
         """Add a listener; the returned function removes it again. trusted: it draws no random numbers."""
         self._listeners.append(listener)
         if trusted:
-            self._trusted.append(listener)
+            self._trusted.add(id(listener))
 
         def unsubscribe() -> None:
-            for known in (self._listeners, self._trusted):
-                if listener in known:
-                    known.remove(listener)
+            self._trusted.discard(id(listener))
+            if listener in self._listeners:
+                self._listeners.remove(listener)
 
         return unsubscribe
 
@@ -297,7 +297,7 @@ class Bus:
         failed: list[tuple[Listener, Exception]] = []
         for listener in tuple(self._listeners):
             try:
-                if listener in self._trusted:
+                if id(listener) in self._trusted:
                     listener(event)
                 else:
                     with self.around():

@@ -119,7 +119,6 @@ class Run:
         trainer = self.trainer
         if resume:
             self._resume()
-            trainer.catch_up()
         if self.folder is not None:
             self.folder.describe()
         self._announce(title, details)
@@ -127,6 +126,7 @@ class Run:
         self.logged_tokens, self.logged_seconds = trainer.tokens, trainer.clock.seconds
         reason = "finished"
         try:
+            trainer.catch_up()
             due = trainer.evaluation_due and trainer.global_step < self.config.max_steps
             if (due and self._evaluate()) or self._patience_is_over():
                 reason = "stopped early"

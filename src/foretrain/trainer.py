@@ -490,7 +490,7 @@ class HybridTrainer(Engine):
             self.bus.emit(PhaseChanged(self.global_step, self.phase.value, self.pilot.last_reason))
 
     def _carry_out(self, action: Action) -> None:
-        """One of the eight recovery actions."""
+        """One of the recovery actions."""
         pilot, at = self.mover.pilot, self.global_step
         pilot.apply(action, at)
         self._follow_recovery(pilot)
@@ -627,6 +627,9 @@ class HybridTrainer(Engine):
             raise InputError("metrics are measured on held-out batches: give some to fit()")
         if resume and overwrite:
             raise InputError("resume goes on with the run in out=..., overwrite replaces it: choose one")
+        callbacks = list(callbacks)
+        if not all(callable(callback) for callback in callbacks):
+            raise InputError("callbacks is a list of functions of one event, such as [listen]")
         if load_best:
             check_load_best(self.config, out, held_out)
         self.unit = unit or self.unit

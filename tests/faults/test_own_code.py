@@ -1,5 +1,5 @@
-"""Code of the user's own can neither end nor harm a run: every hook does every misdeed, and the weights are those of the
-plain loop."""
+"""Code of the user's own can neither end nor harm a run: every hook does every misdeed, and the weights are those of
+the plain loop."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def actions(events: list[Event]) -> list[str]:
 # --- what own code may do wrong --------------------------------------------------------------------------------------
 
 
-class Unprintable(Exception):  # noqa: N818
+class Unprintable(Exception):
     def __str__(self) -> str:
         raise ValueError("not even that")
 
@@ -444,6 +444,15 @@ def test_a_state_is_a_copy_of_what_the_predictor_keeps() -> None:
     state = trainer.state_dict()
     mine.fill_(5)
     assert state["hybrid"]["predictor"]["state"]["mine"].tolist() == [0, 0]
+
+
+def test_the_predictor_of_the_page_works(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "predictors" / "own.md").read_text(encoding="utf-8")
+    names: dict[str, Any] = {}
+    exec(page.split("```python\n")[1].split("```")[0], names)  # noqa: S102
+    events, trainer = ends_as_plain(names["Repeat"])
+    assert actions(events) == []
+    assert trainer.summary()["forecast"]["5"]["made"] > 2
 
 
 def test_what_is_no_predictor_is_refused_before_the_run() -> None:
@@ -775,9 +784,7 @@ own.fitted(trainer, Path("run"), **options)
 
 
 @pytest.mark.parametrize("place", ["observe", "forecast", "metric"])
-def test_ctrl_c_saves_a_run_whose_own_code_hangs(
-    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_saves_a_run_whose_own_code_hangs(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     root = str(Path(__file__).parents[2])
     with Path("output.txt").open("wb") as output:

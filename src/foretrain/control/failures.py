@@ -23,9 +23,7 @@ def heed(pilot: Pilot, step: int, emit: Callable[[Event], None]) -> None:
             text = f"nothing is predicted any more in this run, full steps go on: {what}"
         tell(failure, step, emit)
         emit(Recovered(step, kind.value, text))
-    if guarded.off and not pilot.off:
-        pilot.off = True
-        pilot.last_reason = "own code that it needs failed twice"
+    pilot.off = pilot.off or guarded.off
 
 
 def tell(failure: Failure, step: int, emit: Callable[[Event], None]) -> None:

@@ -35,6 +35,7 @@ _WATCHED_IN_VAIN = 0.1
 """Share of a run's windows that are watched though nothing will be tried, to say how predictable the run is."""
 _NEARLY_EXACT = 0.98
 """R2 from which forecasts are steps."""
+_OFF = "own code that it needs failed twice (see OwnCodeFailed in metrics.jsonl)"
 _LONGEST_REST = 256
 """Windows; a short run rests an eighth of its length at the most, unless nothing will ever be tried."""
 NEED_A_REASON = LARGEST_FP32_BASIS
@@ -408,6 +409,8 @@ class Pilot:
         return Context(self.machine.phase, skipped=self.config.guard.nan_check)
 
     def _sentence(self, others: float) -> str:
+        if self.off and not self.counts.tried:
+            return self._unmeasured
         if self._too_dear:
             return f"prediction was {self.gate.too_dear(self._audit_cost)}"
         if self.exact.chains and not self.ledger.audits:  # leaps take a gradient each, so their cost says nothing
@@ -428,7 +431,7 @@ class Pilot:
     def _why_not(self) -> str:
         """Why nothing was tried so far, in plain words: of several reasons the last, which weighs most."""
         if self.off:
-            return self.last_reason
+            return _OFF
         if self.machine.phase is Phase.WARMUP:
             return "the run was over before there was enough to forecast from"
         reason = self.last_reason.rpartition("; ")[2].removeprefix("the gate is shut: ")
