@@ -130,8 +130,8 @@ class Run:
             due = trainer.evaluation_due and trainer.global_step < self.config.max_steps
             if (due and self._evaluate()) or self._patience_is_over():
                 reason = "stopped early"
-            elif self._interrupted:
-                reason = "interrupted"
+            elif self._interrupted and (trainer.window_due or trainer.evaluation_due):
+                reason = "interrupted"  # what comes before the next step was left
             elif trainer.global_step >= self.config.max_steps:
                 if not resume:
                     done = f"{trainer.global_step} of {self.config.max_steps} steps are done"

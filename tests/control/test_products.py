@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from foretrain.config import from_mapping
 from foretrain.control.products import Products
 from foretrain.dynamics.observer import Moment, Observer
-from foretrain.dynamics.records import WindowRecord
 from foretrain.events import Moved
 from foretrain.trainer import HybridTrainer
 
@@ -159,13 +158,13 @@ def test_tokens_of_held_out_probes_are_charged(monkeypatch: pytest.MonkeyPatch, 
 
 def watched_windows(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> tuple[HybridTrainer, list[int]]:
     steps = []
-    inner = Observer.close
+    inner = Observer.measure
 
-    def close(self: Observer, moment: Moment) -> WindowRecord:
+    def measure(self: Observer, moment: Moment) -> None:
         steps.append(moment.step)
-        return inner(self, moment)
+        inner(self, moment)
 
-    monkeypatch.setattr(Observer, "close", close)
+    monkeypatch.setattr(Observer, "measure", measure)
     return adapted(1, **changes), steps
 
 
