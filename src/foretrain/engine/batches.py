@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
+import torch
+
 from foretrain.config import Config
-from foretrain.engine.fence import put_back, randomness
+from foretrain.engine.fence import put_back, randomness, same_randomness
 from foretrain.engine.state import random_state, restore_random_state
 from foretrain.errors import InputError
 from foretrain.events import Event, Notice
+
+_LOOK_AT_ALL = 100
+"""Batches after which it is looked at again whether a loader draws from generators that are slow to read."""
 
 
 def steps_in(epochs: float, loader: Iterable[Any]) -> int:
@@ -45,7 +51,9 @@ class Batches:
         self._emit = emit
         self._pass: dict[str, Any] | None = None
         self._before: tuple[Any, ...] | None = None
-        """All random states before the loader was asked for the last batch."""
+        """Random states before the loader was asked for the last batch."""
+        self._draws_elsewhere = False
+        """It draws from more than torch's generator."""
 
     def state(self) -> dict[str, Any] | None:
         """Which pass over the loader this is. Nothing to know for one that can seek."""
@@ -91,12 +99,15 @@ class Batches:
         self._before = randomness()
         try:
             iterator = iter(self._loader)
-            while True:
-                self._before = randomness()
+            for number in itertools.count():
+                wide = self._draws_elsewhere or number % _LOOK_AT_ALL == 0
+                self._before = randomness() if wide else (torch.get_rng_state(),)
                 try:
                     batch = next(iterator)
                 except StopIteration:
                     return
+                if wide and not self._draws_elsewhere:
+                    self._draws_elsewhere = not same_randomness(self._before, randomness())
                 yield batch
         except GeneratorExit:
             raise

@@ -138,12 +138,21 @@ def randomness() -> tuple[Any, ...]:
 
 
 def put_back(states: tuple[Any, ...]) -> None:
-    on_host, on_device, python, numpy = states
+    """What `randomness` gave, or the first part of it."""
+    on_host, *others = states
     torch.set_rng_state(on_host)
-    for index, state in enumerate(on_device):
-        torch.cuda.set_rng_state(state, index)
-    random.setstate(python)
-    np.random.set_state(numpy)  # noqa: NPY002 - user code may use it
+    if others:
+        on_device, python, numpy = others
+        for index, state in enumerate(on_device):
+            torch.cuda.set_rng_state(state, index)
+        random.setstate(python)
+        np.random.set_state(numpy)  # noqa: NPY002 - user code may use it
+
+
+def same_randomness(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    """Whether nobody drew from Python's and NumPy's generators in between."""
+    (kind, words, *rest), (other_kind, other_words, *other_rest) = one[3], other[3]
+    return one[2] == other[2] and (kind, rest) == (other_kind, other_rest) and bool((words == other_words).all())
 
 
 # --- the model -------------------------------------------------------------------------------------------------------
