@@ -249,7 +249,7 @@ class Run:
                 self.emit(Notice(f"the state could not be saved ({type(other).__name__}: {other})"))
         if self.saved_step >= 0:
             stands = f"the state after step {self.saved_step} is saved{self._how_to_go_on()}"
-            self.emit(Notice(f"{type(error).__name__} in step {trainer.global_step + 1}: {stands}"))
+            self.emit(Notice(f"{type(error).__name__} after step {trainer.global_step}: {stands}"))
 
     def _salvage(self, error: OutOfMemory) -> None:
         """Before the run ends: save it if it is in order, and say what there is to go on from."""

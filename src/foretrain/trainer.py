@@ -26,7 +26,7 @@ from foretrain.control.race import RateRace, with_short_warmup
 from foretrain.control.recovery import Action, Kind
 from foretrain.control.rescue import Rescue
 from foretrain.dynamics import registry
-from foretrain.dynamics.guarded import check_predictor
+from foretrain.dynamics.guarded import MOST_FAILURES, check_predictor
 from foretrain.dynamics.hosted import HostedTrajectory
 from foretrain.dynamics.lookahead import LookAhead
 from foretrain.dynamics.observer import Moment, Observer
@@ -580,6 +580,9 @@ class HybridTrainer(Engine):
             return
         self.pilot.load_state_dict(hybrid["pilot"])
         self.observer.guarded.load_state_dict(hybrid["predictor"])
+        self.pilot.off = self.observer.guarded.off
+        if hybrid["predictor"].get("strikes", 0) >= MOST_FAILURES and not self.pilot.off:
+            self.pilot.rest_steps = min(1, self.pilot.rest_steps)  # another one is watched with at once
         self.mover.load_state_dict(hybrid["mover"])
         self.race.load_state_dict(hybrid["race"])
         self._said = dict(hybrid["said"])

@@ -296,6 +296,23 @@ def test_one_failure_is_forgiven(tmp_path: Path) -> None:
     assert trainer.observer.forecast is not None
 
 
+def test_a_mended_predictor_under_another_name_is_tried_again(tmp_path: Path) -> None:
+    class Mended(Ordinary):
+        name = "mended"
+
+    for predictor, off in ((Hooked("observe", raises(ValueError)), True), (Ordinary(), True), (Mended(), False)):
+        trainer = made(predictor)
+        if off:
+            with pytest.raises(OSError, match="the disk is gone"):
+                fitted(trainer, tmp_path, most=13, resume=tmp_path.joinpath("checkpoints").exists())
+        else:
+            fitted(trainer, tmp_path, resume=True)
+        assert trainer.pilot is not None
+        assert trainer.pilot.off is off
+    assert trainer.observer.predictor.windows == 1  # type: ignore[attr-defined]
+    assert same_end(trainer)
+
+
 def test_a_predictor_that_cannot_start_anew_is_off_at_once(tmp_path: Path) -> None:
     class Stubborn(Hooked):
         def reset(self) -> None:
@@ -749,7 +766,7 @@ def test_what_a_loss_raises_is_raised_and_costs_no_step(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError, match="enough"):
         fitted(trainer, tmp_path)
     told = [event.message for event in events if isinstance(event, Notice)]
-    assert told[-1].startswith("ZeroDivisionError in step 18: the state after step 17 is saved; go on with fit(")
+    assert told[-1].startswith("ZeroDivisionError after step 17: the state after step 17 is saved; go on with fit(")
     resumed, _ = ordered("loss", lambda: None)
     fitted(resumed, tmp_path, resume=True)
     assert same_end(resumed)

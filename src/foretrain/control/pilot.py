@@ -125,7 +125,7 @@ class Pilot:
         self.no_room = False
         """There was not enough memory for directions when they were wanted."""
         self.off = False
-        """Nothing is predicted any more in this run."""
+        """Nothing is predicted any more in this run, because the predictor is off: that is saved with it."""
 
     def plan_for(self, max_steps: int) -> None:
         """The run is so long, as far as is known now."""
@@ -602,7 +602,6 @@ class Pilot:
             "rests": self._rests,
             "last_rest": self._last_rest,
             "no_room": self.no_room,
-            "off": self.off,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -617,7 +616,6 @@ class Pilot:
         self.rest_steps, self._rests = int(state["rest_steps"]), int(state["rests"])
         self._last_rest = int(state["last_rest"])
         self.no_room = bool(state.get("no_room", False))
-        self.off = bool(state.get("off", False))
 
     def _parts(self) -> dict[str, Any]:
         names = ("machine", "guard", "recovery", "gate", "bandit", "confidence", "correction", "predictability")

@@ -87,6 +87,8 @@ class GuardedPredictor:
 
     def strike(self, failure: Failure) -> None:
         """Something that prediction needs failed."""
+        if self.off:
+            return
         self.strikes += 1
         self.untold.append((failure, self.off))
         if not self.off:

@@ -142,7 +142,7 @@ def _trainer(job: Job, spec: Spec, config: Config) -> tuple[HybridTrainer, _Reco
     if spec.control == "still":
         hold_still(trainer)
     recorder = _Recorder(trainer)
-    bus.subscribe(recorder)
+    bus.subscribe(recorder, trusted=True)
     return trainer, recorder
 
 
