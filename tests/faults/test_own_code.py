@@ -630,33 +630,54 @@ def test_so_is_one_that_subscribed_by_itself() -> None:
 # --- probes ----------------------------------------------------------------------------------------------------------
 
 
-class NeedsTraining(Net):
-    """A loss that trains and cannot be evaluated, while `broken` says so."""
+class Probed(Net):
+    """Its loss calls `deed` where it only probes."""
 
-    broken = False
+    deed: Callable[..., None] = staticmethod(lambda: None)
 
     def loss(self, batch: Any) -> Tensor:
-        if self.broken and not self.training:
-            raise KeyError("no cache in evaluation")
+        if not self.training:
+            self.deed()
         return super().loss(batch)
 
 
-@pytest.mark.parametrize("mode", ["leap", "rollout"])
-def test_a_loss_that_fails_in_probes_costs_the_moves(mode: str, tmp_path: Path) -> None:
-    def run(mode: str, out: str) -> tuple[HybridTrainer, dict[str, Any], list[Event]]:
-        model = NeedsTraining(dropout=0.2)
-        changes = {"hybrid__confidence_threshold": 0.0, "hybrid__warmup_steps": 10, "hybrid__full_steps": 5}
-        trainer = made(Ordinary(), model, hybrid__mode=mode, max_steps=120, evaluation__interval=0, **changes)
-        if trainer.pilot is not None:
-            trainer.observer.quality.trusted = lambda windows: True  # type: ignore[method-assign]
-            trainer.pilot.confidence.estimate = lambda features: 0.9  # type: ignore[method-assign]
-        events = heard(trainer)
-        model.broken = True
-        batches = [DATA(position) for position in range(121)]
-        return trainer, trainer.fit(batches, out=tmp_path / out, progress=False), events
+def moving(mode: str, deed: Callable[..., Any]) -> tuple[HybridTrainer, list[Event]]:
+    model = Probed(dropout=0.2)
+    model.deed = deed
+    changes = {"hybrid__confidence_threshold": 0.0, "hybrid__warmup_steps": 10, "evaluation__interval": 0}
+    trainer = made(Ordinary(), model, hybrid__mode=mode, max_steps=120, checkpoint__interval=15, **changes)
+    if trainer.pilot is not None:
+        trainer.observer.quality.trusted = lambda windows: True  # type: ignore[method-assign]
+        trainer.pilot.confidence.estimate = lambda features: 0.9  # type: ignore[method-assign]
+    return trainer, heard(trainer)
 
-    disturbed, summary, events = run(mode, "run")
-    undisturbed, _, _ = run("off", "plain")
+
+def moved(trainer: HybridTrainer, out: Path | None = None, resume: bool = False) -> dict[str, Any]:
+    return trainer.fit([DATA(position) for position in range(121)], out=out, resume=resume, progress=False)
+
+
+@pytest.mark.parametrize("mode", ["leap", "rollout"])
+def test_an_order_in_a_probe_leaves_the_last_checkpoint(mode: str, tmp_path: Path) -> None:
+    trainer, _ = moving(mode, Giving(KeyboardInterrupt, 3))
+    with pytest.raises(KeyboardInterrupt, match="enough"):
+        moved(trainer, tmp_path)
+    resumed, events = moving(mode, lambda: None)
+    moved(resumed, tmp_path, resume=True)
+    assert [event for event in events if isinstance(event, Moved)] != []
+    whole, _ = moving(mode, lambda: None)
+    moved(whole)
+    assert same_weights(resumed.model, whole.model)
+
+
+@pytest.mark.parametrize("mode", ["leap", "rollout"])
+def test_a_loss_that_fails_in_probes_costs_the_moves(mode: str) -> None:
+    def broken() -> None:
+        raise KeyError("no cache in evaluation")
+
+    disturbed, events = moving(mode, broken)
+    summary = moved(disturbed)
+    undisturbed, _ = moving("off", lambda: None)
+    moved(undisturbed)
     assert (summary["reason"], summary["global_step"]) == ("finished", 120)
     assert actions(events) == ["reset_predictor", "prediction_off"]
     assert [event.verdict for event in events if isinstance(event, Moved)] == ["refused", "refused"]
