@@ -353,8 +353,8 @@ class GrudgingArray:
 
 NO_FORECASTS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "nothing": (lambda given: None, "must return a foretrain.Forecast, and returned None"),
-    "a text": (lambda given: "up", "returned of type str"),
-    "a tuple": (lambda given: (1, 2), "returned of type tuple"),
+    "a text": (lambda given: "up", "returned an object of type str"),
+    "a tuple": (lambda given: (1, 2), "returned an object of type tuple"),
     "one group too many": (coefficients(lambda a: np.pad(a, ((0, 0), (0, 1), (0, 0)))), "[horizons, G, R] = [5, 6, 4]"),
     "one number": (coefficients(lambda a: 1.0), "and has the shape []"),
     "texts": (coefficients(lambda a: a.astype(str)), "must be an array of numbers"),
@@ -411,7 +411,7 @@ def circle() -> dict[str, Any]:
 
 NO_STATES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "nothing": (lambda given: None, "state_dict() must return a dict, and returned None"),
-    "a list": (lambda given: [1], "returned of type list"),
+    "a list": (lambda given: [1], "returned an object of type list"),
     "a lock": (lambda given: {"lock": object()}, "not object"),
     "an array": (lambda given: {"array": np.zeros(3)}, "not ndarray"),
     "a function": (lambda given: {"function": draws}, "not function"),

@@ -251,4 +251,4 @@ def _depth(tree: Any) -> int:
 
 
 def _kind(value: Any) -> str:
-    return "None" if value is None else f"of type {type(value).__name__}"
+    return "None" if value is None else f"an object of type {type(value).__name__}"

@@ -53,7 +53,8 @@ class ContractError(TypeError):
 
 
 def failure_of(where: str, error: BaseException) -> Failure:
-    text = " ".join("".join(traceback.format_exception_only(error)).split())
+    named = "".join(traceback.format_exception_only(error))
+    text = str(error) if isinstance(error, ContractError) else " ".join(named.split())
     shown = text if len(text) <= _LONGEST_LINE else f"{text[:_LONGEST_LINE]} ..."
     trace = "".join(traceback.format_exception(error))
     cut = len(trace) - _LONGEST_TRACE
