@@ -24,6 +24,15 @@ TINY = {
     "log.interval": 1,
     "data.cache": "cache",
 }
+EAGER = {
+    "hybrid.warmup_steps": 2,
+    "hybrid.window_steps": 2,
+    "hybrid.full_steps": 2,
+    "hybrid.correct_steps": 2,
+    "audit.time_budget": 1.0,
+    "audit.steps": 2,
+}
+"""Everything that prediction does is tried within a few steps."""
 
 
 def build(folder: Path) -> None:
@@ -35,8 +44,9 @@ def build(folder: Path) -> None:
     _write_data()
     _write_tokenizers()
     _write_base()
-    settings = {**TINY, "data.path": "text.txt", "evaluation.ema_decay": 0.9, "hybrid.window_steps": 2}
-    made = config.from_mapping({**settings, "hybrid.warmup_steps": 2, "health.interval": 2})
+    settings = {**TINY, **EAGER, "data.path": "text.txt"}
+    longer = {"max_steps": 16, "checkpoint.interval": 8, "health.interval": 2, "evaluation.ema_decay": 0.9}
+    made = config.from_mapping({**settings, **longer})
     Path("config.toml").write_text(config.to_toml(made, comments=False))
     run.train(made, "run", progress=False)
     _interrupt("run", "killed")
@@ -155,6 +165,6 @@ def _write_comparison(settings: dict[str, Any]) -> None:
     from foretrain import config
     from foretrain.measure.commands import run_comparison
 
-    made = config.from_mapping({**settings, "evaluation.ema_decay": 0.0, "max_steps": 3})
+    made = config.from_mapping({**settings, "max_steps": 3})
     Path("compare.toml").write_text(config.to_toml(made, comments=False))
     run_comparison(Path("compare.toml"), (), Path("comparison"), 1, [1.0], None, (), False, None, ["compare"], "quiet")

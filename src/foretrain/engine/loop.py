@@ -16,6 +16,7 @@ from foretrain.config import Config, given
 from foretrain.engine import optim, own
 from foretrain.engine.averaging import WeightAverage
 from foretrain.engine.described import is_configured
+from foretrain.engine.form import check_form
 from foretrain.engine.graph import GraphedGradient, GraphedLoss, GraphedStep, launch_bound
 from foretrain.engine.meters import StepMeter, Stopwatch
 from foretrain.engine.offload import OptimizerParking
@@ -398,6 +399,7 @@ class Engine:
     def load_state_dict(self, state: dict[str, Any], origin: str = "the given state") -> None:
         """Put a state back, in place: afterwards every step is, bit for bit, what it would have been."""
         with self._as_checkpoint_error(origin):
+            check_form(self.state_dict(), state)
             self._put_back(state, origin)
 
     @staticmethod
