@@ -232,8 +232,11 @@ def _spoilt_line(rng: Random, line: bytes, spoil: Callable[[Random, Any], Any]) 
 
 def spoil_file(rng: Random, path: Path) -> str:
     """Change a file in the way that fits it; says what was done."""
-    content = path.read_bytes()
     kind = rng.random()
+    try:
+        content = path.read_bytes()
+    except OSError:  # its owner may not read it
+        return "unreadable"
     if kind < 0.12:
         return _replace(rng, path)
     if path.suffix == ".jsonl" and kind < 0.8:
