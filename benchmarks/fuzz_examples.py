@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import lzma
@@ -24,6 +25,15 @@ TINY = {
     "log.interval": 1,
     "data.cache": "cache",
 }
+EAGER = {
+    "hybrid.warmup_steps": 2,
+    "hybrid.window_steps": 2,
+    "hybrid.full_steps": 2,
+    "hybrid.correct_steps": 2,
+    "audit.time_budget": 1.0,
+    "audit.steps": 2,
+}
+"""Everything that prediction does is tried within a few steps."""
 
 
 def build(folder: Path) -> None:
@@ -35,8 +45,9 @@ def build(folder: Path) -> None:
     _write_data()
     _write_tokenizers()
     _write_base()
-    settings = {**TINY, "data.path": "text.txt", "evaluation.ema_decay": 0.9, "hybrid.window_steps": 2}
-    made = config.from_mapping({**settings, "hybrid.warmup_steps": 2, "health.interval": 2})
+    settings = {**TINY, **EAGER, "data.path": "text.txt"}
+    longer = {"max_steps": 16, "checkpoint.interval": 8, "health.interval": 2, "evaluation.ema_decay": 0.9}
+    made = config.from_mapping({**settings, **longer})
     Path("config.toml").write_text(config.to_toml(made, comments=False))
     run.train(made, "run", progress=False)
     _interrupt("run", "killed")
@@ -63,8 +74,6 @@ def _interrupt(whole: str, half: str) -> None:
 
 def _write_data() -> None:
     import numpy as np
-    import pyarrow as pa
-    from pyarrow import parquet
 
     text = "the cat sat on the mat and saw two dogs run home again.\n" * 60
     Path("text.txt").write_text(text)
@@ -72,7 +81,11 @@ def _write_data() -> None:
     Path("text.txt.xz").write_bytes(lzma.compress(text.encode()))
     rows = [{"text": f"{number} {text[:100]}", "n": number} for number in range(30)]
     Path("text.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    parquet.write_table(pa.table({"text": [row["text"] for row in rows], "n": [1.5] * len(rows)}), "text.parquet")
+    with contextlib.suppress(ImportError):  # where it is not installed, there is one kind less
+        import pyarrow as pa
+        from pyarrow import parquet
+
+        parquet.write_table(pa.table({"text": [row["text"] for row in rows], "n": [1.5] * len(rows)}), "text.parquet")
     tokens = np.frombuffer(text.encode(), np.uint8)
     tokens.astype("<u2").tofile("tokens.bin")
     np.save("tokens.npy", tokens.astype(np.int64))
@@ -155,6 +168,6 @@ def _write_comparison(settings: dict[str, Any]) -> None:
     from foretrain import config
     from foretrain.measure.commands import run_comparison
 
-    made = config.from_mapping({**settings, "evaluation.ema_decay": 0.0, "max_steps": 3})
+    made = config.from_mapping({**settings, "max_steps": 3})
     Path("compare.toml").write_text(config.to_toml(made, comments=False))
     run_comparison(Path("compare.toml"), (), Path("comparison"), 1, [1.0], None, (), False, None, ["compare"], "quiet")

@@ -22,7 +22,7 @@ DATA = ("text.txt", "text.txt.gz", "text.txt.xz", "text.jsonl", "text.parquet", 
 
 def data_file(make: Maker) -> str:
     """One spoilt file of data, at times under a name that is odd or says another kind."""
-    name = make.rng.choice(DATA)
+    name = make.rng.choice([name for name in DATA if (make.good / name).exists()])
     make.take(name)
     if make.chance(0.75):
         spoil.spoil_file(make.rng, Path(name))

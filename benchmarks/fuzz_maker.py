@@ -24,7 +24,6 @@ class Input:
     stdin: bytes = b""
     serves: bool = False
     """It goes on until it is stopped."""
-    note: str = ""
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ def run_folder(make: Maker, *kinds: str) -> str:
             path.write_text(path.read_text().replace(str(make.good / "base"), str(Path("base").resolve())))
     else:
         make.take("text.txt")
-    if make.chance(0.4):
+    if make.chance(0.5):
         forge_checkpoint(make.rng, Path(name))
     else:
         spoil.spoil_folder(make.rng, Path(name))
@@ -32,7 +32,8 @@ def run_folder(make: Maker, *kinds: str) -> str:
 
 def forge_checkpoint(rng: Random, run: Path) -> None:
     """Another state under checksums that fit it."""
-    folder = rng.choice(sorted(run.glob("checkpoints/*step-*")))
+    newest = sorted(run.glob("checkpoints/step-*"))[-1]
+    folder = newest if rng.random() < 0.8 else rng.choice(sorted(run.glob("checkpoints/*step-*")))
     path = rng.choice(sorted(folder.glob("*.safetensors"))) if rng.random() < 0.35 else folder / "state.json"
     content = path.read_bytes()
     if path.suffix == ".json":
@@ -69,7 +70,7 @@ def watch(make: Maker) -> Input:
 
 def resume(make: Maker) -> Input:
     run = run_folder(make, "killed", "killed", "run")
-    settings = tiny_settings(max_steps=make.rng.choice([4, 5, 2])) if make.chance(0.3) else []
+    settings = tiny_settings(max_steps=make.rng.choice([16, 17, 2])) if make.chance(0.1) else []
     return Input(
         ["train", "--resume", "--out", run, *settings, *make.options(quiet=(True,)), *make.json()],
         writes=(run, "cache"),

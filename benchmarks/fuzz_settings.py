@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import fuzz_mutations as spoil
-from fuzz_examples import TINY
+from fuzz_examples import EAGER, TINY
 from fuzz_maker import Input, Maker, plain
 from fuzz_mutations import Random
 
@@ -110,28 +110,17 @@ def setting(make: Maker, tiny: bool) -> tuple[str, Any]:
 
     rng = make.rng
     known = list(settings())
-    chosen = rng.choice(known)
     kind = rng.random()
-    if kind < make.legal and not (tiny and chosen.name in LONG):
+    if kind < make.legal:
+        chosen = rng.choice([one for one in known if not (tiny and one.name in LONG)])
         return chosen.name, legal(rng, chosen.kind, tiny and chosen.name in SIZES)
+    chosen = rng.choice(known)
     if kind < make.legal + 0.05:
-        name = rng.choice(
-            [
-                chosen.name.rpartition(".")[2],
-                chosen.name + "x",
-                f"{chosen.name}.x",
-                chosen.name.upper(),
-                *spoil.STRANGE[:30],
-            ]
-        )
-        return name, spoil.value(rng)
+        near = [chosen.name.rpartition(".")[2], f"{chosen.name}x", f"{chosen.name}.x", chosen.name.upper()]
+        return rng.choice([*near, *near, *spoil.STRANGE[:30]]), spoil.value(rng)
     value = spoil.value(rng)
-    if (
-        tiny
-        and (chosen.name in LONG | SIZES)
-        and isinstance(value, (int, float, str))
-        and not _harmless(chosen.name, value)
-    ):
+    decides = tiny and chosen.name in LONG | SIZES and isinstance(value, (int, float, str))
+    if decides and not _harmless(chosen.name, value):
         return chosen.name, rng.choice([None, [], {}, -1, 10**30, "\x00"])
     if tiny and isinstance(value, int) and not isinstance(value, bool) and 8 < value < 2**31:
         value = -value
@@ -211,7 +200,7 @@ def configure(make: Maker, tiny: bool, good: dict[str, Any], by_file: bool) -> l
     if not by_file:
         return overrides(make, tiny, good)
     Path("my.toml").write_bytes(toml(make, tiny, good))
-    return [make.name("my.toml")] + (["--set", "max_steps=2"] if tiny else [])
+    return [make.name("my.toml")] + (["--set", f"max_steps={make.rng.choice([2, 12])}"] if tiny else [])
 
 
 def config_show(make: Maker, by_file: bool) -> Input:
@@ -243,9 +232,8 @@ def train(make: Maker, by_file: bool) -> Input:
     good = {
         **TINY,
         "data.path": "text.txt",
-        "max_steps": make.rng.choice([1, 2, 6]),
-        "hybrid.window_steps": 2,
-        "hybrid.warmup_steps": 2,
+        "max_steps": make.rng.choice([1, 2, 6, 24]),
+        **EAGER,
     }
     arguments = [
         "train",

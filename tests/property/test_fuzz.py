@@ -69,8 +69,7 @@ any / arguments""".splitlines()
 
 @pytest.fixture(scope="session")
 def fuzz() -> Any:
-    names = ("examples", "mutations", "maker", "settings", "files", "runs", "inputs")
-    for name in names:
+    for name in ("examples", "mutations", "maker", "settings", "files", "runs", "inputs", "judge"):
         load_script(BENCHMARKS / f"fuzz_{name}.py")
     return load_script(BENCHMARKS / "fuzz.py")
 
@@ -113,7 +112,7 @@ def judged(fuzz: Any, good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     def call(program: Any) -> list[str]:
         def make(maker: Any) -> Any:
             maker.take("text.txt")
-            return fuzz.Input(["report"], writes=("page.html",))
+            return sys.modules["fuzz_maker"].Input(["report"], writes=("page.html",))
 
         monkeypatch.setattr("foretrain.cli.main", program)
         shutil.rmtree(tmp_path / "here", ignore_errors=True)

@@ -193,7 +193,11 @@ class StateEncoder:
         for name in self.state_dict():
             known = getattr(self, name)
             value = state[name]
-            setattr(self, name, np.asarray(value, dtype=float) if isinstance(known, np.ndarray) else value)
+            if isinstance(known, np.ndarray):
+                value = np.asarray(value, dtype=float)
+                if value.shape != known.shape:
+                    raise ValueError(f"{name} of the state encoder has shape {value.shape}, not {known.shape}")
+            setattr(self, name, value)
         self.averages = list(self.averages)
 
 

@@ -17,6 +17,7 @@ from foretrain.engine import optim, own
 from foretrain.engine.averaging import WeightAverage
 from foretrain.engine.described import is_configured
 from foretrain.engine.fence import Failure, Fence, OwnCodeError, failure_of, same_model
+from foretrain.engine.form import check_form
 from foretrain.engine.graph import GraphedGradient, GraphedLoss, GraphedStep, launch_bound
 from foretrain.engine.meters import StepMeter, Stopwatch
 from foretrain.engine.metrics import measured
@@ -474,6 +475,7 @@ class Engine:
     def load_state_dict(self, state: dict[str, Any], origin: str = "the given state") -> None:
         """Put a state back, in place: afterwards every step is, bit for bit, what it would have been."""
         with self._as_checkpoint_error(origin):
+            check_form(self.state_dict(), state)
             self._put_back(state, origin)
             if state.get("trained") is not None:
                 self.trained.want(state["trained"]["wanted"])  # the next step notices, as it would have then

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from foretrain.engine.moments import SCALE
 from foretrain.errors import CheckpointError
 
 
@@ -246,6 +247,8 @@ def _form(value: Any) -> str:
 
 _OF_SCHEDULES = {"peak_lr"}
 """What a schedule of the configuration leaves in an optimizer's groups."""
+_TOGETHER = ({"momentum_buffer"}, {"step", "exp_avg", "exp_avg_sq"})
+"""Beside scales of 8-bit numbers."""
 
 
 def restore_optimizer(
@@ -260,6 +263,7 @@ def restore_optimizer(
     current, groups = optimizer.state_dict(), saved["param_groups"]
     if keep_settings:
         groups = current["param_groups"]
+        _check_complete(saved["state"], origin)
     rates = [group.get("lr") for group in optimizer.param_groups]
     if _same_tensors(current, saved):
         with torch.no_grad():
@@ -296,6 +300,14 @@ def check_groups(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]], origi
             f"({[count for count, _ in theirs]} there, {[count for count, _ in ours]} here); "
             "use the same [optimizer] settings, and begin with the same weights frozen"
         )
+
+
+def _check_complete(saved: Mapping[Any, Mapping[str, Any]], origin: str) -> None:
+    """What optimizers of ours keep of a parameter belongs together."""
+    for kept in saved.values():
+        names = {name for name, value in kept.items() if value is not None and not name.endswith(SCALE)}
+        if names and names not in _TOGETHER:
+            raise CheckpointError(f"{origin}: the state of its optimizer is not complete; start from another one")
 
 
 def _own_copies(state: Any) -> Any:
