@@ -500,6 +500,12 @@ def test_a_chain_goes_on_bit_for_bit(leaps: int) -> None:
     other = run_of(Net(seed=1))
     other.trainer.load_state_dict(state)
     other.position = one.position
+    plain = (bool, int, float, type(None))
+    before, after = (
+        {name: repr(value) for name, value in vars(each.trainer.mover.chain).items() if isinstance(value, plain)}
+        for each in (one, other)
+    )
+    assert before == after
     for _ in range(30):
         assert one.step().loss == other.step().loss
     for mine, theirs in zip(one.trainer.model.parameters(), other.trainer.model.parameters(), strict=True):

@@ -54,6 +54,7 @@ def hints(
         ),
         ({"hybrid.mode": "rollout"}, 'hybrid.mode = "rollout" keeps them off; hybrid.mode = "leap"'),
         ({"hybrid.search": False}, 'hybrid.search = false keeps them off; hybrid.search = "auto"'),
+        ({"precision.type": "fp16"}, 'precision.type = "fp16" keeps them off; precision.type = "fp32"'),
         (
             {"engine.update_in_backward": True, "optimizer.gradient_clip_norm": 0.0},
             "engine.update_in_backward = true keeps them off; engine.update_in_backward = false",

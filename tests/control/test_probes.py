@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.control.test_chain import Random
 from tests.worlds import Net, Regression, world
 
 from foretrain.control.gate import FORWARD
@@ -25,14 +26,16 @@ def made(passes: int = 0, per_step: float = 0.0, away: Any = None, **memory: Any
     return Probes(engine, SimpleNamespace(config=config, slope=slope), safety)  # type: ignore[arg-type]
 
 
-def test_probes_see_the_same_dropout_and_disturb_no_random_numbers() -> None:
-    run = world(Net(dropout=0.5), Regression(), {}, "repeat")
+def test_probes_see_the_same_random_numbers_and_disturb_none() -> None:
+    """Dropout is off in them, but a loss may draw by itself."""
+    run = world(Random(dropout=0.5), Regression(), {}, "repeat")
     probes = run.trainer.mover.probes
     move = SimpleNamespace(random=random_state(), batch=Regression()(0))
     before = torch.get_rng_state()
     first = probes.loss(move)  # type: ignore[arg-type]
     assert torch.equal(torch.get_rng_state(), before)
     torch.rand(7)
+    assert run.trainer.probe(move.batch) != first
     assert probes.loss(move) == first == probes.loss(move, move.batch)  # type: ignore[arg-type]
     assert probes.loss(move, Regression()(1)) != first  # type: ignore[arg-type]
     assert probes.seconds > 0

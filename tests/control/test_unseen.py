@@ -157,9 +157,16 @@ def test_looks_take_a_tenth_of_a_chain_at_the_most(rows: int, every: int) -> Non
 
 def test_a_look_changes_no_generator() -> None:
     run = run_of()
-    run.trainer.loss_fn = lambda model, batch: model.loss(batch) + 0 * torch.rand(())
+    loss, drawn = Wide.loss, list[float]()
+
+    def draws(batch: tuple[Tensor, Tensor]) -> Tensor:
+        drawn.append(float(torch.rand(())))
+        return loss(run.trainer.model, batch)  # type: ignore[arg-type]
+
+    run.trainer.model.loss = draws  # type: ignore[assignment]
     before = torch.get_rng_state()
     unseen_of(run).loss()
+    assert len(drawn) == 1
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -196,6 +203,17 @@ def test_also_where_an_evaluation_found_it() -> None:
     unseen_of(run).loss = lambda: float((first.detach() - best[0]).square().sum())  # type: ignore[method-assign]
     run.run()
     assert all(torch.equal(a, b) for a, b in zip(best, run.trainer.model.parameters(), strict=True))
+
+
+def test_but_not_where_that_is_no_lower() -> None:
+    run = run_of()
+    unseen = unseen_of(run)
+    unseen.note(held_out(run))
+    run.run(lambda: run.trainer.global_step >= 30)
+    before = [p.detach().clone() for p in run.trainer.model.parameters()]
+    assert unseen.loss() < unseen.evaluated
+    assert unseen.finish() is None
+    assert all(torch.equal(a, b) for a, b in zip(before, run.trainer.model.parameters(), strict=True))
 
 
 # --- other moves -----------------------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from tests.finetuning import make_base
-from transformers import AutoTokenizer
 
 from foretrain.data import chats, templates
 from foretrain.data.examples import EncodedExamples, Example, find_format, read_examples
@@ -102,6 +101,8 @@ def test_a_model_is_asked_as_it_was_trained(tmp_path: Path) -> None:
 
 
 def test_other_tools_make_the_same_prompt(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
     tokenizer = ByteTokenizer()
     for name, text in tokenizer_files(tokenizer, 100, chats.JINJA).items():
         (tmp_path / name).write_text(text, encoding="utf-8")

@@ -305,3 +305,16 @@ def test_a_vocabulary_with_gaps_is_as_large_as_its_largest_number(tmp_path: Path
 
 def test_characters_that_know_none() -> None:
     assert CharacterTokenizer("").encode_batch(["ab", ""])[0].tolist() == [0, 0]
+
+
+def test_a_text_is_cut_only_where_both_sides_are_encoded_as_in_one() -> None:
+    """Spaces on either side of a line end belong to one word with it."""
+    text = "def f():\n    return 1\n\n    x = 2 \ny = 3\nz\n" * 3
+    tokenizer = tokenizers.train_bpe(iter([text * 5]), 300)
+    cuts = set()
+    for end in range(len(text)):
+        place = tokenizers.byte_level_cut(text[:end])
+        cuts.add(place)
+        parts = [tokenizer.encode(part) for part in (text[:place], text[place:end])]
+        assert parts[0] + parts[1] == tokenizer.encode(text[:end])
+    assert {text[place - 1 : place + 1] for place in cuts - {0}} == {"\nz", "\nd"}

@@ -329,14 +329,32 @@ def test_a_token_that_the_tokenizer_does_not_have_is_damage(
 ) -> None:
     """Even where every checksum is right."""
     data = config(text_file, cache=str(tmp_path / "cache"))
-    prepare(data)
+    largest = int(prepare(data).train.max())
     (folder,) = (tmp_path / "cache").iterdir()
     meta = json.loads((folder / "meta.json").read_text())
     meta.pop("crc32")
-    (folder / "meta.json").write_text(cache._sealed(meta | {"vocab_size": 100}))
     said: list[str] = []
+    (folder / "meta.json").write_text(cache._sealed(meta | {"vocab_size": largest + 1}))
     prepare(data, said.append)
-    assert "but there are 100" in said[0]
+    assert said == []
+    (folder / "meta.json").write_text(cache._sealed(meta | {"vocab_size": largest}))
+    prepare(data, said.append)
+    assert f"holds token {largest}, but there are {largest}" in said[0]
+    assert len(tokenised) == 2
+
+
+@pytest.mark.parametrize("changed", [{"fingerprint": "0" * 64}, {"vocab_size": 300}], ids=["fingerprint", "vocabulary"])
+def test_what_a_cache_says_of_itself_is_checked(
+    changed: dict[str, Any], text_file: Path, tmp_path: Path, tokenised: list[int]
+) -> None:
+    """Also where everything else would fit."""
+    data = config(text_file, cache=str(tmp_path / "cache"))
+    first = prepare(data)
+    (folder,) = (tmp_path / "cache").iterdir()
+    meta = json.loads((folder / "meta.json").read_text())
+    (folder / "meta.json").write_text(json.dumps(meta | changed))
+    second = prepare(data)
+    assert (second.fingerprint, second.vocab_size) == (first.fingerprint, first.vocab_size)
     assert len(tokenised) == 2
 
 
