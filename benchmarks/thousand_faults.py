@@ -119,6 +119,7 @@ class Campaign:
             verdict = "same bits" if work.bits else "as promised"
         except Failure as failure:
             verdict, text = failure.verdict, str(failure)
+            work.happened = [one.name for one in kinds]
         if verdict not in FAILURES and not keep:
             forget(folder)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -127,7 +128,8 @@ class Campaign:
             "seed": self.seed,
             "identity": self.identity,
             "setup": setup.name,
-            "faults": [one.name for one in kinds],
+            "drawn": [one.name for one in kinds],
+            "faults": work.happened,
             "verdict": verdict,
             "text": text,
             "words": work.words,
