@@ -89,6 +89,8 @@ class Reference:
     moves: dict[str, int]
     recovered: int
     reason: str
+    loss: float
+    """Held out, at the end."""
     size: int
     """Of its largest file."""
 
@@ -124,12 +126,14 @@ def reference(setup: Setup, folder: Path, base: Path, identity: str) -> Referenc
     moves = Counter(event["verdict"] for event in events_told if event["event"] == "Moved")
     if missing := setup.verdicts - moves.keys() - ({"any"} if moves else set()):
         raise RuntimeError(f"{setup.name}: no move was {' or '.join(missing)}, only {dict(moves)}")
+    summary = json.loads((run / "summary.json").read_text("utf-8"))
     counted = json.loads((folder / f"{kept.stem}-1" / "counted.json").read_text("utf-8"))
     made = Reference(
         digest=ends[0],
         moves=dict(moves),
         recovered=sum(event["event"] in ("Recovered", "Tuned") for event in events_told),
-        reason=json.loads((run / "summary.json").read_text("utf-8"))["reason"],
+        reason=summary["reason"],
+        loss=summary["final_val_loss"],
         size=max(path.stat().st_size for path in run.rglob("*") if path.is_file()),
         **notes,
         **counted,

@@ -206,7 +206,7 @@ def _moved(work: Work) -> None:
     work.order = replace(work.order, out=new)
 
 
-@kind("folder moved in mid-run", "it says so, and saves nothing under the old name; moved back it goes on")
+@kind("folder moved in mid-run", "it says so, and saves nothing under the old name; moved back it goes on", waits=True)
 def _moved_running(work: Work) -> None:
     step = work.later_step(0.9 * work.draw.random())
     away = work.folder / "away"
@@ -234,7 +234,7 @@ def _copied(work: Work) -> None:
     work.order = original
 
 
-@kind("folder deleted in mid-run", "it says so, exit code 1; a new start ends with the same bits")
+@kind("folder deleted in mid-run", "it says so, exit code 1; a new start ends with the same bits", waits=True)
 def _deleted(work: Work) -> None:
     step = work.later_step(0.9 * work.draw.random())
     gone = work.run if work.draw.random() < 0.5 else work.run.parent

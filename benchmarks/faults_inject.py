@@ -26,6 +26,16 @@ Injection = Callable[[ExitStack], None]
 """Called in the process that it is for; whatever must be left again is entered on the stack."""
 
 
+def tell_fired() -> None:
+    """Tell the parent that the fault has really happened."""
+    if channel[0] >= 0:
+        os.write(channel[0], b"1")
+
+
+channel = [-1]
+"""Of this process, where its parent reads."""
+
+
 # --- what happens ----------------------------------------------------------------------------------------------------
 
 
@@ -93,6 +103,7 @@ def at_step(step: int, act: Act) -> Injection:
         def stepped(trainer: HybridTrainer, batch: Any) -> Any:
             if trainer.global_step >= step and not done:
                 done.append(step)
+                tell_fired()
                 act()
             return taken(trainer, batch)
 
@@ -115,6 +126,7 @@ class Operations(TorchDispatchMode):
         if not function._schema.is_mutable:
             self.count += 1
             if self.count == self.number:
+                tell_fired()
                 self.act()
         return function(*args, **(kwargs or {}))
 
@@ -170,6 +182,7 @@ class FileEvents:
     def _see(self) -> None:
         self.count += 1
         if self.count == self.number:
+            tell_fired()
             self.act()
 
 
@@ -186,6 +199,7 @@ def failing_sync(number: int, how: str) -> Injection:
         def sync(descriptor: int) -> None:
             seen[0] += 1
             if seen[0] == number:
+                tell_fired()
                 code = getattr(errno, how)
                 raise OSError(code, os.strerror(code))
             synced(descriptor)
@@ -285,6 +299,7 @@ def failing_tracker(number: int) -> Injection:
         def write(writer: Any, event: Any) -> Any:
             seen[0] += 1
             if seen[0] >= number:
+                tell_fired()
                 raise OSError(errno.ENOSPC, "No space left on device")
             return written(writer, event)
 
@@ -304,6 +319,7 @@ def failing_callback(number: int) -> Injection:
         def heard(event: Any) -> None:
             seen[0] += 1
             if seen[0] == number:
+                tell_fired()
                 raise ArithmeticError("poisoned listener")
 
         def told(bus: Bus, event: Any) -> None:

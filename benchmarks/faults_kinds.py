@@ -21,6 +21,8 @@ class Kind:
     fits: Callable[[Setup], bool] = lambda setup: True
     place: int = 1
     """When it happens among several: 0 wrong from the beginning, 1 in mid-run, 2 through to the end."""
+    waits: bool = False
+    """It happens at a moment that may not come."""
     weight: int = 1
     """How often it is drawn, relative to others."""
 
@@ -31,8 +33,12 @@ KINDS: dict[str, Kind] = {}
 def kind(name: str, promise: str, **options: Any) -> Callable[[Callable[[Work], None]], Callable[[Work], None]]:
     def add(happen: Callable[[Work], None]) -> Callable[[Work], None]:
         def unless_finished(work: Work) -> None:
-            if not work.finished:
-                happen(work)
+            if work.finished:
+                return
+            work.fired = False
+            happen(work)
+            if work.fired or not options.get("waits"):
+                work.happened.append(name)
 
         KINDS[name] = Kind(name, promise, unless_finished, **options)
         return happen

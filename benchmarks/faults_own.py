@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader, TensorDataset
 
+from faults_inject import tell_fired
 from foretrain import HybridTrainer, Loader, MappedSamples
 from foretrain.config import from_mapping
 from foretrain.dynamics.predictor import Followed, Forecast, Predictor, Situation
@@ -140,6 +141,7 @@ class Places:
             self.position += 1
             if self.position - 1 == Places.broken:
                 Places.broken = -1
+                tell_fired()
                 raise OSError("the data could not be read")
             yield self.batch(self.position - 1)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import faults_inject as inject
 from faults_ends import digest
 from faults_kinds import is_command, is_own, kind
-from faults_own import POISONS
+from faults_own import POISONS, regression
 from faults_runs import Outcome
 from faults_work import Failure, Work
 from foretrain.engine.checkpoint import verify
@@ -21,32 +21,37 @@ from foretrain.errors import CheckpointError
 # --- processes that end ----------------------------------------------------------------------------------------------
 
 
-@kind("kill -9 at a step", "at most one save interval is lost; the end has the same bits", weight=3)
+@kind("kill -9 at a step", "at most one save interval is lost; the end has the same bits", waits=True, weight=3)
 def _kill_at_step(work: Work) -> None:
     step = work.later_step(work.draw.random())
     work.check(work.go(inject.at_step(step, inject.send("SIGKILL"))), {137, 0})
 
 
-@kind("kill -9 at a file event", "a checkpoint is whole or not there; the end has the same bits", weight=3)
+@kind("kill -9 at a file event", "a checkpoint is whole or not there; the end has the same bits", waits=True, weight=3)
 def _kill_at_event(work: Work) -> None:
     number = work.left(work.reference.events, work.draw.random())
     work.check(work.go(inject.at_file_event(work.folder, number, inject.send("SIGKILL"))), {137, 0})
 
 
-@kind("kill -9 inside a step", "half a step is not saved; the end has the same bits", weight=2)
+@kind("kill -9 inside a step", "half a step is not saved; the end has the same bits", waits=True, weight=2)
 def _kill_in_step(work: Work) -> None:
     number = work.left(work.reference.operations, work.draw.random())
     work.check(work.go(inject.at_operation(number, inject.send("SIGKILL"))), {137, 0})
 
 
-@kind("kill -9 at a moment", "the same, wherever it is (not replayed to the microsecond)", weight=2)
+@kind("kill -9 at a moment", "the same, wherever it is (not replayed to the microsecond)", waits=True, weight=2)
 def _kill_at_moment(work: Work) -> None:
     process = work.start()
     process.kill_after(work.draw.random() * work.reference.seconds)
     work.check(work.ended(process), {137, 0})
 
 
-@kind("signal", "SIGTERM, SIGINT, SIGUSR1, SIGHUP: saved after the step, exit code 128 + number, it says so", weight=3)
+@kind(
+    "signal",
+    "SIGTERM, SIGINT, SIGUSR1, SIGHUP: saved after the step, exit code 128 + number, it says so",
+    waits=True,
+    weight=3,
+)
 def _signal(work: Work) -> None:
     name = work.draw.choice(["SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"])
     code = 128 + getattr(inject.signal, name)
@@ -60,7 +65,7 @@ def _signal(work: Work) -> None:
             raise Failure("SILENT", "an interrupted run whose summary does not say so")
 
 
-@kind("signal at a file event", "saved where there is something to save; exit code 128 + number", weight=2)
+@kind("signal at a file event", "saved where there is something to save; exit code 128 + number", waits=True, weight=2)
 def _signal_at_event(work: Work) -> None:
     name = work.draw.choice(["SIGTERM", "SIGINT"])
     number = work.left(work.reference.events, work.draw.random())
@@ -68,7 +73,9 @@ def _signal_at_event(work: Work) -> None:
     work.check(work.go(inject.at_file_event(work.folder, number, inject.send(name))), {code, 0})
 
 
-@kind("two signals", "the second one ends it at once; the last checkpoint is whole, the end has the same bits")
+@kind(
+    "two signals", "the second one ends it at once; the last checkpoint is whole, the end has the same bits", waits=True
+)
 def _two_signals(work: Work) -> None:
     names = work.draw.choice([("SIGINT", "SIGINT"), ("SIGTERM", "SIGTERM"), ("SIGTERM", "SIGINT")])
     step = work.later_step(work.draw.random())
@@ -98,7 +105,12 @@ def _verify(path: Path) -> None:
         raise Failure("LOST", str(error)) from None
 
 
-@kind("disk full for a while", "a warning; what is to be logged waits; nothing is lost, the same bits", place=2)
+@kind(
+    "disk full for a while",
+    "a warning; what is to be logged waits; nothing is lost, the same bits",
+    waits=True,
+    place=2,
+)
 def _full_for_a_while(work: Work) -> None:
     begins = work.later_step(0.7 * work.draw.random())
     ends = begins + 1 + int((work.setup.steps - begins - 1) * 0.8 * work.draw.random())
@@ -121,7 +133,9 @@ def _full_output(work: Work) -> None:
     work.check(work.go(*injections, inject.at_step(end, inject.limit_files(-1))), {0, 1})
 
 
-@kind("fsync fails", "a save that may not be on the disk is none; it is said, and the end has the same bits")
+@kind(
+    "fsync fails", "a save that may not be on the disk is none; it is said, and the end has the same bits", waits=True
+)
 def _failing_sync(work: Work) -> None:
     how = work.draw.choice(["ENOSPC", "EIO"])
     number = work.left(max(1, work.reference.events // 4), work.draw.random())
@@ -177,6 +191,7 @@ def _no_output(work: Work) -> None:
 @kind(
     "failing tracker",
     "it is told once that the tracker is off; the same bits",
+    waits=True,
     fits=lambda one: one.name == "tracker",
     place=2,
 )
@@ -188,7 +203,7 @@ def _tracker(work: Work) -> None:
         work.check(outcome, {0}, "tracker tensorboard failed and is off")
 
 
-@kind("failing listener", "it is told once, and hears nothing more; the same bits", place=2)
+@kind("failing listener", "it is told once, and hears nothing more; the same bits", waits=True, place=2)
 def _listener(work: Work) -> None:
     work.check(work.go(inject.failing_callback(work.draw.randrange(2, 30))), {0})
 
@@ -204,6 +219,7 @@ def _report(work: Work) -> None:
 @kind(
     "loader that raises once",
     "the error comes out, nothing else is harmed; resumed, the same bits",
+    waits=True,
     fits=lambda one: is_own(one) and one.parts is not None and one.parts.__name__ in ("bowl", "regression"),
 )
 def _loader(work: Work) -> None:
@@ -216,25 +232,42 @@ def _loader(work: Work) -> None:
 # --- numbers and memory ----------------------------------------------------------------------------------------------
 
 
-@kind("out of memory", "exit code 3, it says where and what to change, and is saved; resumed, the same bits", weight=3)
+@kind(
+    "out of memory",
+    "exit code 3, it says where and what to change, and is saved; resumed, the same bits",
+    waits=True,
+    weight=3,
+)
 def _out_of_memory(work: Work) -> None:
     number = work.left(work.reference.operations, work.draw.random())
     outcome = work.go(inject.at_operation(number, inject.run_out_of_memory, is_command(work.setup)))
     if outcome.code:
         work.check_error(outcome, {3}, "(?i)out of memory")
-    elif "out of memory" not in outcome.text.lower() and "tries again" not in outcome.text:
-        work.words.append("not reached")
+    elif outcome.fired:
+        work.check(outcome, {0}, "(?i)out of memory")
 
 
-@kind("out of memory, retried", "the run goes on by itself in smaller parts, and says so; its loss is as good", place=2)
+@kind(
+    "out of memory, retried",
+    "the run goes on by itself in smaller parts, and says so; its loss is as good",
+    waits=True,
+    place=2,
+    fits=lambda one: is_command(one) or one.parts is regression,
+)
 def _retried(work: Work) -> None:
     number = work.left(work.reference.operations, work.draw.random())
     settings = {"memory.on_out_of_memory": "retry"}
     work.order = replace(work.order, settings=work.order.settings | settings)
     outcome = work.go(inject.at_operation(number, inject.run_out_of_memory, is_command(work.setup)), bare=False)
-    if outcome.code:
+    if outcome.code:  # outside of the run's steps
         work.check_error(outcome, {3}, "(?i)out of memory")
-    work.bits = False
+        work.check(work.go(), {0})
+    elif outcome.fired:
+        work.check(outcome, {0}, "(?i)out of memory")
+    work.bits = not outcome.fired
+    loss = json.loads((work.run / "summary.json").read_text("utf-8"))["final_val_loss"]
+    if not loss <= 1.25 * work.reference.loss + 1e-3:
+        raise Failure("DIFFERS", f"the held-out loss is {loss}, not {work.reference.loss}")
 
 
 @kind(

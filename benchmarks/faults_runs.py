@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import faults_inject as inject
 import faults_own as own
 from faults_inject import Injection
 from faults_setups import FILE, Setup
@@ -74,6 +75,8 @@ class Outcome:
 
     code: int
     text: str
+    fired: bool = False
+    """A fault that waits for its moment has happened, as far as the process can tell."""
 
     @property
     def last(self) -> str:
@@ -87,11 +90,14 @@ class Process:
         self, order: Order, injections: Sequence[Injection] = (), note: Callable[[], Any] | None = None
     ) -> None:
         reader, writer = os.pipe()
+        self._fired, fires = os.pipe()
         self.pid = os.fork()
         if self.pid == 0:
             os.close(reader)
+            inject.channel[0] = fires
             _be_child(order, injections, writer, note)
         os.close(writer)
+        os.close(fires)
         self._reader, self._parts = reader, list[bytes]()
 
     def _read(self, seconds: float | None) -> bool:
@@ -117,9 +123,11 @@ class Process:
     def wait(self) -> Outcome:
         while not self._parts or self._parts[-1]:
             self._read(None)
-        os.close(self._reader)
         code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        return Outcome(code if code >= 0 else 128 - code, b"".join(self._parts).decode(errors="replace"))
+        fired = bool(os.read(self._fired, 1)) or code == -signal.SIGKILL
+        os.close(self._reader)
+        os.close(self._fired)
+        return Outcome(code if code >= 0 else 128 - code, b"".join(self._parts).decode(errors="replace"), fired)
 
 
 def _be_child(order: Order, injections: Sequence[Injection], writer: int, note: Callable[[], Any] | None) -> None:

@@ -50,6 +50,9 @@ class Work:
         self.words: list[str] = []
         """What was seen that is promised."""
         self.history: list[str] = []
+        self.happened: list[str] = []
+        """Names of the faults that really were there: what waits for a moment that never comes is none."""
+        self.fired = False
         self.processes = 0
         shutil.rmtree(self.folder, ignore_errors=True)
         write_inputs(setup, self.folder, base)
@@ -98,6 +101,7 @@ class Work:
     def ended(self, process: Process, raw: bool = False) -> Outcome:
         """raw: a traceback may be seen."""
         outcome = process.wait()
+        self.fired = self.fired or outcome.fired
         self.history.append(f"{outcome.code}: {outcome.last[:300]}")
         if outcome.code == _ALARM:
             raise Failure("HUNG", outcome.text[-1000:])

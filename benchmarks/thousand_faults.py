@@ -55,13 +55,14 @@ assert foretrain.run
 def draw_item(
     number: int, seed: int, found: dict[str, Setup], chosen: Sequence[str] = ()
 ) -> tuple[Setup, list[Kind], random.Random]:
-    """What item `number` is: the first fault goes round, so that there are as many of each as its weight says.
+    """What item `number` is: the first fault goes round, so that there are as many of each as its weight says
+    (of chosen ones: as many of each).
 
     found, chosen: the configurations and faults to draw from; none chosen: all of them."""
     draw = random.Random(f"{seed} {number}")  # noqa: S311 - no secret
     kinds = [KINDS[name] for name in chosen or KINDS]
     kinds = [one for one in kinds if any(one.fits(setup) for setup in found.values())]
-    ring = [one for one in kinds for _ in range(one.weight)]
+    ring = [one for one in kinds for _ in range(1 if chosen else one.weight)]
     random.Random(seed).shuffle(ring)  # noqa: S311
     first = ring[number % len(ring)]
     setup = draw.choice([one for one in found.values() if first.fits(one)])
@@ -118,6 +119,7 @@ class Campaign:
             verdict = "same bits" if work.bits else "as promised"
         except Failure as failure:
             verdict, text = failure.verdict, str(failure)
+            work.happened = [one.name for one in kinds]
         if verdict not in FAILURES and not keep:
             forget(folder)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -126,7 +128,8 @@ class Campaign:
             "seed": self.seed,
             "identity": self.identity,
             "setup": setup.name,
-            "faults": [one.name for one in kinds],
+            "drawn": [one.name for one in kinds],
+            "faults": work.happened,
             "verdict": verdict,
             "text": text,
             "words": work.words,
