@@ -1,6 +1,6 @@
 """Long runs with everything switched on: does memory, the number of open files, the log or a step's time grow?
 
-    python benchmarks/long_run.py                        # 20,000 steps of each arm, some ten minutes on one core each
+    python benchmarks/long_run.py                        # 20,000 steps of each arm: two minutes each on one core
     python benchmarks/long_run.py --jobs 3 --out long.json
 
 Three arms, each a process of its own: `leap` and `rollout` train a minute GPT and try moves all the time, `exact` is a
@@ -246,9 +246,7 @@ def judge(samples: Sequence[Sample]) -> dict[str, Any]:
 
 
 def table(arm: str, samples: Sequence[Sample]) -> str:
-    rows = [
-        f"{arm}: step   RSS MB   objects  files  threads  log kB  other kB  CPU ms/step",
-    ]
+    rows = [f"{arm}: step   RSS MB   objects  files  threads  log kB  other kB  CPU ms/step"]
     shown = samples[:: max(1, len(samples) // 10)]
     for before, now in itertools.pairwise([None, *shown]):
         assert now is not None

@@ -249,6 +249,16 @@ def test_a_file_neither_cuts_nor_pads_nor_varies_the_text(
     assert json.loads(loaded.to_json()) == json.loads(trained.to_json())
 
 
+def test_nor_does_a_tokenizer_of_the_library_that_is_handed_over(make_text: Callable[..., str]) -> None:
+    trained = tokenizers.train_bpe(iter([make_text(300)]), 280)
+    expected = [list(one) for one in trained.encode_batch(TEXTS)]
+    inner = tokenizers.train_bpe(iter([make_text(300)]), 280).inner
+    inner.enable_truncation(4)
+    inner.enable_padding(length=50)
+    inner.model.dropout = 0.5
+    assert [list(one) for one in BPETokenizer(inner, "mine").encode_batch(TEXTS)] == expected
+
+
 def library_file(model: dict[str, Any], **changes: Any) -> dict[str, Any]:
     end = {"id": 0, "content": END_OF_TEXT, "single_word": False, "lstrip": False, "rstrip": False}
     return {
