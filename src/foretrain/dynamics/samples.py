@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from foretrain.engine.host import real_view
 from foretrain.engine.moments import sample_moment
 from foretrain.engine.optim import is_wrapped
-from foretrain.engine.state import real_view
 
 _TENSORS = 16
 _PER_TENSOR = 1024

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from foretrain.dynamics.predictor import Array
 from foretrain.dynamics.trajectory import Layout
-from foretrain.engine.state import real_view
+from foretrain.engine.host import real_view
 
 _LEAST_CURVATURE = 1e-6
 """Cosine of s and y, at the least. Sums in fp32 are some 1e-7 off, so that less is rounding and no curvature; a true

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from foretrain.dynamics.predictor import Array
 from foretrain.dynamics.records import DIRECTIONS, HORIZONS_IN_WINDOWS, WINDOWS_OF_MEANS
-from foretrain.engine.host import add_each, copy_each
-from foretrain.engine.state import real_view
+from foretrain.engine.host import add_each, copy_each, real_view
 
 _MOST_CHUNKS = 8192
 _SMALLEST_CHUNK = 256

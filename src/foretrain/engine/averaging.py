@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from foretrain.engine.host import add_each, copy_each, on_device
-from foretrain.engine.state import real_view
+from foretrain.engine.host import add_each, copy_each, on_device, real_view
 
 
 class WeightAverage:

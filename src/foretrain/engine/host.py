@@ -19,6 +19,11 @@ from torch import Tensor
 from foretrain.errors import ConfigError
 
 
+def real_view(tensor: Tensor) -> Tensor:
+    """The tensor itself; of complex numbers their parts, in the same memory: [..., 2]."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
 class _Pages(mmap.mmap):
     """Whole pages of their own, locked while they live if a GPU copies to them. They end with the last tensor in them.
 

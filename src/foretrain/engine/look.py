@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from foretrain.engine.state import real_view
+from foretrain.engine.host import real_view
 from foretrain.engine.step import StepOutput, stacked
 
 SAMPLED = 4096

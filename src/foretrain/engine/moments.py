@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from foretrain.engine.state import real_view
+from foretrain.engine.host import real_view
 
 BLOCK = 256
 """Numbers that share a scale."""

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from foretrain.engine.host import real_view
 from foretrain.engine.moments import SCALE
 from foretrain.errors import CheckpointError
 
@@ -40,11 +41,6 @@ def take_apart(state: Any) -> Snapshot:
 def put_together(snapshot: Snapshot) -> Any:
     """The inverse of `take_apart`."""
     return _decode(snapshot.tree, snapshot.tensors)
-
-
-def real_view(tensor: Tensor) -> Tensor:
-    """The tensor itself; of complex numbers their parts, in the same memory: [..., 2]."""
-    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 _AS_THEY_ARE = frozenset({bool, int, str, type(None)})

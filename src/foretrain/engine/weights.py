@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from foretrain.engine import checkpoint
 from foretrain.engine.checkpoint import CheckpointStore, separate
 from foretrain.engine.described import unwrapped
+from foretrain.engine.host import real_view
 from foretrain.engine.runfolder import WEIGHTS as NAME
-from foretrain.engine.state import checksum, real_view
+from foretrain.engine.state import checksum
 from foretrain.errors import CheckpointError, InputError, SaveError
 from foretrain.files import explain_failed_write, remove, sync_file
 
