@@ -101,13 +101,13 @@ def test_weights_that_were_frozen_must_be_the_same(tmp_path: Path) -> None:
 
 
 def test_an_interrupted_run_has_no_finished_weights_but_those_of_its_checkpoint(tmp_path: Path) -> None:
-    model, _ = trained(tmp_path / "run")
+    trained(tmp_path / "run")
     again = HybridTrainer(Tied(1), torch.optim.SGD, nn.MSELoss(), from_mapping(OFF | LONGER))
     again.bus.subscribe(lambda event: (_ for _ in ()).throw(KeyboardInterrupt) if isinstance(event, Progress) else None)
     with pytest.raises(KeyboardInterrupt):
         again.fit(DATA, out=tmp_path / "run", resume=True, progress=False)
     assert not (tmp_path / "run" / "model.safetensors").exists()
-    assert same(load_weights(Tied(2), tmp_path / "run"), model)
+    assert same(load_weights(Tied(2), tmp_path / "run"), again.model)  # an order of own code is obeyed when it is saved
 
 
 def test_wrapped_modules_are_saved_by_their_own_names(tmp_path: Path) -> None:
