@@ -59,4 +59,6 @@ class WeightAverage:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.updates = int(state["updates"])
+        if not 0 <= self.updates < 2**63:
+            raise ValueError(f"the average was updated {self.updates} times")
         copy_each(self.average, state["average"])
