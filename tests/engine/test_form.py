@@ -101,9 +101,11 @@ def test_a_trainer_refuses_it_in_words(path: str, value: Any, trained: HybridTra
         trained.load_state_dict(changed(state, path, value), "here")
 
 
-def test_an_optimizer_with_half_a_state(trained: HybridTrainer) -> None:
+@pytest.mark.parametrize("value", [None, torch.zeros(7), 5])
+@pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq", "step"])
+def test_an_optimizer_with_half_a_state(name: str, value: Any, trained: HybridTrainer) -> None:
     state = trained.state_dict()
     kept = {number: dict(values) for number, values in state["optimizer"]["state"].items()}
-    del next(values for values in kept.values() if "exp_avg" in values)["exp_avg"]
+    next(values for values in kept.values() if name in values)[name] = value
     with pytest.raises(CheckpointError, match="the state of its optimizer is not complete"):
         trained.load_state_dict(changed(state, "optimizer.state", kept), "here")

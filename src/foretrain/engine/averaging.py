@@ -81,6 +81,8 @@ class WeightAverage:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """What it does not hold had not changed by then."""
         self.updates = int(state["updates"])
+        if not 0 <= self.updates < 2**63:
+            raise ValueError(f"the average was updated {self.updates} times")
         names = state.get("names", self.names)  # not there in older checkpoints
         saved = dict(zip(names, state["average"], strict=True))
         share = 1 - self.decay**self.updates

@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 
 _LARGEST = 2**64
-_OTHERS = frozenset({"model", "optimizer", "rates", "predictor"})
-"""Parts of a state that may be a user's own; they are checked where they are put back."""
+_OTHERS = frozenset({"model", "optimizer", "average", "rates", "predictor"})
+"""Parts of a state that are checked where they are put back: of another model, or a user's own."""
 
 
 def check_form(own: Any, saved: Any, place: str = "") -> None:

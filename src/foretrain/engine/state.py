@@ -259,7 +259,7 @@ def restore_optimizer(
     current, groups = optimizer.state_dict(), saved["param_groups"]
     if keep_settings:
         groups = current["param_groups"]
-        _check_complete(saved["state"], origin)
+        _check_complete(optimizer, saved["state"], origin)
     rates = [group.get("lr") for group in optimizer.param_groups]
     if _same_tensors(current, saved):
         with torch.no_grad():
@@ -298,11 +298,14 @@ def check_groups(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]], origi
         )
 
 
-def _check_complete(saved: Mapping[Any, Mapping[str, Any]], origin: str) -> None:
-    """What optimizers of ours keep of a parameter belongs together."""
-    for kept in saved.values():
+def _check_complete(optimizer: Optimizer, saved: Mapping[int, Mapping[str, Any]], origin: str) -> None:
+    """What optimizers of ours keep of a parameter belongs together, and has its size."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for number, kept in saved.items():
         names = {name for name, value in kept.items() if value is not None and not name.endswith(SCALE)}
-        if names and names not in _TOGETHER:
+        sizes = {name: 1 if name == "step" else parameters[number].numel() for name in names}
+        fits = all(isinstance(kept[name], Tensor) and kept[name].numel() == size for name, size in sizes.items())
+        if names and (names not in _TOGETHER or not fits):
             raise CheckpointError(f"{origin}: the state of its optimizer is not complete; start from another one")
 
 

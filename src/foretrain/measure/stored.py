@@ -41,6 +41,9 @@ class _Finished(_Result):
     steps: Count
     backward_passes: Annotated[Count, Field(gt=0)]
     tokens: Annotated[Count, Field(gt=0)]
+    kept: Count = 0
+    refused: Count = 0
+    rolled_back: Count = 0
     account: _Account
     curve: list[Row]
     training: list[Row] = []
