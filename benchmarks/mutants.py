@@ -46,8 +46,8 @@ COPIED = ("src", "tests", "benchmarks", "docs", "examples", "pyproject.toml", "R
 ENOUGH = 0.95
 _LONGEST = 2000
 VERDICTS = ("killed", "timeout", "survived", "void", "stale")
-_FOUND_FAULT, _NO_SUCH_TEST = (1, 2, 3), (4, 5)
-"""Exit codes of pytest."""
+_NO_TESTS = 5
+"""Exit code of pytest."""
 _LIBRARIES = (
     *("torch", "torch._dynamo", "numpy", "scipy.special", "safetensors.torch", "tokenizers", "pydantic", "cyclopts"),
     *("rich", "tomlkit", "pytest", "hypothesis", "starlette", "uvicorn"),
@@ -144,7 +144,10 @@ class Warm:
         assert self.process.stdout is not None
         self.process.stdin.write(json.dumps({**order, "output": str(self.output)}) + "\n")
         self.process.stdin.flush()
-        code = json.loads(self.process.stdout.readline())
+        answer = self.process.stdout.readline()
+        if not answer:
+            raise RuntimeError(f"the process that runs tests has ended with code {self.process.wait()}")
+        code = json.loads(answer)
         return code, self.output.read_text(encoding="utf-8", errors="replace")
 
     def close(self) -> None:
@@ -178,7 +181,7 @@ def _be_pytest(order: dict[str, Any]) -> None:
         for source, target in ((nothing, 0), (output, 1), (output, 2)):
             os.dup2(source, target)
         os.chdir(order["root"])
-        os.environ["PYTHONPATH"] = order["package"]
+        os.environ["PYTHONPATH"] = os.pathsep.join([order["package"], *filter(None, [os.environ.get("PYTHONPATH")])])
         sys.path[:] = [order["root"], order["package"], *(path for path in sys.path if path != order["package"])]
         import pytest
 
@@ -203,6 +206,7 @@ def _wait(child: int, timeout: float) -> int | None:
         os.killpg(child, signal.SIGKILL)
     if ended[0]:
         return os.waitstatus_to_exitcode(ended[1])
+    os.kill(child, signal.SIGKILL)  # in case that it has no group of its own yet
     os.waitpid(child, 0)
     return None
 
@@ -267,7 +271,7 @@ class Copy:
         elif code == 0:
             verdict = "survived"
         else:
-            verdict = "killed" if code in _FOUND_FAULT or code < 0 else "void"
+            verdict = "void" if code == _NO_TESTS else "killed"
         return {"verdict": verdict, "by": by, "seconds": round(time.monotonic() - began, 1)}
 
 

@@ -15,6 +15,7 @@ from torch.optim import SGD, Optimizer, lr_scheduler
 
 from foretrain import Config, ConfigError, HybridTrainer
 from foretrain.config import from_mapping
+from foretrain.engine.rates import FollowedRates
 from foretrain.engine.state import put_together, snapshot
 from foretrain.events import Event, Moved, Notice
 
@@ -301,3 +302,12 @@ def test_a_scheduler_that_is_too_short_says_so() -> None:
     made.rates(4)
     with pytest.raises(ConfigError, match=r"OneCycleLR cannot go on at step 5: .* for as many steps as the run has"):
         made.step()
+
+
+def test_a_scheduler_keeps_up_with_steps_that_were_predicted() -> None:
+    """A leap counts many steps at once."""
+    optimizer = SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    rates = FollowedRates(optimizer, lr_scheduler.ExponentialLR(optimizer, 0.5))
+    for step, rate in ((0, 1.0), (1, 0.5), (5, 0.5**5), (5, 0.5**5)):
+        rates.advance(step)
+        assert optimizer.param_groups[0]["lr"] == rates.at(step) == rate

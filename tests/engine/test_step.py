@@ -308,6 +308,20 @@ def test_a_good_loss_with_a_bad_gradient_changes_nothing(name: str, make_model: 
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_bad_loss_with_a_good_gradient_changes_nothing(name: str, make_model: Make, make_batch: Make) -> None:
+    """As where a part of it that is only told along, and has no gradient, is no number."""
+    model = make_model()
+    step = full_step(
+        model, OPTIMIZERS[name](model), loss=lambda model, batch: model.loss(batch) + torch.tensor(math.nan)
+    )
+    before = weights(model)
+    output = step(make_batch())
+    assert math.isfinite(float(output.gradient_norm))
+    assert bool(output.skipped)
+    assert torch.equal(weights(model), before)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_training_goes_on_after_a_bad_step_as_if_it_had_not_been(name: str, make_model: Make, make_batch: Make) -> None:
     ends = []
     for at in ({2}, set()):
