@@ -167,7 +167,7 @@ class Work:
         return outcome
 
     def content(self) -> dict[str, str]:
-        """Of all files of the run, but for what a kill left half written, and what trackers begin when they are opened."""
+        """Of all files of the run, but for what a kill left half written and what trackers begin with."""
         found = {}
         for path in sorted(self.run.rglob("*")):
             if any(part.startswith((".tmp-", ".old-", "tensorboard")) for part in path.parts):
