@@ -167,10 +167,10 @@ class Work:
         return outcome
 
     def content(self) -> dict[str, str]:
-        """Of all files of the run, but for what a kill left half written."""
+        """Of all files of the run, but for what a kill left half written and what trackers begin with."""
         found = {}
         for path in sorted(self.run.rglob("*")):
-            if any(part.startswith((".tmp-", ".old-")) for part in path.parts):
+            if any(part.startswith((".tmp-", ".old-", "tensorboard")) for part in path.parts):
                 continue
             content = path.read_bytes() if path.is_file() else b""
             found[str(path.relative_to(self.run))] = hashlib.sha256(content).hexdigest()

@@ -26,6 +26,7 @@ import resource
 import struct
 import sys
 import time
+import warnings
 from collections import Counter
 from collections.abc import Sequence
 from datetime import datetime
@@ -174,6 +175,7 @@ def share_out(numbers: Sequence[int], jobs: int, work: Any) -> None:
 def warm_up(out: Path) -> None:
     """Import and remember once what a run needs on its way, for all forks."""
     torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", "This process.*is multi-threaded, use of fork", DeprecationWarning)
     setup = setups()["leap"]
     folder = out / "warm-up"
     write_inputs(setup, folder, folder)
