@@ -405,6 +405,12 @@ def test_a_chat_model_is_asked_in_chats_here_and_by_other_tools(
     assert run("generate", tmp_path / "run", "--prompt", question, "--temperature", 0, "--device", "cpu", "--json") == 0
     said = json.loads(capsys.readouterr().out)[0]
     assert said["prompt"] == f"User: {question}\nAssistant:"
+    ask = ("generate", tmp_path / "merged", "--prompt", question, "--temperature", 0, "--device", "cpu", "--json")
+    assert run(*ask) == 0
+    merged = json.loads(capsys.readouterr().out)[0]
+    assert (merged["prompt"], merged["tokens"]) == (said["prompt"], said["tokens"])
+    assert run(*ask, "--raw") == 0
+    assert json.loads(capsys.readouterr().out)[0]["prompt"] == question
     for folder in (tmp_path / "merged", tmp_path / "run" / "adapter"):
         writer = transformers.pipeline("text-generation", model=str(folder), tokenizer=str(folder))
         answer = writer([{"role": "user", "content": question}], do_sample=False)[0]["generated_text"][-1]

@@ -10,7 +10,8 @@ from typing import Any
 
 from foretrain import config as configuration
 from foretrain.config import ModelConfig
-from foretrain.data import tokenizers
+from foretrain.data import chats, tokenizers
+from foretrain.data.handover import chat_template_of
 from foretrain.data.templates import Format, make_format
 from foretrain.data.tokenizers import Tokenizer
 from foretrain.errors import CheckpointError, ConfigError, InputError
@@ -21,6 +22,7 @@ from foretrain.models.gpt2 import GPT2, GPT2Shape, shape_from_config
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9_][\w.-]*(/[\w.-]+)?")
 """`gpt2`, or `organisation/model`."""
+_CHAT = f"{{{chats.FIELDS[0]}}}"
 _SHAPE = {
     "layers": "n_layer",
     "heads": "n_head",
@@ -85,6 +87,11 @@ def open_base(path: str | Path, tokenizer: str = "", vocabulary: str = "", **opt
             "tokenizer that it was trained with"
         )
     return Base(model, found, folder)
+
+
+def asked_in_chats(folder: Path) -> Format | None:
+    """How a model is asked whose folder says that it was tuned on chats, as a merged adapter of ours does."""
+    return make_format(_CHAT, _CHAT) if chat_template_of(folder) == chats.JINJA else None
 
 
 def find_folder(name: str | Path) -> Path:

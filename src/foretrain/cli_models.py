@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -103,18 +102,16 @@ def finetune(
 
 
 def _result_lines(summary: dict[str, Any], folder: Path) -> list[str]:
+    from foretrain.show.trouble import longer_in_words
+
     lines = []
     if "accuracy" in summary:
         where = f"{summary['answered']} held-out examples of {summary['classes']} classes"
         lines.append(f"accuracy {summary['accuracy']:.1%} on {where}")
     if "exact_match" in summary:
         lines.append(f"exact match {summary['exact_match']:.1%} on {summary['answered']} held-out examples")
-    if falling := summary.get("still_falling"):
-        lines.append(
-            f"the held-out loss was still falling ({falling['from']:.4g} -> {falling['to']:.4g} in the last "
-            f"{falling['steps']:,} steps; {summary['epochs']:.2g} epochs): train longer with `foretrain finetune --out "
-            f"{shlex.quote(str(folder))} --resume --set max_steps={falling['max_steps']}`"
-        )
+    if advice := longer_in_words(summary, folder):
+        lines.append(advice)
     return lines
 
 
@@ -158,6 +155,7 @@ def generate(
     trained to be asked; `--raw` continues the text as it is. `--adapter OTHER` takes another adapter, `--no-adapter`
     none.
     """
+    from foretrain.base import asked_in_chats
     from foretrain.engine.precision import choose_device
     from foretrain.newest import open_newest
     from foretrain.serve.sampling import Sampling
@@ -169,8 +167,9 @@ def generate(
     sampling = Sampling(max_tokens, temperature, top_k, top_p, repetition_penalty, seed, stop_strings=tuple(stop or ()))
     base = open_newest(model, tokenizer, vocabulary, say)
     prompts = prompt or [_standard_input()]
-    if base.format is not None and not raw:
-        prompts = [base.format.ask(text, _fields(field or [])) for text in prompts]
+    asked = base.format or (asked_in_chats(base.folder) if base.adapter is None else None)
+    if asked is not None and not raw:
+        prompts = [asked.ask(text, _fields(field or [])) for text in prompts]
     elif field:
         why = "--raw takes the text as it is" if raw else f"{model} was not fine-tuned on records"
         raise InputError(f"--field: {why}; give the whole text with --prompt")

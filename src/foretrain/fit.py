@@ -339,7 +339,11 @@ class Run:
         self.trainer.load_weights(state, str(path))
         loss = float(state["best"]["loss"])
         self.emit(
-            Notice(f"the model has its weights of step {step}, with the lowest held-out loss, {loss:.4g}", "info")
+            Notice(
+                f"the model has its weights of step {step}, with the lowest held-out loss, {loss:.4g}; final losses "
+                "and metrics of the summary are those of the last weights",
+                "info",
+            )
         )
 
     def _how_to_go_on(self) -> str:

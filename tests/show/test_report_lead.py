@@ -299,3 +299,16 @@ def test_a_run_that_has_not_begun_has_no_time_left(tmp_path: Path) -> None:
 def test_evaluations_before_the_first_entry_break_nothing(tmp_path: Path) -> None:
     record = record_of(tmp_path / "run", [STARTED, Evaluated(0, 3.0, 0.1, False, True)])
     assert headline(record) == "tiny: held-out loss 3.0000 at step 0 of 100, running"
+
+
+def test_a_fine_tuning_run_that_ended_too_early_says_how_to_go_on(tmp_path: Path) -> None:
+    falling = {"from": 2.1, "to": 1.9, "steps": 60, "max_steps": 900}
+    record = record_of(tmp_path / "run", idle_run(), IDLE | {"epochs": 0.36, "still_falling": falling})
+    shown = text_of(lead([record])).replace("&#x27;", "'")
+    assert (
+        "The held-out loss was still falling (2.1 -&gt; 1.9 in the last 60 steps; 0.36 epochs): train longer" in shown
+    )
+    assert f"foretrain finetune --out {tmp_path / 'run'} --resume --set max_steps=900" in shown
+    for broken in (None, 3, {}, falling | {"to": None}, falling | {"steps": "many"}):
+        record = record_of(tmp_path / "other", idle_run(), IDLE | {"epochs": 0.36, "still_falling": broken})
+        assert "still falling" not in lead([record])

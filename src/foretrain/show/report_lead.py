@@ -16,7 +16,7 @@ from foretrain.show.report_cards import cards, metrics, moves, speed, worth, wor
 from foretrain.show.report_health import findings
 from foretrain.show.report_text import clock, held_out_loss, mapping, number, signs, table, training_loss
 from foretrain.show.scales import finite
-from foretrain.show.trouble import counted
+from foretrain.show.trouble import counted, longer_in_words
 
 _STATES = {"finished": "gain", "stopped early": "gain", "failed": "slower", "interrupted": "caution"}
 _RECENT = 30
@@ -46,6 +46,7 @@ def lead(records: Records, beside: Path | None = None) -> str:
             _files(record, beside),
             cards(record),
             _alert(record),
+            _longer(record),
         )
         return head + "".join(parts)
     losses = [(loss, record.name) for record in records if (loss := held_out_loss(record)) is not None]
@@ -172,6 +173,12 @@ def _alert(record: RunRecord) -> str:
     text = "1 finding asks" if len(serious) == 1 else f"{len(serious)} findings ask"
     link = f'<a href="#findings">{text} for a look</a>'
     return f'<p class="notice">{escape(critical) if ailments else ""}{link}: {escape(serious[0]["text"][:240])}</p>'
+
+
+def _longer(record: RunRecord) -> str:
+    """What the console says at the end of a fine-tuning run that ended too early."""
+    text = longer_in_words(record.summary, record.folder)
+    return f'<p class="notice">{escape(f"{text[0].upper()}{text[1:]}")}</p>' if text else ""
 
 
 # --- several runs -----------------------------------------------------------------------------------------------------

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from foretrain.show.scales import finite
 from foretrain.show.settings import assignments
 
 _MOST = 2
@@ -39,6 +42,22 @@ def trouble_in_words(summary: Mapping[str, Any]) -> str:
     critical = sum(finding["level"] == "critical" for finding in _findings(summary))
     told = {"rollback": rollbacks, "critical finding": critical}
     return ", ".join(counted(count, thing) for thing, count in told.items() if count)
+
+
+def longer_in_words(summary: Mapping[str, Any], folder: str | Path) -> str:
+    """Of a fine-tuning run that ended too early: how to go on with it. Nothing for others."""
+    falling = summary.get("still_falling")
+    if not isinstance(falling, Mapping):
+        return ""
+    first, last, steps, longer = (finite(falling.get(name)) for name in ("from", "to", "steps", "max_steps"))
+    epochs = finite(summary.get("epochs"))
+    if first is None or last is None or steps is None or longer is None or epochs is None:
+        return ""
+    return (
+        f"the held-out loss was still falling ({first:.4g} -> {last:.4g} in the last {steps:,.0f} steps; {epochs:.2g} "
+        f"epochs): train longer with `foretrain finetune --out {shlex.quote(str(folder))} --resume --set "
+        f"max_steps={longer:.0f}`"
+    )
 
 
 def _findings(summary: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
