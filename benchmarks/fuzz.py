@@ -108,6 +108,7 @@ def child_work(seed: int, number: int, good: Path, folder: Path) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     faulthandler.enable(log)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
     faulthandler.register(signal.SIGXCPU, log, all_threads=True, chain=True)
     rng, target = start_of(seed, number)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -359,7 +359,7 @@ ODD_NAMES = (
         b"a\nb",
         b"-x",
         b"--set",
-        b"[/x]",
+        b"[red]",
         b"[bold]",
         b"a b",
         b"~",

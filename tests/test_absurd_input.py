@@ -339,7 +339,14 @@ def test_a_summary_without_end(tuned: Path, call: Call) -> None:
     assert call("generate", tuned, "--prompt", "x", "--max-tokens", "2")[0] == 0
 
 
-@pytest.mark.parametrize("content", [f'{{"a": [{"9" * 400}]}}', f'{{"a": [{DIGITS}]}}', "[" * 100_000, '{"a": [true]}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        *(f'{{"a": [{"9" * 400}]}}', f'{{"a": [{DIGITS}]}}', "[" * 100_000, '{"a": [true]}'),
+        '{"benchmarks": [{"name": "a", "stats": {"data": 5}}]}',
+    ],
+    ids=lambda content: content[:20],
+)
 def test_results_of_benchmarks_that_are_none(content: str, refused: Any) -> None:
     Path("a.json").write_text(content)
     assert "a.json: " in refused("bench", "compare", "a.json", "a.json")

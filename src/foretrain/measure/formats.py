@@ -89,6 +89,8 @@ def _read_file(path: Path) -> Results:
 
 def _checked(path: Path, name: str, samples: Any) -> list[float]:
     """Finite and above zero, or a ratio of them would mean nothing."""
+    if not isinstance(samples, list):
+        raise InputError(f"{path}: {name!r} holds {samples!r}; give the times of each process as a list")
     for value in samples:
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not number or not 0 < value <= _LONGEST:
