@@ -113,9 +113,9 @@ class Project:
         return f"there is no test {missing[0]}" if missing or not mutant.tests else ""
 
     def has(self, test: str) -> bool:
-        file, _, name = test.partition("::")
+        file, *_, name = [*test.split("::"), ""] if "::" not in test else test.split("::")
         path = self.root / "tests" / file
-        return path.is_file() and (not name or f"\ndef {name}(" in path.read_text(encoding="utf-8"))
+        return path.is_file() and (not name or f"def {name}(" in path.read_text(encoding="utf-8"))
 
     def key(self, mutant: Mutant) -> str:
         """Changes with the file, with the mutant and with its tests."""

@@ -13,10 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from foretrain import cli
 from foretrain.config import Config, load
 from foretrain.data import tokenizers
 from foretrain.data.tokenizers import ByteTokenizer
 from foretrain.doctor import Finding
+from foretrain.errors import InputError
 
 Command = Callable[..., int]
 
@@ -61,6 +63,22 @@ def test_version(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
 def test_python_dash_m_is_the_same_program() -> None:
     answer = subprocess.run([sys.executable, "-m", "foretrain", "config", "nosuch"], capture_output=True, text=True)
     assert (answer.returncode, answer.stdout, answer.stderr.count("Traceback")) == (2, "", 0)
+
+
+def test_an_error_is_one_line_of_bearable_length(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*arguments: object, **options: object) -> None:
+        raise InputError("two\n  lines\tand " + "more " * 2000)
+
+    monkeypatch.setattr(cli, "app", fails)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["anything"])
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: two lines and more more ")
+    assert line.endswith(" ...")
+    assert len(line) < 2100
 
 
 def test_the_installed_program_runs() -> None:

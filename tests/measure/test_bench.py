@@ -172,6 +172,14 @@ class TestRun:
         assert said[-1] == (16, 16)
         assert measured[0].environment == {"x": 1}
 
+    def test_also_one_that_was_timed_before(self) -> None:
+        """Its other processes would be a chosen few."""
+        measured = bench.Measured(bench.this_version())
+        for process in (fake_process([1.0]), {"error": "broken"}, fake_process([2.0])):
+            bench._take(measured, ["probe"], {"benchmarks": {"probe": process}})
+        assert measured.processes == {}
+        assert measured.failures == {"probe": "broken"}
+
     def test_a_failure_leaves_the_benchmark_out(self, monkeypatch: pytest.MonkeyPatch) -> None:
         timed_names: list[list[str]] = []
 

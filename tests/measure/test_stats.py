@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats as reference
 
+from foretrain.measure import stats
 from foretrain.measure.stats import (
     Interval,
     benjamini_hochberg,
@@ -117,6 +118,16 @@ class TestBootstrap:
         spread = [[0.5, 0.6, 1.0, 1.6, 2.0]] * 5
         lows = [bootstrap_ratio(spread, spread, seed=seed).low for seed in range(8)]
         assert max(lows) - min(lows) < 0.1
+
+    def test_few_processes_widen_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        a, b = single([1.0, 1.1, 1.2, 1.3, 1.4]), single([1.5, 1.1, 1.2, 1.0, 1.6])
+        wide = bootstrap_ratio(a, b)
+        monkeypatch.setattr(stats, "small_sample_widening", lambda *_: 1.0)
+        narrow = bootstrap_ratio(a, b)
+        for one, other in ((wide.low, narrow.low), (wide.high, narrow.high)):
+            assert one - wide.effect == pytest.approx(small_sample_widening(5, 5) * (other - wide.effect))
+        assert small_sample_widening(5, 5) == pytest.approx(2.306 / 1.96, rel=1e-3)
+        assert small_sample_widening(500, 500) == pytest.approx(1.0, abs=0.01)
 
     def test_one_slow_process_does_not_move_the_effect(self) -> None:
         ratio = bootstrap_ratio(single([3.0, 3.1, 3.05, 3.02, 3.08]), single([3.0, 3.1, 3.05, 3.02, 30.0]))

@@ -14,6 +14,7 @@ from tests.planning.observed import Live
 from foretrain.config import OptimizerConfig, from_mapping
 from foretrain.dynamics.hosted import HostedTrajectory
 from foretrain.dynamics.records import DIRECTIONS
+from foretrain.dynamics.secant import Secant
 from foretrain.engine import optim
 from foretrain.engine.host import host_bytes
 from foretrain.models import lora
@@ -42,10 +43,11 @@ def test_the_parameters_are_those_of_the_model(shape: GPT2Shape) -> None:
     assert parameters_of(shape).weights == size_of(model.parameters())
 
 
-@pytest.mark.parametrize("kind", ["adamw", "adam", "sgd", "muon"])
+@pytest.mark.parametrize("kind", ["adamw", "adam", "sgd", "muon", "adamw bf16", "adamw 8bit", "muon 8bit"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_optimizer_state_and_gradients_are_exact(shape: GPT2Shape, kind: str) -> None:
-    config = OptimizerConfig(type=kind)
+    kind, _, stored = kind.partition(" ")
+    config = OptimizerConfig(type=kind, state_type=stored or "fp32")
     model = GPT2(shape)
     optimizer = optim.build(model, config)
     tokens = torch.zeros(1, shape.context, dtype=torch.long)
@@ -245,6 +247,15 @@ def test_pairs_that_cannot_exist_are_not_counted(changes: dict[str, Any]) -> Non
     tiny, exact = GPT2Shape(2, 2, 64, 128, 256), {"optimizer.weight_decay": 0.0}
     assert full(exact, tiny).phases["full"]["quasi-Newton pairs"] > 0
     assert full(exact | changes, tiny).phases["full"]["quasi-Newton pairs"] == 0
+
+
+def test_pairs_take_what_the_real_ones_do() -> None:
+    """With a point to come back to."""
+    shape = GPT2Shape(2, 2, 64, 128, 256)
+    secant = Secant(list(GPT2(shape).parameters()), 20)
+    secant.mark = secant.point()
+    planned = full({"optimizer.weight_decay": 0.0, "hybrid.secant_pairs": 20}, shape).phases["full"]
+    assert planned["quasi-Newton pairs"] == pytest.approx(secant.bytes, rel=0.03)  # rows of small tensors are filled up
 
 
 def test_a_large_model_is_planned_without_making_it() -> None:

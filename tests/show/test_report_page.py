@@ -255,6 +255,13 @@ def damaged(path: tuple[str, ...], by: Any) -> dict[str, Any]:
     return made
 
 
+def test_the_name_of_a_run_is_text(tmp_path: Path) -> None:
+    markup = page(read_runs([write_run(tmp_path / "<b>&amp;", some_run(), SUMMARY)]))
+    reader = Reader(markup)
+    assert not reader.all("b")
+    assert "<title>&lt;b&gt;&amp;amp; · foretrain</title>" in markup
+
+
 def test_no_damage_of_the_summary_breaks_the_page(folder: Path) -> None:
     (record,) = read_runs([folder])
     for path in paths(SUMMARY):

@@ -159,6 +159,20 @@ def test_a_foreign_host_is_refused(shown: Serving, host: str) -> None:
     assert "html" not in text
 
 
+def test_two_hosts_are_none() -> None:
+    """The server itself refuses such a request; it is not relied on."""
+    guard = watch.Guard(None, "key", 80)  # type: ignore[arg-type]
+    own, other = (b"host", b"localhost:80"), (b"host", b"evil.example")
+    for headers, refused in (
+        ([own], False),
+        ([own, other], True),
+        ([own, own], True),
+        ([other, own], True),
+        ([], True),
+    ):
+        assert (guard._refusal({"method": "GET", "headers": headers}) is not None) is refused
+
+
 def test_its_own_names_are_answered(shown: Serving) -> None:
     for name in ("127.0.0.1", "localhost"):
         assert shown.answer(Host=f"{name}:{shown.port}")[0] == 200
@@ -200,14 +214,32 @@ def test_there_are_no_other_addresses(shown: Serving, path: str) -> None:
     assert "root:" not in text
 
 
+KEPT_TO_ITSELF = {
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-store",
+    "cross-origin-resource-policy": "same-origin",
+    "cross-origin-opener-policy": "same-origin",
+}
+
+
 def test_every_answer_has_the_headers_that_keep_it_to_itself(shown: Serving) -> None:
     answers = [shown.answer(), shown.answer("/report.js"), shown.answer("/nothing"), shown.answer(cookie="")]
     answers.append(shown.answer("/", "POST"))
     for _, headers, _ in answers:
-        assert headers.items() >= watch_guard.HEADERS.items()
+        assert headers.items() >= watch_guard.HEADERS.items() >= KEPT_TO_ITSELF.items()
         assert "server" not in headers
         assert not [name for name in headers if name.startswith("access-control")]
-    assert "unsafe" not in watch_guard.HEADERS["content-security-policy"]
+    policy = dict(
+        part.strip().partition(" ")[::2] for part in watch_guard.HEADERS["content-security-policy"].split(";")
+    )
+    own, nothing = "'self'", "'none'"
+    assert policy == {
+        **dict.fromkeys(("default-src", "base-uri", "form-action", "frame-ancestors"), nothing),
+        **dict.fromkeys(("script-src", "style-src", "connect-src"), own),
+        "img-src": "data:",
+    }
 
 
 def test_the_page_keeps_to_its_own_policy(shown: Serving) -> None:

@@ -115,6 +115,19 @@ def test_a_tracker_that_fails_is_off_after_one_warning() -> None:
     assert full.told[-1][0] == "close"
 
 
+def test_nothing_piles_up_for_a_tracker_that_has_failed() -> None:
+    bus, listener, _ = on_a_bus(Full())
+    for event in (STARTED, *map(evaluated, range(1, 6))):
+        bus.emit(event)
+    listener._thread.join()
+    bus.emit(evaluated(6))
+    waiting = listener._tasks.qsize()
+    for event in map(evaluated, range(7, 100)):
+        bus.emit(event)
+    assert listener._tasks.qsize() == waiting
+    close_all([listener])
+
+
 @pytest.mark.parametrize("where", ["log", "close"])
 def test_a_tracker_that_wants_to_end_the_program_is_off_like_any_other(where: str) -> None:
     class Leaving(Notebook):
