@@ -315,7 +315,7 @@ def _same_as_plain(work: Work) -> None:
     work.check(work.go(how="start", bare=False), {0})
     plain, work.order = digest(work.run), before
     for name in ("model.safetensors", "optimizer.safetensors", "random.safetensors"):
-        if plain.get(name) != work.expected.get(name):  # some optimizers keep nothing
+        if plain.get(name) != work.expected.get(name):  # there is none where the optimizer keeps nothing
             raise Failure("DIFFERS", f"{name} is not that of the plain loop, though nothing could be forecast")
 
 

@@ -134,7 +134,7 @@ def setups() -> dict[str, Setup]:
         _train("updates in backward", BACKWARD),
         _train("recomputed", {"engine.activation_checkpointing": True, "engine.fused_loss": True, "model.layers": 2}),
         _train("saved every step", {"checkpoint.interval": 1, "checkpoint.keep": 3, "optimizer.type": "adamw"}),
-        _train("characters, verbose", {"data.tokenizer": "char", "data.prefetch": 2, "log.console": "verbose"}),
+        _train("characters", {"data.tokenizer": "char", "data.prefetch": 2, "schedule.decay": "cosine"}),
         _train("early stopping", PATIENT),
         _train("tuned by itself", UNSTABLE),
         _train("leap", EAGER, {"max_steps": 80}, verdicts=["any"]),

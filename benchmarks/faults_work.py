@@ -18,7 +18,8 @@ from faults_runs import Order, Outcome, Process
 from faults_setups import Setup, write_inputs
 from foretrain.engine.checkpoint import CheckpointStore
 
-FAILURES = ("LOST", "DIFFERS", "SILENT", "TRACEBACK", "HUNG", "OTHER WORDS")
+FAILURES = ("LOST", "DIFFERS", "SILENT", "TRACEBACK", "HUNG", "OTHER WORDS", "NOT JUDGED")
+"""The last one: what came of it could not even be looked at."""
 _RAW = "Traceback (most recent call last)"
 _ALARM = 128 + 14
 

@@ -26,6 +26,7 @@ import resource
 import struct
 import sys
 import time
+import traceback
 import warnings
 from collections import Counter
 from collections.abc import Sequence
@@ -120,6 +121,9 @@ class Campaign:
             verdict = "same bits" if work.bits else "as promised"
         except Failure as failure:
             verdict, text = failure.verdict, str(failure)
+            work.happened = [one.name for one in kinds]
+        except Exception:  # noqa: BLE001 - one item that cannot be judged ends no other
+            verdict, text = "NOT JUDGED", traceback.format_exc()
             work.happened = [one.name for one in kinds]
         if verdict not in FAILURES and not keep:
             forget(folder)

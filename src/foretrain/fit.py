@@ -21,7 +21,7 @@ from foretrain import environment
 from foretrain.config import Config, to_mapping
 from foretrain.control.failures import tell
 from foretrain.engine import checkpoint, shortage
-from foretrain.engine.batches import Batches
+from foretrain.engine.batches import Batches, checked_state
 from foretrain.engine.checkpoint import CheckpointStore
 from foretrain.engine.described import unwrapped
 from foretrain.engine.fence import Failure, Ordered
@@ -618,7 +618,7 @@ class Run:
         meta = self._check_origin(loaded)
         self.trainer.load_state_dict(loaded.state, str(loaded.path))
         self.trainer.start_counting_anew()
-        self.loader_state = loaded.state.get("loader")
+        self.loader_state = checked_state(loaded.state.get("loader"), str(loaded.path))
         self.saved_step = loaded.step
         try:
             self.earlier_seconds = float(meta.get("total_seconds") or self.trainer.clock.seconds)

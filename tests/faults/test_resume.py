@@ -63,13 +63,20 @@ def test_checkpoints_that_are_gone_are_a_warning(workshop: Any) -> None:
 
 @pytest.mark.parametrize(
     ("section", "name", "value"),
-    [("meta", "total_seconds", "long"), ("progress", "position", -3), ("progress", "global_step", "x")],
+    [
+        ("meta", "total_seconds", "long"),
+        ("progress", "position", -3),
+        ("progress", "global_step", "x"),
+        ("", "loader", {"start": 3}),
+        ("", "loader", {"start": 3, "random": {}}),
+        ("", "loader", "x"),
+    ],
 )
 def test_a_forged_state_is_refused_in_one_line(section: str, name: str, value: Any, workshop: Any) -> None:
     """With checksums that are right."""
     for folder in workshop.checkpoints.glob("step-*"):
         content = json.loads((folder / "state.json").read_text())
-        content["state"][section][name] = value
+        (content["state"][section] if section else content["state"])[name] = value
         (folder / "state.json").write_text(json.dumps(content))
         manifest = json.loads((folder / "manifest.json").read_text())
         size, digest = (folder / "state.json").stat().st_size, checkpoint._digest(folder / "state.json")

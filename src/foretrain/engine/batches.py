@@ -12,7 +12,7 @@ import torch
 from foretrain.config import Config
 from foretrain.engine.fence import put_back, randomness, same_randomness
 from foretrain.engine.state import random_state, restore_random_state
-from foretrain.errors import InputError
+from foretrain.errors import CheckpointError, InputError
 from foretrain.events import Event, Notice
 
 _LOOK_AT_ALL = 100
@@ -37,6 +37,21 @@ def with_steps(config: Config, loader: Iterable[Any]) -> Config:
     if config.epochs is None:
         return config
     return config.model_copy(update={"max_steps": steps_in(config.epochs, loader), "epochs": None})
+
+
+def checked_state(state: Any, origin: str) -> dict[str, Any] | None:
+    """A state of `Batches` as a checkpoint had it. Raises CheckpointError where it is none."""
+    if state is None:
+        return None
+    try:
+        known = isinstance(state["start"], int) and state["random"].keys() == random_state().keys()
+    except (KeyError, TypeError, AttributeError):
+        known = False
+    if not known:
+        raise CheckpointError(
+            f"{origin}: it does not hold where the run was in its data; start from another checkpoint, or a new run"
+        )
+    return dict(state)
 
 
 class Batches:
