@@ -213,13 +213,21 @@ def judge(given: Input, outcome: Outcome) -> list[str]:
         problems.append("out of memory: what a file says was taken for granted")
     if found := _STEERING.search(outcome.err.replace("\r\n", "\n")):
         problems.append(f"steering character: {found[0]!r} on standard error")
-    elif outcome.command != "generate" and (found := _STEERING.search(outcome.out)):
+    elif outcome.command != "generate" and (found := _STEERING.search(_without_names(given, outcome.out))):
         problems.append(f"steering character: {found[0]!r} on standard output")
     if max(map(len, lines)) > 2200 and "raw error" not in str(problems):
         problems.append("long line: on standard error")
     if "--json" in given.arguments and outcome.code in (0, 2) and not problems:
         problems += _json_problem(outcome.out)
     return problems
+
+
+def _without_names(given: Input, out: str) -> str:
+    """Standard output is no terminal here: a program that reads it gets the names that it gave as they are."""
+    for text in given.arguments:
+        if _STEERING.search(text):
+            out = out.replace(text, "")
+    return out
 
 
 def _json_problem(out: str) -> list[str]:

@@ -10,7 +10,7 @@ import pytest
 
 from foretrain.cli import main
 from foretrain.errors import InputError
-from foretrain.terminal import Document, as_json, chosen_level, end_run, put_beside
+from foretrain.terminal import Document, as_json, chosen_level, end_run, put, put_beside
 
 
 def test_levels_by_flags() -> None:
@@ -97,3 +97,13 @@ def test_the_end_of_a_run_names_what_is_there(tmp_path: Path, capsys: pytest.Cap
     assert shown.out.endswith("┘\naccuracy 90.0%\n")
     ask = f"foretrain generate '{folder}' --prompt \"...\""
     assert shown.err == f"folder   {folder}\nadapter  {folder / 'adapter'}  ({ask})\n"
+
+
+def test_a_terminal_is_not_steered_by_names(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put("a\x1b[2Jb")
+    assert capsys.readouterr().out == "a\x1b[2Jb\n"  # programs get names as they are
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    put("a\x1b[2Jb")
+    assert capsys.readouterr().out == "a\\x1b[2Jb\n"

@@ -74,13 +74,14 @@ def check_target(folder: Path, overwrite: bool) -> None:
 
 
 def put(text: str) -> None:
-    """A result, on standard output."""
-    sys.stdout.write(text + "\n")
+    """A result, on standard output. It may name files; programs get their names as they are."""
+    sys.stdout.write(for_reader(text) + "\n")
     sys.stdout.flush()
 
 
 def for_reader(text: str) -> str:
-    """What a model wrote, for standard output: a terminal shows its control characters and does not obey them."""
+    """What a model wrote, or what a file is called, for standard output: a terminal shows control characters in it and
+    does not obey them."""
     return visible(text) if sys.stdout.isatty() else text
 
 

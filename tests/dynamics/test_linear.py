@@ -72,3 +72,9 @@ def test_ageing_is_measured() -> None:
     predictor = LinearPredictor()
     fitted(predictor, Run(noisy([50], 0.5), 30, exact=False))
     assert predictor._ageing.keep() == pytest.approx([2 / 3, 0.9], abs=1e-3)
+
+
+def test_ageing_without_any_evidence_is_a_number() -> None:
+    ageing = Ageing()
+    ageing.sums[:] = 0  # as a damaged state has it
+    assert (ageing.step(), ageing.keep().tolist()) == (0.0, [0.0, 0.0])

@@ -158,11 +158,11 @@ class Ageing:
         self.sums[1, 0] += 1.0
 
     def step(self) -> float:
-        return float(np.clip(self.sums[0, 0] / self.sums[1, 0], 0.0, 2.0))
+        return float(np.clip(self.sums[0, 0] / max(self.sums[1, 0], 1e-300), 0.0, 2.0))
 
     def keep(self) -> Array:
         """[means]"""
-        return np.asarray((self.sums[0, 1:] / self.sums[1, 1:]).clip(0.0, 0.999))
+        return np.asarray((self.sums[0, 1:] / np.maximum(self.sums[1, 1:], 1e-300)).clip(0.0, 0.999))
 
     def roll(self, first: Array, windows: int) -> Array:
         """[windows + 1, ..., R] coefficients of the displacement after 0, 1, 2 ... windows.
