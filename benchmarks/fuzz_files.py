@@ -45,7 +45,7 @@ def train_data(make: Maker) -> Input:
     if Path(path).suffix in (".bin", ".npy") or make.chance(0.1):
         more["model__vocab_size"] = make.rng.choice([300, 300, 10, 65536])
     if make.chance(0.15):
-        make.take(*{"text.txt"} - {path} if not Path("text.txt").exists() else ())
+        make.take(*{"text.txt"} - {path} if not os.path.lexists("text.txt") else ())
         more |= {"data__validation_path": path, "data__path": make.name("text.txt")}
     return Input(["train", *tiny_settings(**more), "--out", "out", "--quiet"], writes=("out", "cache"))
 
@@ -79,7 +79,7 @@ def train_names(make: Maker) -> Input:
     }
     return Input(
         ["train", *tiny_settings(**more), "--quiet", "--out", out],
-        writes=("out", "cache", folder, "none", "x" * 256, "~nosuchuser"),
+        writes=("out", "cache", folder, "none", "x" * 256, "~nosuchuser", *["home"] * (folder == "~")),
     )
 
 

@@ -149,7 +149,8 @@ def _spoil(rng: Random, container: Any, key: Any) -> None:
                 old = [old] if rng.random() < 0.5 else {"x": old}
             container[key] = old
         case "enlarge":
-            container[key] = [old] * 1000 if not isinstance(old, str) else old * 1000
+            times = min(1000, 1 + 200_000 // (1 + len(repr(old))))  # what is enlarged again must not fill the disk
+            container[key] = [old] * times if not isinstance(old, str) else old * times
         case "swap":
             others = list(container) if isinstance(container, dict) else list(range(len(container)))
             other = rng.choice(others)
@@ -223,7 +224,7 @@ def spoil_lines(rng: Random, content: bytes, spoil: Callable[[Random, Any], Any]
 def _spoilt_line(rng: Random, line: bytes, spoil: Callable[[Random, Any], Any]) -> bytes:
     try:
         return json_text(rng, spoil(rng, json.loads(line))).replace(b"\n", b" ")
-    except ValueError:
+    except (ValueError, RecursionError):
         return spoil_bytes(rng, line)
 
 

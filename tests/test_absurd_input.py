@@ -425,3 +425,9 @@ def test_json_of_others() -> None:
 def test_bounds_hold_in_python_too() -> None:
     with pytest.raises(InputError, match="too large"):
         Config(batch_size=2**63)
+
+
+def test_an_empty_name_of_data_is_not_all_of_pythons_sources(refused: Callable[..., str], tmp_path: Path) -> None:
+    write_base(tmp_path / "base")
+    assert "an empty name" in refused("evaluate", "base", "--data", "")
+    assert "an empty name among others" in refused("train", "--set", 'data.path=["text.txt", ""]', "--out", "out")

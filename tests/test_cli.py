@@ -60,6 +60,17 @@ def test_version(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.strip() == metadata.version("foretrain")
 
 
+def test_version_of_what_is_not_installed(
+    command: Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.version", missing)
+    assert command("--version") == 0
+    assert capsys.readouterr().out.strip() == "not installed: runs from its source"
+
+
 def test_python_dash_m_is_the_same_program() -> None:
     answer = subprocess.run([sys.executable, "-m", "foretrain", "config", "nosuch"], capture_output=True, text=True)
     assert (answer.returncode, answer.stdout, answer.stderr.count("Traceback")) == (2, "", 0)

@@ -41,13 +41,21 @@ from foretrain.terminal import (
     silent,
 )
 
+
+def _version() -> str:
+    try:
+        return metadata.version("foretrain")
+    except metadata.PackageNotFoundError:
+        return "not installed: runs from its source"
+
+
 app = App(
     name="foretrain",
     help="Hybrid predictive training for PyTorch: learns how the weights move, moves them ahead where that is shown to "
     "pay, and says honestly what it was worth. Stop and resume at any moment, bit for bit.\n\n"
     "Start with `foretrain train`: with no file it trains a small GPT on Python's own source code. What words such as "
     "move, leap and audit mean: docs/glossary.md.",
-    version=lambda: metadata.version("foretrain"),
+    version=_version,
     version_flags=["--version"],
     help_format="markdown",
     suppress_keyboard_interrupt=False,

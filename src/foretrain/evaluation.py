@@ -83,6 +83,9 @@ def evaluate(
     for name, value in (("batch_size", batch_size), ("batches", batches)):
         if value is not None and value < 1:
             raise InputError(f"{name} = {value}: give at least 1")
+    sources = [str(data)] if isinstance(data, (str, Path)) else list(data)
+    if not sources or "" in sources:
+        raise InputError("data: an empty name; name the text, examples or token files to score")
     path = find_folder(model)
     base = open_newest(path, tokenizer, vocabulary, say)
     chosen = Path(adapter) if adapter is not None else base.adapter
@@ -94,7 +97,6 @@ def evaluate(
     base.model.eval()
     precision = Precision(config.precision, place)
     work = _Work(base, config, place, precision, batch_size or config.batch_size, report)
-    sources = [str(data)] if isinstance(data, (str, Path)) else list(data)
     chosen_format = _format(sources, base.format, prompt, answer)
     if chosen_format is None:
         found = _text(work, sources, batches)

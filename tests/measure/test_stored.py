@@ -16,6 +16,7 @@ GOOD: dict[str, Any] = {
     "seed": 1,
     "learning_rate": 1e-3,
     "failed": "",
+    "started": "2026-11-16T10:00:00+00:00",
     "loss": 2.5,
     "held_out_loss": 2.4,
     "seconds": 1.5,
@@ -27,7 +28,7 @@ GOOD: dict[str, Any] = {
     "phases": [[0.0, 1.5, "FULL"]],
     "moves": [],
 }
-FAILED = {name: GOOD[name] for name in ("arm", "seed", "learning_rate")}
+FAILED = {name: GOOD[name] for name in ("arm", "seed", "learning_rate", "started")}
 FAILED |= {"failed": "diverged", "loss": None, "held_out_loss": None}
 
 
@@ -43,10 +44,20 @@ def test_what_is_whole_is_read(result: dict[str, Any], path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [None, "x", [1], {}, True, 10**400, -(10**31)])
-@pytest.mark.parametrize("name", ["seconds", "tokens", "backward_passes", "curve", "account", "phases", "kept"])
+@pytest.mark.parametrize(
+    "name", ["seconds", "tokens", "backward_passes", "curve", "account", "phases", "kept", "probe_tokens"]
+)
 def test_what_is_computed_with_must_be_there(name: str, value: Any, path: Path) -> None:
     path.write_text(json.dumps(GOOD | {name: value}))
     with pytest.raises(InputError, match=r"result\.json: damaged \(.*; delete it to run this part again"):
+        stored.read_result(path)
+
+
+@pytest.mark.parametrize("result", [GOOD, FAILED], ids=["finished", "failed"])
+@pytest.mark.parametrize("name", ["arm", "seed", "started", "failed"])
+def test_what_is_shown_must_be_there(name: str, result: dict[str, Any], path: Path) -> None:
+    path.write_text(json.dumps({key: value for key, value in result.items() if key != name}))
+    with pytest.raises(InputError, match=rf"result\.json: damaged \({name}: field required"):
         stored.read_result(path)
 
 

@@ -76,6 +76,8 @@ def find(paths: str | list[str], setting: str = "data.path") -> Source:
     if len(entries) == 1 and entries[0].startswith(HUB_PREFIX):
         return Source((), hub_name=entries[0].removeprefix(HUB_PREFIX))
     files: list[Path] = []
+    if "" in entries:
+        raise DataError(f"{setting}: an empty name among others; remove it, or name the file")
     for entry in entries:
         files.extend(_expand(entry, setting))
     source = Source(tuple(files))

@@ -30,6 +30,7 @@ class _Result(BaseModel):
     seed: int
     learning_rate: Number
     failed: str
+    started: str
     loss: Number | None
     held_out_loss: Number | None
 
@@ -41,6 +42,7 @@ class _Finished(_Result):
     steps: Count
     backward_passes: Annotated[Count, Field(gt=0)]
     tokens: Annotated[Count, Field(gt=0)]
+    probe_tokens: Count = 0
     kept: Count = 0
     refused: Count = 0
     rolled_back: Count = 0
