@@ -396,6 +396,19 @@ def test_the_end_of_a_run_is_the_lowest_point_known() -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, run.trainer.model.parameters(), strict=True))
 
 
+def test_it_stays_where_it_is_if_that_is_lower() -> None:
+    run, chain = after_a_chain()
+    assert chain.marked
+    before = [p.detach().clone() for p in run.trainer.model.parameters()]
+    losses = iter([1.0, 2.0])  # here, and at the end of the chain
+    assert chain.finish(same(0), lambda: next(losses)) is None
+    assert next(losses, None) is None
+    assert all(torch.equal(a, b) for a, b in zip(before, run.trainer.model.parameters(), strict=True))
+    losses = iter([2.0, 1.0])
+    assert chain.finish(same(0), lambda: next(losses)) == (2.0, 1.0)
+    assert not all(torch.equal(a, b) for a, b in zip(before, run.trainer.model.parameters(), strict=True))
+
+
 def test_validating_steps_that_go_astray_do_not_undo_a_chain() -> None:
     run = ready()
     run.run(lambda: run.trainer.phase is Phase.CORRECT)

@@ -9,7 +9,12 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from foretrain.dynamics.confidence import Confidence, ConfidenceFeatures, expected_calibration_error
+from foretrain.dynamics.confidence import (
+    MOST_SURE,
+    Confidence,
+    ConfidenceFeatures,
+    expected_calibration_error,
+)
 
 
 def situation(random: np.random.Generator) -> ConfidenceFeatures:
@@ -99,6 +104,14 @@ def test_a_few_outcomes_do_not_make_it_certain() -> None:
     assert confidence.estimate(ConfidenceFeatures(0.5, 0.7)) < 0.9
 
 
+def test_hundreds_of_outcomes_make_it_nearly_certain() -> None:
+    for kept, certain in ((True, MOST_SURE), (False, 1 - MOST_SURE)):
+        confidence = Confidence()
+        confidence.weights = [1000.0 if kept else -1000.0, 0.0, 0.0, 0.0, 0.0]
+        assert confidence.estimate(ConfidenceFeatures(0.5, 0.7)) == pytest.approx(certain)
+        assert 0 < confidence.estimate(ConfidenceFeatures(0.5, 0.7)) < 1
+
+
 def test_weight_says_how_much_an_outcome_counts() -> None:
     features = ConfidenceFeatures(0.5, 0.7)
     answers = []
@@ -115,6 +128,8 @@ def test_the_calibration_error_sees_a_liar() -> None:
     honest = [(p, bool(random.random() < p)) for p in random.uniform(0, 1, 2000).tolist()]
     assert expected_calibration_error(honest) < 0.03
     assert expected_calibration_error([(0.9, kept) for _, kept in honest]) == pytest.approx(0.4, abs=0.03)
+    # too low where it is low and too high where it is high: right on average, and wrong
+    assert expected_calibration_error([(0.0, True), (1.0, False)] * 100) == pytest.approx(1.0)
 
 
 def test_state_survives_a_round_trip() -> None:

@@ -375,6 +375,25 @@ def test_a_batch_that_is_not_finite_does_not_reach_running_statistics() -> None:
         assert torch.equal(value, before[name]), name
 
 
+def test_a_step_that_fails_leaves_running_statistics_as_they_were() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        value = model(batch).pow(2).mean()
+        if bool((batch > 100).any()):
+            raise RuntimeError("no memory is left")
+        return value
+
+    step = full_step(model, loss=loss)
+    good = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
+    step(good)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(RuntimeError, match="no memory is left"):
+        step(good + 1000)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+
 def test_without_the_check_a_bad_step_reaches_the_weights(make_model: Make, make_batch: Make) -> None:
     for name in ("adamw", "rmsprop"):
         model = make_model()

@@ -47,6 +47,18 @@ def test_a_run_takes_the_settings_of_the_plan_and_writes_them_down(
     assert run.train(more, tmp_path / "run", resume=True, progress=False)["global_step"] == 8
 
 
+def test_a_budget_that_changes_what_is_computed_says_so(make_config: Callable[..., Any]) -> None:
+    shape = {"model.vocab_size": 257, "model.width": 256, "hybrid.mode": "off", "optimizer.type": "adamw"}
+    fixed = {name: value_of(make_config(shape), name) for name in LEVERS if name != "optimizer.state_type"}
+    plain = make_config(shape | fixed)
+    config = make_config(shape | fixed | {"memory.budget": budget_of(plain, 0.9)})
+    said: list[str] = []
+    target = target_of(config, gpt2.shape_from_config(config.model))
+    planned = budget_module.within_budget(config, target, given(config), said.append)
+    assert planned.optimizer.state_type != "fp32"
+    assert "note: what is computed changes a little, by optimizer.state_type" in said
+
+
 def test_without_a_budget_nothing_is_changed(make_config: Callable[..., Any]) -> None:
     config = make_config()
     target = target_of(config, gpt2.shape_from_config(config.model))
