@@ -138,7 +138,7 @@ def _changed_data(work: Work) -> None:
     else:
         text = before.decode()
         path.write_text(text.replace("alpha", "omega", 3).replace("blue", "pink", 40) + "\n", encoding="utf-8")
-        work.refused("other data than")
+        work.refused("other data than|the tokenizer's vocabulary")
     path.write_bytes(before)
 
 
