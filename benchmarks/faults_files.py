@@ -138,7 +138,7 @@ def _changed_data(work: Work) -> None:
     else:
         text = before.decode()
         path.write_text(text.replace("alpha", "omega", 3).replace("blue", "pink", 40) + "\n", encoding="utf-8")
-        work.refused("other data than")
+        work.refused("other data than|the tokenizer's vocabulary")
     path.write_bytes(before)
 
 
@@ -215,7 +215,7 @@ def _moved_running(work: Work) -> None:
     if back:
         injections.append(inject.at_step(min(step + 5, work.setup.steps - 1), lambda: away.rename(work.run) and None))
     outcome = work.go(*injections)
-    if back:
+    if back or not outcome.fired:  # an early stop may come first
         work.check(outcome, {0})
         return
     work.check_error(outcome, {1}, "moved or deleted while the run goes on")
@@ -239,6 +239,9 @@ def _deleted(work: Work) -> None:
     step = work.later_step(0.9 * work.draw.random())
     gone = work.run if work.draw.random() < 0.5 else work.run.parent
     outcome = work.go(inject.at_step(step, lambda: shutil.rmtree(gone)))
+    if not outcome.fired:
+        work.check(outcome, {0})
+        return
     work.check_error(outcome, {1}, "moved or deleted while the run goes on")
     if gone.exists():
         raise Failure("OTHER WORDS", f"{gone} was made anew")

@@ -41,7 +41,7 @@ class Work:
         self.order = Order(setup, self.folder)
         self.always: list[Injection] = []
         """In every process of this item."""
-        self.expected = reference.digest
+        self.expected, self.loss = reference.digest, reference.loss
         self.compared: tuple[str, ...] = ()
         """Only these parts of the end, if any are named."""
         self.log = self.best = True

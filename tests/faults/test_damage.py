@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from foretrain.engine import checkpoint
+
 FILES = [
     *("average.safetensors", "hybrid.safetensors", "model.safetensors", "optimizer.safetensors"),
     *("precision.safetensors", "random.safetensors", "state.json", "manifest.json"),
@@ -112,6 +114,26 @@ def test_only_damaged_ones_is_an_error_and_never_a_new_start(workshop: Any) -> N
             assert f"step-{step:08d}/model.safetensors is damaged" in printed
         assert "start anew in another folder" in printed
     assert sorted(workshop.checkpoints.iterdir()) == before
+
+
+def test_what_cannot_be_read_once_for_a_lack_of_memory_is_not_damaged(
+    workshop: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So safetensors says it."""
+    load, failed = checkpoint.load_file, []
+
+    def short_of_memory(path: Path) -> Any:
+        if not failed:
+            failed.append(path.parent.name)
+            raise ValueError("could not determine the shape of object type 'torch.storage.UntypedStorage'")
+        return load(path)
+
+    monkeypatch.setattr(checkpoint, "load_file", short_of_memory)
+    code, printed = workshop.resume()
+    assert (code, failed) == (0, ["step-00000009"])
+    assert "resumed from step 9" in printed
+    assert not list(workshop.checkpoints.glob("bad-*"))
+    assert workshop.is_as_undisturbed()
 
 
 def test_the_end_of_a_damaged_last_checkpoint_is_trained_again(workshop: Any) -> None:

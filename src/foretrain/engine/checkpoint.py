@@ -308,13 +308,22 @@ def read(folder: str | Path) -> dict[str, Any]:
         tensors: dict[str, Tensor] = {}
         for name in manifest.files:
             if name.endswith(".safetensors"):
-                tensors.update(load_file(folder / name))
+                tensors.update(_read_tensors(folder / name))
         state = put_together(Snapshot(tensors, content["state"]))
         if not isinstance(state, dict):
             raise CheckpointError(f"{folder / _STATE} holds no state")
     except (ValueError, KeyError, TypeError, RecursionError, SafetensorError, OSError) as error:
         raise CheckpointError(f"{folder} is damaged: {' '.join(str(error).split())}") from None
     return state
+
+
+def _read_tensors(path: Path) -> dict[str, Tensor]:
+    """Of a file whose checksum is right. A lack of memory comes out of safetensors as a strange ValueError, and is no
+    damage: what fails twice is."""
+    try:
+        return load_file(path)
+    except (ValueError, SafetensorError):
+        return load_file(path)
 
 
 def _read_manifest(folder: Path) -> _Manifest:
