@@ -200,3 +200,19 @@ def test_steps_in_which_something_else_moved_the_weights_teach_nothing() -> None
         weights[0] += 1.0
         ahead.after_step()
     assert torch.allclose(ahead.m[0], torch.full((3,), 3 * (1 - 0.9**3)))
+
+
+def test_a_step_that_is_not_done_takes_the_look_ahead_back() -> None:
+    weights = torch.arange(6.0)
+    ahead = LookAhead([weights], beta=0.5, gamma=0.9)
+    ahead.m[0].fill_(0.1)
+    before = weights.clone()
+    ahead.before_step(1.0)
+    assert not torch.equal(weights, before)
+    ahead.take_back()
+    assert torch.equal(weights, before)
+    ahead.before_step(1.0)
+    ahead.after_step()
+    done = weights.clone()
+    ahead.take_back()  # a step that is done stays
+    assert torch.equal(weights, done)
