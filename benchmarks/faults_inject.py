@@ -220,6 +220,8 @@ def not_finite(passes: frozenset[int]) -> Injection:
 
         def full(trainer: HybridTrainer, *arguments: Any) -> Any:
             bad[0] = trainer.backward_passes in passes
+            if bad[0]:
+                tell_fired()
             try:
                 return taken(trainer, *arguments)
             finally:

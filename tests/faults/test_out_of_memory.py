@@ -23,7 +23,7 @@ from foretrain.config import from_mapping
 from foretrain.control.rescue import MOST_FAILED_MOVES
 from foretrain.engine.shortage import next_smaller
 from foretrain.errors import OutOfMemory
-from foretrain.events import Event, MemoryUsed, Moved, Notice, Progress, Recovered
+from foretrain.events import Event, HealthMeasured, MemoryUsed, Moved, Notice, Progress, Recovered
 
 SAVES = {"checkpoint.interval": 15, "evaluation.interval": 20, "log.interval": 10}
 TEXT = "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 1.00 GiB"
@@ -237,6 +237,30 @@ def test_the_same_batch_again_in_smaller_parts(what: str, step: int, settings: d
     assert event.text.endswith("; once more with accumulation_steps = 2")
     found = trainer.summary()["out_of_memory"]
     assert (found["times"], found["settings"]) == (1, {"accumulation_steps": 2})
+
+
+@pytest.mark.parametrize("what", ["forward", "backward", "look"])
+def test_a_look_that_was_begun_with_the_step_is_made_when_the_run_goes_on(what: str, tmp_path: Path) -> None:
+    settings = {"memory.on_out_of_memory": "stop", "health.interval": 6}
+    whole, _ = tight(Tight(), **settings)
+    whole.fit(Batches(rows), progress=False)
+    trainer, _ = tight(Tight() if what == "look" else Tight((what, 12)), **settings)
+    if what == "look":
+        begin = trainer.checkup.look.begin
+
+        def short() -> None:
+            if trainer.global_step == 12:
+                raise shortage()
+            begin()
+
+        trainer.checkup.look.begin = short  # type: ignore[method-assign]
+    with pytest.raises(OutOfMemory, match="The state after step 12 is saved"):
+        trainer.fit(Batches(rows), out=tmp_path, progress=False)
+    resumed, events = tight(Tight(), **settings)
+    resumed.fit(Batches(rows), out=tmp_path, resume=True, progress=False)
+    assert [event.step for event in events if isinstance(event, HealthMeasured)] == [12, 18]
+    assert resumed.checkup.looks == whole.checkup.looks == 4
+    assert_same_state(saved(resumed), saved(whole))
 
 
 def test_smaller_and_smaller_until_it_fits_and_as_small_after_a_resume(tmp_path: Path) -> None:

@@ -69,10 +69,10 @@ class Checkup:
     def begin(self) -> None:
         step = self.engine.global_step
         if self.on and step >= self.next_look and not self.look.on_its_way:
-            self.next_look = (step // self.interval + 1) * self.interval
             self._looked = step
             self._close()
             self.look.begin()
+            self.next_look = (step // self.interval + 1) * self.interval  # only now: memory may have run out before
 
     def end(self, output: StepOutput) -> None:
         if self.look.looking:

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from foretrain.config import Config, changed
+from foretrain.control.checkup import Checkup
 from foretrain.control.machine import Phase
 from foretrain.control.mover import Mover
 from foretrain.control.pilot import Pilot
@@ -47,6 +48,7 @@ class Trained(Protocol):
     pilot: Pilot | None
     mover: Mover
     look_ahead: LookAhead | None
+    checkup: Checkup
 
     @property
     def phase(self) -> Phase: ...
@@ -210,6 +212,7 @@ class Rescue:
         """Bit for bit as before the step. Gradients are gone already, and buffers were put back where they changed."""
         if self.trainer.look_ahead is not None:
             self.trainer.look_ahead.take_back()
+        self.trainer.checkup.taken_back(leaps=0)  # a look that was begun with the step
         self._looked_at = -_LOOK_AT_ALL  # what is done again may fail again
         own, on_device, python, numpy = mark.randomness
         torch.set_rng_state(own)
