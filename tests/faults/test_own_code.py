@@ -419,7 +419,6 @@ NO_STATES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "far too deep": (lambda given: nested(70), "nested more than 50 deep"),
     "much text": (lambda given: {"text": "a" * (9 * 2**20)}, "9 MB that are not tensors"),
     "a number too long": (lambda given: {"number": 10**5000}, "ValueError"),
-    "complex tensor": (lambda given: {"z": torch.zeros(2, dtype=torch.complex64)}, "z is torch.complex64"),
     "sparse tensor": (lambda given: {"s": torch.zeros(2, 2).to_sparse()}, "torch.sparse_coo"),
     "a tensor without numbers": (lambda given: {"m": torch.zeros(2, device="meta")}, "on meta"),
 }
