@@ -273,7 +273,7 @@ def test_memory_that_runs_out_while_a_checkpoint_is_read(tmp_path: Path, monkeyp
     tight(Tight())[0].fit(Batches(rows), out=tmp_path, progress=False)
     before = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     monkeypatch.setattr(checkpoint, "load_file", short)
-    with pytest.raises(OutOfMemory, match="out of memory in setup .* All checkpoints are as they were"):
+    with pytest.raises(OutOfMemory, match=r"out of memory in setup .* All checkpoints are as they were"):
         tight(Tight())[0].fit(Batches(rows), out=tmp_path, resume=True, progress=False)
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == before
 
