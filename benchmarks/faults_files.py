@@ -64,7 +64,7 @@ def _damaged_checkpoint(work: Work) -> None:
 
 @kind(
     "damaged file of the run",
-    "config.toml: refused, or the change is named; others: made anew or passed over",
+    "log, summary, page, lock: made anew, gone on with or passed over; the same bits",
     weight=3,
 )
 def _damaged_file(work: Work) -> None:

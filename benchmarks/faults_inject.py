@@ -26,12 +26,14 @@ Injection = Callable[[ExitStack], None]
 """Called in the process that it is for; whatever must be left again is entered on the stack."""
 
 
-def tell_fired() -> None:
+def tell_fired(mark: bytes = b"1") -> None:
     """Tell the parent that the fault has really happened."""
     if channel[0] >= 0:
-        os.write(channel[0], b"1")
+        os.write(channel[0], mark)
 
 
+SPOILED = b"n"
+"""A loss was made not finite: this happens in any process of an item, beside its other faults."""
 channel = [-1]
 """Of this process, where its parent reads."""
 
@@ -221,7 +223,7 @@ def not_finite(passes: frozenset[int]) -> Injection:
         def full(trainer: HybridTrainer, *arguments: Any) -> Any:
             bad[0] = trainer.backward_passes in passes
             if bad[0]:
-                tell_fired()
+                tell_fired(SPOILED)
             try:
                 return taken(trainer, *arguments)
             finally:

@@ -77,6 +77,8 @@ class Outcome:
     text: str
     fired: bool = False
     """A fault that waits for its moment has happened, as far as the process can tell."""
+    spoiled: bool = False
+    """A loss was not finite."""
 
     @property
     def last(self) -> str:
@@ -124,10 +126,13 @@ class Process:
         while not self._parts or self._parts[-1]:
             self._read(None)
         code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        fired = bool(os.read(self._fired, 1)) or code == -signal.SIGKILL
+        marks = os.read(self._fired, 4096)
+        fired, spoiled = b"1" in marks or code == -signal.SIGKILL, inject.SPOILED in marks
         os.close(self._reader)
         os.close(self._fired)
-        return Outcome(code if code >= 0 else 128 - code, b"".join(self._parts).decode(errors="replace"), fired)
+        return Outcome(
+            code if code >= 0 else 128 - code, b"".join(self._parts).decode(errors="replace"), fired, spoiled
+        )
 
 
 def _be_child(order: Order, injections: Sequence[Injection], writer: int, note: Callable[[], Any] | None) -> None:

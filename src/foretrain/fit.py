@@ -611,9 +611,21 @@ class Run:
     def _resume(self) -> None:
         if self.store is None:
             raise InputError("resume needs a run folder; name it with out=...")
-        loaded = self.store.load_newest(lambda path, reason: self.emit(CheckpointRejected(str(path), reason)))
+        try:
+            self._load_newest(self.store)
+        except (RuntimeError, MemoryError) as error:
+            found, rescue = shortage.look_at(error), self.trainer.rescue
+            if found is None:
+                raise
+            text = f"{rescue.explain(found)}; {rescue.advice()}. All checkpoints are as they were"
+        else:
+            return
+        raise OutOfMemory(text)
+
+    def _load_newest(self, store: CheckpointStore) -> None:
+        loaded = store.load_newest(lambda path, reason: self.emit(CheckpointRejected(str(path), reason)))
         if loaded is None:
-            self._tell_no_checkpoint(self.store.root)
+            self._tell_no_checkpoint(store.root)
             return
         meta = self._check_origin(loaded)
         self.trainer.load_state_dict(loaded.state, str(loaded.path))
