@@ -23,8 +23,10 @@ from foretrain.base import open_base
 from foretrain.cli import main
 from foretrain.config import Config, from_mapping
 from foretrain.errors import InputError
+from foretrain.events import CheckpointRejected, Notice
 from foretrain.files import from_json, user_path
 from foretrain.outlet import Outlet, visible
+from foretrain.show import narration
 from foretrain.show import screen as screens
 from foretrain.tuning import finetune
 
@@ -431,3 +433,23 @@ def test_an_empty_name_of_data_is_not_all_of_pythons_sources(refused: Callable[.
     write_base(tmp_path / "base")
     assert "an empty name" in refused("evaluate", "base", "--data", "")
     assert "an empty name among others" in refused("train", "--set", 'data.path=["text.txt", ""]', "--out", "out")
+
+
+def test_prefetch_has_a_bound(refused: Callable[..., str]) -> None:
+    assert "data.prefetch" in refused("train", "--set", "data.prefetch=2147483647", "--out", "out")
+
+
+def test_what_needs_a_gpu_is_said_before_the_run_is_shown(call: Call) -> None:
+    settings = ("data.path=text.txt", "device=cpu", "engine.cuda_graph=true", "model.layers=1", "model.width=16")
+    code, _, err = call("train", *(word for setting in settings for word in ("--set", setting)), "--out", "out")
+    assert (code, err.splitlines()[-1][:32]) == (2, "error: engine.cuda_graph = true ")
+    assert len(err.splitlines()) <= 3, err
+
+
+def test_a_notice_that_quotes_a_file_is_never_longer_than_one_reads() -> None:
+    told = narration.line(Notice("saved with torch " + "2.13.0" * 1000))
+    assert told is not None
+    assert len(told) < 2100
+    told = narration.line(CheckpointRejected("step-1", "model.blocks" * 1000))
+    assert told is not None
+    assert len(told) < 2100

@@ -20,7 +20,7 @@ from foretrain.cli_plan import plan
 from foretrain.cli_report import report, watch
 from foretrain.environment import wait_shortly
 from foretrain.errors import ConfigError, ForetrainError, InputError, OutOfMemory, is_out_of_memory
-from foretrain.outlet import outlets
+from foretrain.outlet import outlets, shortened
 from foretrain.terminal import (
     Document,
     Json,
@@ -37,7 +37,6 @@ from foretrain.terminal import (
     put_json,
     put_written,
     say,
-    shortened,
     silent,
 )
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
@@ -682,8 +682,10 @@ class Run:
 
 def _effective(name: str, settings: Mapping[str, Any]) -> str:
     """What a setting was; of a learning rate or weight decay that was left unset, what it then is."""
-    value, unset = settings.get(name), OptimizerConfig(type=settings["optimizer.type"])
-    if value is None:
+    value: Any = settings.get(name)
+    kind: Any = settings.get("optimizer.type")  # a forged checkpoint may hold anything
+    if value is None and kind in get_args(OptimizerConfig.model_fields["type"].annotation):
+        unset = OptimizerConfig(type=kind)
         value = {"optimizer.learning_rate": unset.peak_rate, "optimizer.weight_decay": unset.decay}.get(name)
     return "unset" if value is None else json.dumps(value)
 

@@ -13,7 +13,7 @@ from foretrain.engine.checkpoint import CheckpointStore
 from foretrain.files import from_json
 from foretrain.models import lora
 from foretrain.models.adapter_files import adapter_of
-from foretrain.run import is_checkpoint, model_of, read_checkpoint, run_of
+from foretrain.run import is_checkpoint, model_of, read_checkpoint, run_of, step_of
 from foretrain.tuning import restore_adapter
 
 
@@ -27,7 +27,7 @@ def open_newest(
     store, state, config = read_checkpoint(path)
     run = run_of(store)
     beside = run / "tokenizer.json"
-    step = state["progress"]["global_step"]
+    step = step_of(store, state)
     if config.model.weights and state.get("frozen"):
         wanted = tokenizer or (str(beside) if beside.is_file() else "")
         base = open_base(config.model.weights, wanted, vocabulary)

@@ -19,9 +19,17 @@ _UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202
 """Characters that steer a terminal, or turn the direction of reading: what comes from files shows them, never obeys."""
 
 
+_LONGEST_LINE = 2000
+
+
 def visible(text: str) -> str:
     """The same with escapes for characters that steer a terminal."""
     return _UNSEEN.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def shortened(text: str) -> str:
+    """Not more of it than one reads: files may hold names and values without end."""
+    return text if len(text) <= _LONGEST_LINE else f"{text[:_LONGEST_LINE]} ..."
 
 
 class Outlet:

@@ -252,6 +252,14 @@ def read_checkpoint(source: str | Path) -> tuple[Path, dict[str, Any], Config]:
     return store, state, configuration.from_mapping(meta["config"], str(store))
 
 
+def step_of(store: Path, state: dict[str, Any]) -> int:
+    """The step that a checkpoint was saved at."""
+    step = state.get("progress", {}).get("global_step") if isinstance(state.get("progress"), dict) else None
+    if not isinstance(step, int):
+        raise CheckpointError(f"{store}: it does not say at which step it was saved; name another one")
+    return step
+
+
 def is_checkpoint(folder: Path) -> bool:
     return (folder / "manifest.json").is_file()
 

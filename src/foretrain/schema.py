@@ -129,7 +129,7 @@ class DataConfig(Section):
     needs, `model.context` at the most."""
     cache: str = ""
     """Folder for token files. Empty: the user's cache folder."""
-    prefetch: CountOrZero = 4
+    prefetch: Annotated[int, Field(ge=0, le=1000)] = 4
     """Batches prepared ahead by a background thread. 0: none, prepared when needed."""
 
 

@@ -17,13 +17,10 @@ from cyclopts import Parameter
 
 from foretrain.errors import InputError
 from foretrain.files import for_json
-from foretrain.outlet import visible
+from foretrain.outlet import shortened, visible
 
 if TYPE_CHECKING:
     from foretrain.schema import Level
-
-
-_LONGEST_LINE = 2000
 
 
 def flag(text: str, name: str | None = None) -> Parameter:
@@ -97,11 +94,6 @@ def say(text: str) -> None:
     """What happens, on standard error. It may quote files."""
     sys.stderr.write(visible(shortened(text)) + "\n")
     sys.stderr.flush()
-
-
-def shortened(text: str) -> str:
-    """Not more of it than one reads: files may hold names and values without end."""
-    return text if len(text) <= _LONGEST_LINE else f"{text[:_LONGEST_LINE]} ..."
 
 
 def silent(text: str) -> None:

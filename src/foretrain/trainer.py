@@ -714,6 +714,7 @@ class HybridTrainer(Engine):
             raise InputError("callbacks is a list of functions of one event, such as [listen]")
         if load_best:
             check_load_best(self.config, out, held_out)
+        self.check_recording()
         self.unit = unit or self.unit
         self.stopping = False
         self._set_length(loader, epochs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,33 @@ def test_checkpoints_that_are_gone_are_a_warning(workshop: Any) -> None:
     assert "warning: killed/checkpoints holds no checkpoint, though metrics.jsonl tells of an earlier run" in printed
 
 
+def forge(workshop: Any, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change the state in every checkpoint, with checksums that are right."""
+    for folder in workshop.checkpoints.glob("step-*"):
+        content = json.loads((folder / "state.json").read_text())
+        change(content["state"])
+        (folder / "state.json").write_text(json.dumps(content))
+        manifest = json.loads((folder / "manifest.json").read_text())
+        size, digest = (folder / "state.json").stat().st_size, checkpoint._digest(folder / "state.json")
+        manifest["files"]["state.json"] = {"size": size, "sha256": digest}
+        (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_a_step_that_is_not_said_is_no_raw_error(workshop: Any) -> None:
+    forge(workshop, lambda state: state["progress"].pop("global_step"))
+    code, printed = workshop.foretrain("generate", "killed", "--prompt", "a", "--max-tokens", "1", "--device", "cpu")
+    assert (code, printed.count("\n")) == (2, 1), printed
+    assert "it does not say at which step it was saved" in printed
+
+
+def test_settings_that_a_checkpoint_does_not_name_are_said_to_be_unset(workshop: Any) -> None:
+    forge(workshop, lambda state: state["meta"]["config"].pop("optimizer"))
+    code, printed = workshop.foretrain("train", "tiny.toml", "--out", "killed", "--resume")
+    assert code == 0
+    assert 'optimizer.type unset -> "muon"' in printed
+    assert workshop.is_as_undisturbed()
+
+
 @pytest.mark.parametrize(
     ("section", "name", "value"),
     [
@@ -73,15 +101,7 @@ def test_checkpoints_that_are_gone_are_a_warning(workshop: Any) -> None:
     ],
 )
 def test_a_forged_state_is_refused_in_one_line(section: str, name: str, value: Any, workshop: Any) -> None:
-    """With checksums that are right."""
-    for folder in workshop.checkpoints.glob("step-*"):
-        content = json.loads((folder / "state.json").read_text())
-        (content["state"][section] if section else content["state"])[name] = value
-        (folder / "state.json").write_text(json.dumps(content))
-        manifest = json.loads((folder / "manifest.json").read_text())
-        size, digest = (folder / "state.json").stat().st_size, checkpoint._digest(folder / "state.json")
-        manifest["files"]["state.json"] = {"size": size, "sha256": digest}
-        (folder / "manifest.json").write_text(json.dumps(manifest))
+    forge(workshop, lambda state: (state[section] if section else state).update({name: value}))
     code, printed = workshop.foretrain("train", "tiny.toml", "--out", "killed", "--resume", "--quiet")
     assert (code, printed.count("\n")) == (2, 1), printed
     assert "Traceback" not in printed

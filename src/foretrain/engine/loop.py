@@ -264,21 +264,25 @@ class Engine:
 
     def _choose_step(self, batch: Any) -> Callable[[Any], StepOutput]:
         """The step as it is, or recorded as a CUDA graph where launches dominate."""
-        wanted = self.cuda_graph
+        possible = self.check_recording()
+        parameters = sum(p.numel() for p in self.full_step.parameters)
+        if possible and _switch(self.cuda_graph, auto=launch_bound(parameters, batch)):
+            return GraphedStep(self.full_step)
+        return self.full_step
+
+    def check_recording(self) -> bool:
+        """Whether a step can be recorded as a CUDA graph; refuses where it cannot, and must."""
         draws_again = getattr(self.model, "draws_again", False)
         possible = self.device.type == "cuda" and self.full_step.device_skip and not draws_again
         possible = possible and self.away is None  # a graph is bound to addresses: its tensors cannot leave
         possible = possible and (not self.own_optimizer or optim.can_be_recorded(self.optimizer))
-        if wanted is True and not possible:
+        if self.cuda_graph is True and not possible:
             raise ConfigError(
                 "engine.cuda_graph = true needs a CUDA GPU, a fused optimizer (adamw, adam, sgd or muon; one of your "
                 "own with lr=torch.tensor(...) on the GPU and capturable=True), no dropout in blocks that "
                 "engine.activation_checkpointing recomputes, and memory.offload = false; use 'auto'"
             )
-        parameters = sum(p.numel() for p in self.full_step.parameters)
-        if possible and _switch(wanted, auto=launch_bound(parameters, batch)):
-            return GraphedStep(self.full_step)
-        return self.full_step
+        return possible
 
     # --- memory ------------------------------------------------------------------------------------------------------
 

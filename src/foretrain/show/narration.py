@@ -23,6 +23,7 @@ from foretrain.events import (
     Tuned,
     in_words,
 )
+from foretrain.outlet import shortened
 from foretrain.show.numbers import loss_text
 from foretrain.show.settings import assignments
 
@@ -55,7 +56,7 @@ def line(event: Event, verbose: bool = False) -> str | None:
             took = f" in {event.seconds:.2f} s" if verbose else ""
             return f"step {event.step}: saved {escape(event.path)} ({event.megabytes:.1f} MB{_parts(event)}{took})"
         case CheckpointRejected():
-            return f"[yellow]warning:[/] damaged checkpoint put aside as {escape(event.path)}: {escape(event.reason)}"
+            return f"[yellow]warning:[/] damaged checkpoint put aside as {escape(event.path)}: {_told(event.reason)}"
         case Resumed():
             return f"resumed from step {event.step} ({escape(event.path)})"
         case PhaseChanged():
@@ -72,18 +73,18 @@ def line(event: Event, verbose: bool = False) -> str | None:
             rate, loss = f"learning rate {event.learning_rate:.2g}", f"held-out loss {loss_text(event.loss)}"
             return f"{rate}: {loss} after {event.steps} steps{found}"
         case Recovered() if event.action == "out_of_memory":
-            return f"[yellow]warning:[/] {escape(event.text)}"  # it says when and in which phase
+            return f"[yellow]warning:[/] {_told(event.text)}"  # it says when and in which phase
         case Recovered(action="roll_back", at=int(at)) if at > event.step:
             text = escape(event.text.removeprefix("rolled back"))
             return f"[yellow]step {at}: rolled back to step {event.step}[/]{text}"
         case Recovered():
-            return f"[yellow]step {event.step}, {event.action.replace('_', ' ')}:[/] {escape(event.text)}"
+            return f"[yellow]step {event.step}, {event.action.replace('_', ' ')}:[/] {_told(event.text)}"
         case HealthFound():
             return _finding(event)
         case Tuned():
             return f"[yellow]step {event.step}, tuned:[/] {escape(assignments(event.change))} ({event.ailment})"
         case Notice():
-            text = escape(event.message)
+            text = _told(event.message)
             return f"[yellow]warning:[/] {text}" if event.level == "warning" else text
         case MemoryUsed():
             return _memory(event)
@@ -92,6 +93,11 @@ def line(event: Event, verbose: bool = False) -> str | None:
         case OwnCodeFailed():
             return escape(event.traceback.rstrip()) or None
     return None
+
+
+def _told(text: str) -> str:
+    """Words that may quote a file."""
+    return escape(shortened(text))
 
 
 def _parts(event: CheckpointSaved) -> str:
