@@ -246,7 +246,7 @@ class Copy:
     def pytest(self, arguments: Sequence[str], timeout: float) -> tuple[int | None, str]:
         """(exit code, what it printed); None: it did not end in time."""
         root = self.project.root
-        options = [*_QUIETLY, *arguments]
+        options = [*_QUIETLY, f"--basetemp={root}-tests", *arguments]  # workers would clear away each other's folders
         package = str((root / self.project.package).parent)
         return self.warm.run({"root": str(root), "package": package, "arguments": options, "timeout": timeout})
 

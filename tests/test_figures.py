@@ -143,3 +143,31 @@ def test_kills(readme: str) -> None:
     kills, passes = (sum(mode[key] for mode in counts) for key in ("points", "PASS"))
     assert kills == passes
     assert f"{kills} interruptions" in readme
+
+
+def test_faults(readme: str) -> None:
+    found = raw("2026-11-16-thousand-faults")
+    counts = found["all"]
+    assert counts["failures"] == 0
+    assert f"{counts['items']:,} drawn faults" in readme
+    assert f"over {len(found['configurations'])} configurations" in readme
+    assert f"{counts['same bits']} runs ended with the same bits, {counts['as promised']} as promised" in readme
+
+
+def test_what_attack_finds() -> None:
+    pages = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    fuzzed, mutants, faults = (raw(f"2026-11-16-{name}") for name in ("fuzz", "mutants", "thousand-faults"))
+    codes = {code: sum(row["codes"].get(code, 0) for row in fuzzed["rows"]) for code in "210"}
+    assert fuzzed["findings"] == 0
+    assert f"{fuzzed['inputs']:,} inputs over {len(fuzzed['rows'])} pairs" in pages
+    assert f"exit code 2 {codes['2']:,} times, 0 {codes['0']:,} times, 1 {codes['1']:,} times" in pages
+    assert f"the slowest took {fuzzed['slowest_cpu_seconds']:.1f} s" in pages
+    noticed = mutants["counts"]["killed"] + mutants["counts"]["timeout"]
+    assert f"**{noticed} of {len(mutants['rows'])} are noticed**" in pages
+    assert f"{faults['all']['items']:,} items, seed {faults['seed']}, {faults['all']['processes']:,} processes" in pages
+    for name, one in faults["faults"].items():
+        assert f"| {name} | {one['items']} | {one['same bits']} | {one['as promised']} | {one['failures']} |" in pages
+    for arm in raw("2026-11-16-long-run-cpu")["arms"].values():
+        verdict = arm["verdict"]
+        assert f"| {verdict['memory_mb_per_1000_steps']} MB |" in pages
+        assert f"| {verdict['log_bytes_per_step']:.0f} bytes |" in pages

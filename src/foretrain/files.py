@@ -135,6 +135,11 @@ def give_usual_mode(path: Path) -> None:
     path.chmod(stat.S_IMODE(mode))
 
 
+def give_mode_of_folder(path: Path) -> None:
+    """The same for a file in a folder that was just made: the umask has decided about the folder."""
+    path.chmod(stat.S_IMODE(path.parent.stat().st_mode) & 0o666)
+
+
 def remove(path: Path) -> None:
     """Delete a file, a link or a whole folder."""
     if path.is_dir() and not path.is_symlink():

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import shutil
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,16 @@ def test_what_is_saved_comes_back(tmp_path: Path) -> None:
     assert loaded is not None
     assert (loaded.step, loaded.path, loaded.rejected) == (7, path, [])
     assert same(loaded.state, state())
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600), (0o002, 0o664)])
+def test_the_umask_says_who_may_read_a_checkpoint(umask: int, mode: int, tmp_path: Path) -> None:
+    before = os.umask(umask)
+    try:
+        path = CheckpointStore(tmp_path).save(7, state())
+    finally:
+        os.umask(before)
+    assert {stat.S_IMODE(file.stat().st_mode) for file in path.iterdir()} == {mode}
 
 
 def test_a_folder_that_is_not_there_holds_no_checkpoint(tmp_path: Path) -> None:

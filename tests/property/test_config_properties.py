@@ -50,7 +50,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "data.validation_path": paths,
     "data.max_documents": count,
     "data.cache": text,
-    "data.prefetch": count_or_zero,
+    "data.prefetch": st.integers(0, 1000),
     "optimizer.type": st.sampled_from(["adamw", "adam", "sgd", "muon"]),
     "optimizer.learning_rate": positive,
     "optimizer.weight_decay": st.floats(0, 1e3),

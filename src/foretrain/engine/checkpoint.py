@@ -29,7 +29,7 @@ from foretrain.errors import CheckpointError, SaveError
 from foretrain.files import (
     explain_failed_write,
     from_json,
-    give_usual_mode,
+    give_mode_of_folder,
     make_folder,
     remove,
     sync_file,
@@ -238,7 +238,7 @@ def _write(folder: Path, step: int, parts: Snapshot) -> None:
         if not _FILE_NAME.fullmatch(path.name):
             raise ValueError(f"{component!r} cannot be the name of a part of a checkpoint; use letters and digits")
         save_file(separate(tensors), path)
-        give_usual_mode(path)
+        give_mode_of_folder(path)
         sync_file(path)
     write_synced(folder / _STATE, _state_text(step, parts.tree))
     entries = {path.name: {"size": path.stat().st_size, "sha256": _digest(path)} for path in sorted(folder.iterdir())}
