@@ -254,7 +254,18 @@ class RunEnded(Event):
 Listener = Callable[[Event], None]
 _LONGEST_LINE = 300
 _LONGEST_TRACE = 20_000
-"""Characters that are told of what a listener raised."""
+"""Characters that are told of what code of the user's own raised."""
+
+
+def told_of(error: BaseException, text: str = "") -> tuple[str, str]:
+    """An error in one line, or the words given for it, and its traceback; not more of either than one reads."""
+    text = text or " ".join("".join(traceback.format_exception_only(error)).split())
+    trace = "".join(traceback.format_exception(error))
+    cut = len(trace) - _LONGEST_TRACE
+    return (
+        text if len(text) <= _LONGEST_LINE else f"{text[:_LONGEST_LINE]} ...",
+        trace if cut <= 0 else f"... {cut:,} characters ...\n{trace[-_LONGEST_TRACE:]}",
+    )
 
 
 def in_words(count: float) -> str:
@@ -309,7 +320,6 @@ class Bus:
                 self._listeners.remove(listener)
         for listener, cause in failed:
             name = str(getattr(listener, "__qualname__", type(listener).__name__))
-            text = " ".join("".join(traceback.format_exception_only(cause)).split())[:_LONGEST_LINE]
-            trace = "".join(traceback.format_exception(cause))[-_LONGEST_TRACE:]
+            text, trace = told_of(cause)
             self.emit(OwnCodeFailed(getattr(event, "step", 0), name, text, trace))
             self.emit(Notice(f"{name} stopped listening after {text}"))

@@ -7,7 +7,6 @@ after it. Its order to end the program (KeyboardInterrupt, SystemExit) is kept, 
 from __future__ import annotations
 
 import random
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,9 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from foretrain.engine.signals import Interrupted
+from foretrain.events import told_of
 
-_LONGEST_LINE = 300
-_LONGEST_TRACE = 20_000
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 Result = TypeVar("Result")
 
@@ -53,12 +51,7 @@ class ContractError(TypeError):
 
 
 def failure_of(where: str, error: BaseException) -> Failure:
-    named = "".join(traceback.format_exception_only(error))
-    text = str(error) if isinstance(error, ContractError) else " ".join(named.split())
-    shown = text if len(text) <= _LONGEST_LINE else f"{text[:_LONGEST_LINE]} ..."
-    trace = "".join(traceback.format_exception(error))
-    cut = len(trace) - _LONGEST_TRACE
-    return Failure(where, shown, trace if cut <= 0 else f"... {cut:,} characters ...\n{trace[-_LONGEST_TRACE:]}")
+    return Failure(where, *told_of(error, str(error) if isinstance(error, ContractError) else ""))
 
 
 class Fence:

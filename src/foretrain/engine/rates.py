@@ -1,7 +1,9 @@
 """The learning rate of every step: as a schedule has it, or as the user's own optimizer and scheduler have it."""
 
+# ruff: noqa: B027 - a kind of rates may ignore what it need not know
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -25,28 +27,28 @@ _STEADY = 1e-3
 """Relative change over two steps below which a rate counts as constant."""
 
 
-class Rates:
+class Rates(ABC):
     """What the rest of a trainer asks about learning rates. A rate is that of the first group of parameters."""
 
     used: Number
     """In the last update."""
 
     @property
+    @abstractmethod
     def peak(self) -> float:
         """The highest rate, as far as it is known."""
-        raise NotImplementedError
 
+    @abstractmethod
     def at(self, step: int) -> float:
         """Rate of the update at `step` before recovery changes it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def trend(self, step: int) -> int:
         """-1 where it falls, 1 where it rises, else 0."""
-        raise NotImplementedError
 
+    @abstractmethod
     def during(self, step: int, factor: float) -> AbstractContextManager[None]:
         """An update inside the block is made at the rate of `step` times a factor."""
-        raise NotImplementedError
 
     def end_at(self, max_steps: int) -> None:
         """The length of the run is known now."""
