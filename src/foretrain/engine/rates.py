@@ -1,6 +1,5 @@
 """The learning rate of every step: as a schedule has it, or as the user's own optimizer and scheduler have it."""
 
-# ruff: noqa: B027 - a kind of rates may ignore what it need not know
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
@@ -50,29 +49,29 @@ class Rates(ABC):
     def during(self, step: int, factor: float) -> AbstractContextManager[None]:
         """An update inside the block is made at the rate of `step` times a factor."""
 
-    def end_at(self, max_steps: int) -> None:
+    def end_at(self, max_steps: int) -> None:  # noqa: B027 - it may be ignored
         """The length of the run is known now."""
 
-    def advance(self, step: int) -> None:
+    def advance(self, step: int) -> None:  # noqa: B027 - it may be ignored
         """So many steps are done."""
 
-    def evaluated(self, held_out: float) -> None:
+    def evaluated(self, held_out: float) -> None:  # noqa: B027 - it may be ignored
         """A held-out loss was measured."""
 
-    def forget(self) -> None:
+    def forget(self) -> None:  # noqa: B027 - it may be ignored
         """The optimizer's state was replaced from outside."""
 
     def own_numbers(self) -> list[Number] | None:
         """What the user has written into the optimizer by himself and no rollback may change; None: nothing."""
         return None
 
-    def put_back(self, numbers: list[Number] | None) -> None:
+    def put_back(self, numbers: list[Number] | None) -> None:  # noqa: B027 - it may be ignored
         """The inverse of `own_numbers`."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027 - it may be ignored
         pass
 
 
