@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from foretrain import environment
-from foretrain.doctor import usable_cores
+from foretrain.cli.doctor import usable_cores
 
 CHOICES = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 DEFAULT = "torch's default"
@@ -36,8 +36,8 @@ def work() -> None:
     """Train the demo's model for the seconds that each line of standard input says; print steps, seconds, CPU time."""
     import torch
 
-    from foretrain import run
     from foretrain.config import from_mapping
+    from foretrain.recipes import train as run
     from foretrain.trainer import HybridTrainer
 
     config = from_mapping({"device": "cpu", "model.vocab_size": 512, "hybrid.mode": "off", "max_steps": 10**6})

@@ -17,7 +17,7 @@ from typing import Any
 from faults_inject import FileEvents, Injection, Operations
 from faults_runs import OUT, Order, Process
 from faults_setups import Setup, write_inputs
-from foretrain.engine.checkpoint import CheckpointStore
+from foretrain.persist.checkpoint import CheckpointStore
 
 _TIMES = frozenset({"seconds", "total_seconds", "tokens_per_second", "environment", "memory", "sentence", "config"})
 

@@ -243,7 +243,8 @@ def clock(jumps: dict[int, float], steady: float) -> Injection:
     """The time of day jumps by so many seconds at a step, for good; the steady clocks jump forward by `steady`."""
 
     def inject(stack: ExitStack) -> None:
-        from foretrain import run, tuning
+        from foretrain.recipes import finetune as tuning
+        from foretrain.recipes import train as run
         from foretrain.show import jsonl
 
         real, monotonic, counter = time.time, time.monotonic, time.perf_counter

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from faults_inject import tell_fired
 from foretrain import HybridTrainer, Loader, MappedSamples
 from foretrain.config import from_mapping
-from foretrain.dynamics.predictor import Followed, Forecast, Predictor, Situation
+from foretrain.motion.predictors.base import Followed, Forecast, Predictor, Situation
 
 STEPS = 60
 SHORT: dict[str, Any] = {

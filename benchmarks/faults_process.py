@@ -15,8 +15,8 @@ from faults_kinds import is_command, is_own, kind
 from faults_own import POISONS, regression
 from faults_runs import Outcome
 from faults_work import Failure, Work
-from foretrain.engine.checkpoint import verify
 from foretrain.errors import CheckpointError
+from foretrain.persist.checkpoint import verify
 
 # --- processes that end ----------------------------------------------------------------------------------------------
 

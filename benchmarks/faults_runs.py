@@ -50,7 +50,7 @@ class Order:
     def carry_out(self) -> int:
         if self.setup.command == "fit":
             return self._fit()
-        from foretrain.cli import main
+        from foretrain.cli.app import main
 
         main(self.arguments)
         return 0

@@ -16,7 +16,7 @@ from faults_ends import Reference, digest
 from faults_inject import Injection, at_step, send, set_modes
 from faults_runs import Order, Outcome, Process
 from faults_setups import Setup, write_inputs
-from foretrain.engine.checkpoint import CheckpointStore
+from foretrain.persist.checkpoint import CheckpointStore
 
 FAILURES = ("LOST", "DIFFERS", "SILENT", "TRACEBACK", "HUNG", "OTHER WORDS", "NOT JUDGED")
 """The last one: what came of it could not even be looked at."""

@@ -23,10 +23,10 @@ from typing import Any
 import torch
 
 from foretrain import environment
-from foretrain.base import open_base
 from foretrain.config import changed, from_mapping, parse_override
 from foretrain.data.loader import Loader
-from foretrain.tuning import build_trainer, prepare
+from foretrain.recipes.finetune import build_trainer, prepare
+from foretrain.recipes.open_model import open_base
 
 ARMS: dict[str, dict[str, Any]] = {
     "plain": {"hybrid.mode": "off"},

@@ -17,13 +17,14 @@ from typing import Any
 
 import torch
 
-from foretrain import environment, run
+from foretrain import environment
 from foretrain.config import Config, load
 from foretrain.data import tokens
 from foretrain.data.loader import Loader, TokenWindows
-from foretrain.dynamics import registry
-from foretrain.dynamics.predictor import Followed, Forecast, Predictor, Situation
-from foretrain.dynamics.quality import Quality
+from foretrain.motion.predictors import registry
+from foretrain.motion.predictors.base import Followed, Forecast, Predictor, Situation
+from foretrain.motion.quality import Quality
+from foretrain.recipes import train as run
 from foretrain.trainer import HybridTrainer
 
 

@@ -38,7 +38,9 @@ EAGER = {
 
 def build(folder: Path) -> None:
     """Write an example of every kind of file. The current folder becomes `folder`."""
-    from foretrain import config, run, tuning
+    from foretrain import config
+    from foretrain.recipes import finetune as tuning
+    from foretrain.recipes import train as run
 
     folder.mkdir(parents=True)
     os.chdir(folder)

@@ -59,7 +59,7 @@ class Outcome:
 
 def perform(target: Target, rng: random.Random, good: Path, folder: Path, name: str = "") -> Outcome:
     """Make an input in a folder, which becomes the current one, hand it to the program and judge what comes of it."""
-    from foretrain.cli import main
+    from foretrain.cli.app import main
 
     outcome = Outcome(name, target.command, target.kind)
     home = folder / "home"

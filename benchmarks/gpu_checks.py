@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from foretrain import environment
 from foretrain.config import from_mapping
 from foretrain.data.loader import held_out_batches
-from foretrain.engine.graph import GraphedStep
+from foretrain.engine.graphs import GraphedStep
 from foretrain.models import kernels
 from foretrain.models.loss import linear_cross_entropy
 from foretrain.trainer import HybridTrainer

@@ -14,11 +14,11 @@ import numpy as np
 import torch
 
 from foretrain.data.loader import held_out_batches
-from foretrain.dynamics.hosted import HostedTrajectory
-from foretrain.dynamics.trajectory import Trajectory
-from foretrain.engine.host import host_bytes
-from foretrain.engine.state import take_apart
+from foretrain.engine.memory.host import host_bytes
 from foretrain.errors import OutOfMemory
+from foretrain.motion.hosted import HostedTrajectory
+from foretrain.motion.trajectory import Trajectory
+from foretrain.persist.codec import take_apart
 from gpu_trainer import TOKENS, trainer
 
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from foretrain import run
 from foretrain.config import from_mapping
 from foretrain.data.loader import Loader, TokenWindows
+from foretrain.recipes import train as run
 from foretrain.trainer import HybridTrainer
 
 TOKENS = np.random.default_rng(1).zipf(1.3, 400_000).clip(max=999).astype(np.uint16)

@@ -27,8 +27,8 @@ from rich.console import Console as RichConsole
 
 from foretrain import environment
 from foretrain.config import parse_override
-from foretrain.engine.signals import StopRequest
-from foretrain.fit import Run
+from foretrain.loop import Run
+from foretrain.persist.signals import StopRequest
 from foretrain.show.console import Console
 from foretrain.show.jsonl import JsonlLog
 from foretrain.trainer import HybridTrainer

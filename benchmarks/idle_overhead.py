@@ -21,10 +21,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from foretrain import environment, run
+from foretrain import environment
 from foretrain.config import from_mapping
 from foretrain.data.loader import Loader, TokenWindows
-from foretrain.dynamics.registry import NAMES
+from foretrain.motion.predictors.registry import NAMES
+from foretrain.recipes import train as run
 from foretrain.trainer import HybridTrainer
 
 TINY = {"model.type": "gpt2-tiny", "model.vocab_size": 256, "batch_size": 16}

@@ -21,12 +21,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from foretrain import environment, run
+from foretrain import environment
 from foretrain.config import from_mapping
 from foretrain.data.loader import Loader, TokenWindows
-from foretrain.engine import checkpoint
-from foretrain.engine.checkpoint import CheckpointStore
-from foretrain.engine.state import take_apart
+from foretrain.persist import checkpoint
+from foretrain.persist.checkpoint import CheckpointStore
+from foretrain.persist.codec import take_apart
+from foretrain.recipes import train as run
 from foretrain.trainer import HybridTrainer
 
 STEPS, SAVED = 300, 200

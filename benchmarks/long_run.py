@@ -36,11 +36,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from foretrain import HybridTrainer, environment, run
+from foretrain import HybridTrainer, environment
 from foretrain.config import from_mapping
-from foretrain.control.gate import Answer, Ask
 from foretrain.data.loader import Loader, TokenWindows
 from foretrain.events import Event, Progress
+from foretrain.hybrid.gate import Answer, Ask
+from foretrain.recipes import train as run
 
 MOST_MEMORY = 0.25
 """MB of resident memory per 1,000 steps."""

@@ -21,7 +21,7 @@ import torch
 
 from foretrain import environment
 from foretrain.config import from_mapping, parse_override
-from foretrain.engine.host import host_bytes
+from foretrain.engine.memory.host import host_bytes
 from foretrain.planning.budget import cap_allocator
 from offload_cost import CYCLE, MODELS, STEPS, Arm
 

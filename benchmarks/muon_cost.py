@@ -36,10 +36,11 @@ def work(steps: int, rounds: int) -> dict[str, Any]:
     """Both optimizers in turn, in this process: whole steps, and updates alone."""
     import torch
 
-    from foretrain import environment, run
+    from foretrain import environment
     from foretrain.config import from_mapping
     from foretrain.engine import precision
-    from foretrain.engine.muon import iteration_type
+    from foretrain.engine.optim.muon import iteration_type
+    from foretrain.recipes import train as run
     from foretrain.trainer import HybridTrainer
 
     chosen = iteration_type(torch.device("cpu"))

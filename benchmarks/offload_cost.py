@@ -25,12 +25,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from foretrain import environment, run
+from foretrain import environment
 from foretrain.config import from_mapping, parse_override
-from foretrain.control.gate import Answer
 from foretrain.data.loader import Loader, TokenWindows
-from foretrain.dynamics.predictor import Followed, Forecast, Predictor, Situation
-from foretrain.engine.host import host_bytes
+from foretrain.engine.memory.host import host_bytes
+from foretrain.hybrid.gate import Answer
+from foretrain.motion.predictors.base import Followed, Forecast, Predictor, Situation
+from foretrain.recipes import train as run
 from foretrain.trainer import HybridTrainer
 
 MODELS: dict[str, dict[str, Any]] = {

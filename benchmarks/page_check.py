@@ -22,8 +22,8 @@ from typing import Any
 
 from browser import Browser
 from foretrain.environment import describe
-from foretrain.files import write_atomic
-from foretrain.show.report import write_report
+from foretrain.persist.files import write_atomic
+from foretrain.show.pages.report import write_report
 from page_live import check_live, check_scale
 from page_reading import check_reading
 

@@ -76,7 +76,7 @@ class Cutter:
 def watched(run: Path) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
     """`foretrain watch` of a run, and what it has printed."""
     until((run / "metrics.jsonl").is_file)
-    command = [sys.executable, "-m", "foretrain.cli", "watch", str(run), "--json"]
+    command = [sys.executable, "-m", "foretrain.cli.app", "watch", str(run), "--json"]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert server.stdout is not None
     try:
@@ -96,7 +96,7 @@ def check_live(browser: Browser, folder: Path, check: Callable[[Path], None], pi
     """Values change; kill -9 and resumption are followed; a browser that is cut off again and again ends with the page
     that a new one would get."""
     run = folder / "live"
-    train = [sys.executable, "-m", "foretrain.cli", "train", "--out", str(run), "--quiet"]
+    train = [sys.executable, "-m", "foretrain.cli.app", "train", "--out", str(run), "--quiet"]
     settings = ("max_steps=400", "log.interval=2", "checkpoint.interval=20", "batch_size=2", "evaluation.batches=2")
     trainer = subprocess.Popen([*train, *(part for one in settings for part in ("--set", one))])
     try:

@@ -51,7 +51,7 @@ def train(name: str, folder: Path) -> None:
 def command(name: str, folder: Path) -> list[str]:
     """The command line that trains it."""
     settings = [part for setting in SETTINGS[name].split() for part in ("--set", setting)]
-    return [sys.executable, "-m", "foretrain.cli", "train", "--out", str(folder), "--quiet", *settings]
+    return [sys.executable, "-m", "foretrain.cli.app", "train", "--out", str(folder), "--quiet", *settings]
 
 
 Batch = tuple[Tensor, Tensor]

@@ -22,11 +22,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from foretrain import environment, run
+from foretrain import environment
 from foretrain.config import Config, from_mapping
-from foretrain.engine.state import random_state
 from foretrain.models.gpt2 import shape_from_config
+from foretrain.persist.codec import random_state
 from foretrain.planning.estimate import Target, estimate, target_of
+from foretrain.recipes import train as run
 from foretrain.trainer import HybridTrainer
 
 COMMON: dict[str, Any] = {

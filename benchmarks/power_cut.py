@@ -193,7 +193,7 @@ def arm() -> None:
 
 def main() -> None:
     arm()
-    from foretrain.cli import main as foretrain
+    from foretrain.cli.app import main as foretrain
 
     foretrain()
 

@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from foretrain.dynamics.predictor import Followed, Predictor, Situation
-from foretrain.dynamics.records import HORIZONS_IN_WINDOWS
-from foretrain.dynamics.registry import NAMES, build
-from foretrain.schema import PredictorConfig
+from foretrain.config.schema import PredictorConfig
+from foretrain.motion.predictors.base import Followed, Predictor, Situation
+from foretrain.motion.predictors.registry import NAMES, build
+from foretrain.motion.records import HORIZONS_IN_WINDOWS
 
 WINDOW = 10
 SINGLE = (1, 5, 10, 15, 25, 50, 75)

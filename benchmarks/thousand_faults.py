@@ -34,13 +34,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import foretrain.run
 import torch
 import torch._dynamo  # every optimizer does
 
 import faults_files
 import faults_process
 import foretrain.cli
-import foretrain.run
 from faults_ends import Reference, identity, reference
 from faults_kinds import KINDS, Kind
 from faults_runs import Order
@@ -50,8 +50,8 @@ from foretrain import environment
 
 assert faults_files
 assert faults_process
-assert foretrain.cli
-assert foretrain.run
+assert foretrain.cli.app
+assert foretrain.recipes.train
 
 
 def draw_item(

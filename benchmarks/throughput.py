@@ -21,8 +21,9 @@ import numpy as np
 import torch
 
 from foretrain import config as configuration
-from foretrain import environment, run
+from foretrain import environment
 from foretrain.data.loader import Loader, TokenWindows
+from foretrain.recipes import train as run
 from foretrain.trainer import HybridTrainer
 from plain_loop import Size, plain_loop
 

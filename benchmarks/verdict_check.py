@@ -75,7 +75,7 @@ def compare(a: list[list[float]], b: list[list[float]]) -> dict[str, Any]:
         files = [Path(folder) / "a.json", Path(folder) / "b.json"]
         for file, side in zip(files, (a, b), strict=True):
             file.write_text(json.dumps({"hot path": side}))
-        command = [sys.executable, "-m", "foretrain.cli", "bench", "compare", *map(str, files), "--json"]
+        command = [sys.executable, "-m", "foretrain.cli.app", "bench", "compare", *map(str, files), "--json"]
         answer = subprocess.run(command, capture_output=True, text=True, check=False)
     verdict: dict[str, Any] = json.loads(answer.stdout)["hot path"]
     assert answer.returncode == (1 if verdict["verdict"] == "regressed" else 0), answer

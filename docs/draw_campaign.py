@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from foretrain.show.charts import standalone
-from foretrain.show.row_charts import Ratio, ratios
+from foretrain.show.pages.charts import standalone
+from foretrain.show.pages.row_charts import Ratio, ratios
 
 
 def rows(path: Path) -> list[Ratio]:

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from foretrain.config import Config, settings
-from foretrain.names import BARE_ALIASES, KEY_ALIASES, PRESETS, RESERVED, SECTION_ALIASES, WITHOUT_SIZE
+from foretrain.config.names import BARE_ALIASES, KEY_ALIASES, PRESETS, RESERVED, SECTION_ALIASES, WITHOUT_SIZE
 
 PAGE = Path(__file__).parent / "configuration.md"
 

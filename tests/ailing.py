@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from foretrain import HybridTrainer
 from foretrain.config import from_mapping
-from foretrain.control.findings import HealthFinding
-from foretrain.dynamics.predictor import Followed, Forecast, Situation
 from foretrain.events import Event, PhaseChanged
+from foretrain.health.findings import HealthFinding
+from foretrain.motion.predictors.base import Followed, Forecast, Situation
 
 
 class Deep(nn.Module):

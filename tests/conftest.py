@@ -143,7 +143,7 @@ def make_batch(tiny_shape: Any) -> Callable[..., Any]:
 @pytest.fixture
 def command() -> Callable[..., int]:
     """command("config", "check", "file") gives the exit code."""
-    from foretrain import cli
+    from foretrain.cli import app as cli
 
     def call(*arguments: Any) -> int:
         with pytest.raises(SystemExit) as ended:

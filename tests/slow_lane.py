@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from foretrain.engine.host import Lane
+from foretrain.engine.memory.host import Lane
 
 
 def spoil(tensor: Tensor) -> None:

@@ -18,17 +18,17 @@ from rich.table import Table
 from safetensors.torch import load_file, save_file
 from tests.finetuning import config_for, write_base, write_colors
 
-from foretrain import run
-from foretrain.base import open_base
-from foretrain.cli import main
+from foretrain.cli.app import main
 from foretrain.config import Config, from_mapping
 from foretrain.errors import InputError
 from foretrain.events import CheckpointRejected, Notice
-from foretrain.files import from_json, user_path
-from foretrain.outlet import Outlet, visible
+from foretrain.persist.files import from_json, user_path
+from foretrain.recipes import train as run
+from foretrain.recipes.finetune import finetune
+from foretrain.recipes.open_model import open_base
 from foretrain.show import narration
 from foretrain.show import screen as screens
-from foretrain.tuning import finetune
+from foretrain.show.outlet import Outlet, visible
 
 DIGITS = "9" * 5000
 LONG = "x" * 300

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from foretrain import HybridTrainer
-from foretrain.cli import main
+from foretrain.cli.app import main
 from foretrain.config import from_mapping
 from foretrain.errors import InputError
 from foretrain.models.gpt2 import GPT2, GPT2Shape

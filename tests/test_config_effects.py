@@ -17,22 +17,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.control.test_products import adapted
 from tests.finetuning import config_for, write_base, write_colors
+from tests.hybrid.moves.test_products import adapted
 from torch import nn
 
-from foretrain import run, tuning
 from foretrain.config import from_mapping, load, settings, to_mapping
-from foretrain.control.mover import Mover
 from foretrain.data import tokens
-from foretrain.dynamics import trajectory
-from foretrain.dynamics.hosted import HostedTrajectory
-from foretrain.dynamics.predictor import Followed, Forecast, Predictor, Situation
-from foretrain.dynamics.trajectory import Trajectory
 from foretrain.engine import precision, schedule
-from foretrain.engine.host import host_bytes
-from foretrain.engine.muon import Muon
-from foretrain.engine.state import take_apart
+from foretrain.engine.memory.host import host_bytes
+from foretrain.engine.optim.muon import Muon
 from foretrain.errors import ConfigError, DataError, DivergenceError, OutOfMemory
 from foretrain.events import (
     CheckpointSaved,
@@ -47,9 +40,17 @@ from foretrain.events import (
     Recovered,
     Tuned,
 )
+from foretrain.hybrid.mover import Mover
 from foretrain.models import gpt2, huggingface
 from foretrain.models import loss as loss_module
+from foretrain.motion import trajectory
+from foretrain.motion.hosted import HostedTrajectory
+from foretrain.motion.predictors.base import Followed, Forecast, Predictor, Situation
+from foretrain.motion.trajectory import Trajectory
+from foretrain.persist.codec import take_apart
 from foretrain.planning.estimate import estimate, target_of
+from foretrain.recipes import finetune as tuning
+from foretrain.recipes import train as run
 from foretrain.trainer import HybridTrainer
 
 

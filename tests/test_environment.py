@@ -73,7 +73,7 @@ def test_what_the_user_chose_stays(name: str, monkeypatch: pytest.MonkeyPatch) -
 def test_the_command_line_says_it_to_the_library_that_torch_brings_along() -> None:
     """OpenMP prints what it was told while it is loaded."""
     code = (
-        "import sys; sys.argv[1:] = ['config', 'check', 'none.toml']; import foretrain.cli as cli\n"
+        "import sys; sys.argv[1:] = ['config', 'check', 'none.toml']; import foretrain.cli.app as cli\n"
         "try: cli.main()\nexcept SystemExit: import torch"
     )
     told = {**os.environ, "OMP_DISPLAY_ENV": "verbose"}

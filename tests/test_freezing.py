@@ -13,10 +13,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from foretrain import ConfigError, HybridTrainer, InputError
 from foretrain.config import from_mapping
-from foretrain.control.machine import Phase
-from foretrain.engine.checkpoint import CheckpointStore
-from foretrain.events import Event, Moved, Notice, PhaseChanged, Progress
+from foretrain.events import Event, Moved, Notice, Phase, PhaseChanged, Progress
 from foretrain.models import lora
+from foretrain.persist.checkpoint import CheckpointStore
 
 from .worlds import QUICK, Net, Regression, Told, World, differences, everything, same_weights, trust, world
 

@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from foretrain.control.machine import Phase
-from foretrain.engine import checkpoint
-from foretrain.engine.checkpoint import CheckpointStore
-from foretrain.engine.host import host_bytes
-from foretrain.engine.loop import Engine
-from foretrain.engine.offload import OptimizerParking
-from foretrain.engine.state import take_apart
+from foretrain.engine.engine import Engine
+from foretrain.engine.memory.host import host_bytes
+from foretrain.engine.memory.offload import OptimizerParking
+from foretrain.events import Phase
+from foretrain.persist import checkpoint
+from foretrain.persist.checkpoint import CheckpointStore
+from foretrain.persist.codec import take_apart
 
 from .worlds import Bowl, Net, Regression, World, still, world
 

@@ -14,12 +14,11 @@ from torch import Tensor, nn
 
 from foretrain import HybridTrainer
 from foretrain.config import from_mapping
-from foretrain.control import pilot
-from foretrain.control.machine import Phase
-from foretrain.dynamics.predictor import Followed, Forecast, Predictor, Situation
-from foretrain.dynamics.trajectory import Trajectory
-from foretrain.engine.state import Snapshot, put_together, snapshot, take_apart
-from foretrain.events import Recovered
+from foretrain.events import Phase, Recovered
+from foretrain.hybrid import policy as pilot
+from foretrain.motion.predictors.base import Followed, Forecast, Predictor, Situation
+from foretrain.motion.trajectory import Trajectory
+from foretrain.persist.codec import Snapshot, put_together, snapshot, take_apart
 
 from .worlds import (
     QUICK,

@@ -13,7 +13,7 @@ from cyclopts import App
 from tests.conftest import TINY, words
 from tests.finetuning import config_for, write_base, write_colors
 
-from foretrain.cli import app, main
+from foretrain.cli.app import app, main
 
 pytestmark = pytest.mark.xdist_group("json")  # the world below is made once
 
@@ -49,7 +49,9 @@ def test_every_command_has_it(path: Path_) -> None:
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A text, examples, a trained run, a fine-tuned one, and results of benchmarks."""
-    from foretrain import config, run, tuning
+    from foretrain import config
+    from foretrain.recipes import finetune as tuning
+    from foretrain.recipes import train as run
 
     folder = tmp_path_factory.mktemp("world")
     with pytest.MonkeyPatch.context() as patch:
@@ -73,8 +75,8 @@ def here(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of the world, as the working folder."""
     shutil.copytree(world, tmp_path / "here")
     monkeypatch.chdir(tmp_path / "here")
-    monkeypatch.setattr("foretrain.show.watch.WatchServer.run", lambda server: server._socket.close())
-    monkeypatch.setattr("foretrain.doctor.installed_gpu", lambda: "")
+    monkeypatch.setattr("foretrain.show.pages.watch.WatchServer.run", lambda server: server._socket.close())
+    monkeypatch.setattr("foretrain.cli.doctor.installed_gpu", lambda: "")
     return tmp_path / "here"
 
 
@@ -193,7 +195,7 @@ def test_a_command_that_breaks_off(
     def fail() -> None:
         raise error
 
-    monkeypatch.setattr("foretrain.doctor.examine", fail)
+    monkeypatch.setattr("foretrain.cli.doctor.examine", fail)
     assert call("doctor", "--json") == code
     assert document(capsys.readouterr().out)["exit_code"] == code
 
@@ -201,7 +203,7 @@ def test_a_command_that_breaks_off(
 def test_a_fault_of_ours_is_told_and_keeps_its_traceback(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("foretrain.doctor.examine", [].pop)
+    monkeypatch.setattr("foretrain.cli.doctor.examine", [].pop)
     with pytest.raises(IndexError):
         main(["doctor", "--json"])
     assert document(capsys.readouterr().out)["error"].startswith("IndexError: ")
@@ -210,7 +212,7 @@ def test_a_fault_of_ours_is_told_and_keeps_its_traceback(
 def test_what_others_print_is_kept_off_standard_output(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("foretrain.doctor.examine", lambda: print("a library's chatter") or [])
+    monkeypatch.setattr("foretrain.cli.doctor.examine", lambda: print("a library's chatter") or [])
     assert call("doctor", "--json") == 0
     shown = capsys.readouterr()
     assert document(shown.out) == []

@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from foretrain import HybridTrainer, run
-from foretrain.engine.checkpoint import CheckpointStore, read
-from foretrain.engine.in_backward import BATCHES
-from foretrain.engine.state import take_apart
+from foretrain import HybridTrainer
+from foretrain.engine.optim.in_backward import BATCHES
+from foretrain.persist.checkpoint import CheckpointStore, read
+from foretrain.persist.codec import take_apart
+from foretrain.recipes import train as run
 
 Make = Callable[..., Any]
 STEPS = 5

@@ -32,7 +32,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_settings_named_in_the_pages_exist(page: Path) -> None:
     sections = {name.partition(".")[0] for name in config.KNOWN if "." in name}
     names = re.findall(r"`(?:--set )?([a-z_]+\.[a-z_0-9]+)(?: ?=[^`]*)?`", page.read_text(encoding="utf-8"))
-    from foretrain.names import KEY_ALIASES, RESERVED
+    from foretrain.config.names import KEY_ALIASES, RESERVED
 
     for name in names:
         if name.partition(".")[0] in sections and name.rpartition(".")[2] not in (
@@ -80,8 +80,8 @@ def test_the_example_of_fine_tuning_makes_examples(
 
 
 def test_every_predictor_has_a_page_that_opens_with_its_verdict() -> None:
-    from foretrain.dynamics.registry import NAMES
-    from foretrain.verdicts import VERDICTS
+    from foretrain.motion.predictors.registry import NAMES
+    from foretrain.motion.predictors.verdicts import VERDICTS
 
     assert set(VERDICTS) == set(NAMES)
     for name in NAMES:

@@ -18,10 +18,11 @@ import pytest
 import torch
 
 import foretrain
-from foretrain import HybridTrainer, config, run
-from foretrain.cli import main
-from foretrain.engine import checkpoint
-from foretrain.engine.checkpoint import CheckpointStore
+from foretrain import HybridTrainer, config
+from foretrain.cli.app import main
+from foretrain.persist import checkpoint
+from foretrain.persist.checkpoint import CheckpointStore
+from foretrain.recipes import train as run
 
 SOURCES = sorted(Path(foretrain.__file__).parent.rglob("*.py"))
 PROJECT = Path(__file__).parents[1]

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 from foretrain import CheckpointStore, Config, HybridTrainer, InputError, supervised
 from foretrain.data.loader import Loader, TokenWindows
-from foretrain.engine.state import take_apart
 from foretrain.errors import CheckpointError, ConfigError
+from foretrain.persist.codec import take_apart
 
 Make = Callable[..., Any]
 

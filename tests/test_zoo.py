@@ -17,8 +17,8 @@ from torch.optim import SGD, Adam, Optimizer, SparseAdam
 
 from foretrain import ConfigError, HybridTrainer, load_weights
 from foretrain.config import from_mapping
-from foretrain.engine.checkpoint import CheckpointStore
-from foretrain.engine.state import put_together, snapshot
+from foretrain.persist.checkpoint import CheckpointStore
+from foretrain.persist.codec import put_together, snapshot
 
 from .worlds import QUICK, Told, same_weights, trust
 

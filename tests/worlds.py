@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from foretrain import HybridTrainer
 from foretrain.config import from_mapping
-from foretrain.dynamics.predictor import Followed, Forecast, Predictor, Situation
-from foretrain.engine.state import Snapshot, snapshot, take_apart
 from foretrain.events import Event, Moved
+from foretrain.motion.predictors.base import Followed, Forecast, Predictor, Situation
+from foretrain.persist.codec import Snapshot, snapshot, take_apart
 
 QUICK: dict[str, Any] = {
     "device": "cpu",

@@ -11,36 +11,36 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from foretrain.config import Config, load
     from foretrain.data.loader import Loader, MappedSamples, TokenWindows
-    from foretrain.dynamics.predictor import Followed, Forecast, Predictor, Situation
-    from foretrain.engine.checkpoint import CheckpointStore
-    from foretrain.engine.muon import Muon
+    from foretrain.engine.optim.muon import Muon
     from foretrain.engine.own import supervised
     from foretrain.engine.weights import load_weights
     from foretrain.errors import CheckpointError, ConfigError, DataError, DivergenceError, ForetrainError, InputError
-    from foretrain.evaluation import evaluate
     from foretrain.events import Bus
     from foretrain.models.gpt2 import GPT2, GPT2Shape
     from foretrain.models.lora import LoraSettings
-    from foretrain.run import train
+    from foretrain.motion.predictors.base import Followed, Forecast, Predictor, Situation
+    from foretrain.persist.checkpoint import CheckpointStore
+    from foretrain.recipes.evaluate import evaluate
+    from foretrain.recipes.finetune import finetune
+    from foretrain.recipes.train import train
     from foretrain.serve.adapters import AdapterRegistry
     from foretrain.serve.generate import Completion, TextGenerator
     from foretrain.serve.sampling import Sampling
     from foretrain.serve.streaming import StreamToken
     from foretrain.trainer import HybridTrainer, StepResult
-    from foretrain.tuning import finetune
 
 _HOMES = {
     "AdapterRegistry": "serve.adapters",
     "Bus": "events",
     "CheckpointError": "errors",
-    "CheckpointStore": "engine.checkpoint",
+    "CheckpointStore": "persist.checkpoint",
     "Completion": "serve.generate",
     "Config": "config",
     "ConfigError": "errors",
     "DataError": "errors",
     "DivergenceError": "errors",
-    "Followed": "dynamics.predictor",
-    "Forecast": "dynamics.predictor",
+    "Followed": "motion.predictors.base",
+    "Forecast": "motion.predictors.base",
     "ForetrainError": "errors",
     "GPT2": "models.gpt2",
     "GPT2Shape": "models.gpt2",
@@ -49,20 +49,20 @@ _HOMES = {
     "Loader": "data.loader",
     "LoraSettings": "models.lora",
     "MappedSamples": "data.loader",
-    "Muon": "engine.muon",
-    "Predictor": "dynamics.predictor",
+    "Muon": "engine.optim.muon",
+    "Predictor": "motion.predictors.base",
     "Sampling": "serve.sampling",
-    "Situation": "dynamics.predictor",
+    "Situation": "motion.predictors.base",
     "StepResult": "trainer",
     "StreamToken": "serve.streaming",
     "TextGenerator": "serve.generate",
     "TokenWindows": "data.loader",
-    "evaluate": "evaluation",
-    "finetune": "tuning",
+    "evaluate": "recipes.evaluate",
+    "finetune": "recipes.finetune",
     "load": "config",
     "load_weights": "engine.weights",
     "supervised": "engine.own",
-    "train": "run",
+    "train": "recipes.train",
 }
 
 __all__ = [

@@ -1,6 +1,6 @@
 """Lets `python -m foretrain` do what `foretrain` does."""
 
-from foretrain.cli import main
+from foretrain.cli.app import main
 
 if __name__ == "__main__":
     main()

@@ -6,7 +6,17 @@ import traceback
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
+
+
+class Phase(StrEnum):
+    """The phase that a run is in."""
+
+    WARMUP = "warmup"
+    FULL = "full"
+    PREDICT = "predict"
+    CORRECT = "correct"
 
 
 @dataclass(frozen=True, slots=True)

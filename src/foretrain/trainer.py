@@ -16,27 +16,12 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from foretrain import environment
 from foretrain.config import Config
-from foretrain.control.checkup import Checkup
-from foretrain.control.failures import heed
-from foretrain.control.machine import Phase
-from foretrain.control.move import Move
-from foretrain.control.mover import Mover
-from foretrain.control.pilot import Pilot
-from foretrain.control.race import RateRace, with_short_warmup
-from foretrain.control.recovery import Action, Kind
-from foretrain.control.rescue import Rescue
-from foretrain.dynamics import registry
-from foretrain.dynamics.guarded import MOST_FAILURES, check_predictor
-from foretrain.dynamics.hosted import HostedTrajectory
-from foretrain.dynamics.lookahead import LookAhead
-from foretrain.dynamics.observer import Moment, Observer
-from foretrain.dynamics.predictor import Predictor
-from foretrain.dynamics.trajectory import Trajectory, basis_type
+from foretrain.config.schema import Level
 from foretrain.engine import described
 from foretrain.engine.batches import steps_in
+from foretrain.engine.engine import Engine, own_loss
 from foretrain.engine.fence import Ordered
-from foretrain.engine.loop import Engine, own_loss
-from foretrain.engine.memory import MemoryMeter
+from foretrain.engine.memory.usage import MemoryMeter
 from foretrain.engine.own import (
     Measure,
     OptimizerLike,
@@ -46,19 +31,33 @@ from foretrain.engine.own import (
     explain_first_failure,
 )
 from foretrain.engine.rates import FollowedRates
-from foretrain.engine.runfolder import WEIGHTS, RunFolder
-from foretrain.engine.signals import StopRequest
-from foretrain.engine.state import random_state, restore_random_state
 from foretrain.engine.step import StepOutput
 from foretrain.engine.trained import Change
 from foretrain.engine.weights import write_weights
 from foretrain.errors import ConfigError, DivergenceError, InputError
-from foretrain.events import Bus, Listener, Notice, PhaseChanged, Recovered
-from foretrain.fit import Run, check_load_best, tell_interruption, warning_of_failure
-from foretrain.schema import Level
+from foretrain.events import Bus, Listener, Notice, Phase, PhaseChanged, Recovered
+from foretrain.health.checkup import Checkup
+from foretrain.health.recovery import Action, Kind
+from foretrain.health.rescue import Rescue
+from foretrain.hybrid.failures import heed
+from foretrain.hybrid.mover import Mover
+from foretrain.hybrid.moves.lookahead import LookAhead
+from foretrain.hybrid.moves.move import Move
+from foretrain.hybrid.moves.rate_race import RateRace, with_short_warmup
+from foretrain.hybrid.policy import Pilot
+from foretrain.loop import Run, check_load_best, tell_interruption, warning_of_failure
+from foretrain.motion.hosted import HostedTrajectory
+from foretrain.motion.observer import Moment, Observer
+from foretrain.motion.predictors import registry
+from foretrain.motion.predictors.base import Predictor
+from foretrain.motion.predictors.guarded import MOST_FAILURES, check_predictor
+from foretrain.motion.trajectory import Trajectory, basis_type
+from foretrain.persist.codec import random_state, restore_random_state
+from foretrain.persist.folder import WEIGHTS, RunFolder
+from foretrain.persist.signals import StopRequest
 from foretrain.show.console import Console
 from foretrain.show.jsonl import JsonlLog
-from foretrain.show.report import ReportWriter
+from foretrain.show.pages.report import ReportWriter
 from foretrain.show.trackers.listener import close_all
 from foretrain.show.trackers.opening import open_trackers
 

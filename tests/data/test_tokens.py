@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from foretrain import run
 from foretrain.config import DataConfig
 from foretrain.data import cache, documents, tokens
 from foretrain.data.tokenizers import ByteTokenizer, train_bpe
 from foretrain.data.tokens import Corpus, prepare
 from foretrain.errors import ConfigError, DataError
+from foretrain.recipes import train as run
 
 END = ByteTokenizer.end_of_text
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from foretrain.engine.fence import Fence, Ordered, OwnCodeError, same_model, untouched
-from foretrain.engine.signals import Interrupted
+from foretrain.persist.signals import Interrupted
 
 
 def drawn() -> list[float]:

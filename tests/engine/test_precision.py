@@ -12,10 +12,10 @@ import torch
 from tests.planning.observed import Live
 from torch import nn
 
-from foretrain import run
 from foretrain.config import PrecisionConfig
 from foretrain.engine.precision import Precision, choose_device, choose_precision, cpu_has_bf16_products
 from foretrain.errors import ConfigError
+from foretrain.recipes import train as run
 from foretrain.trainer import HybridTrainer
 
 Make = Callable[..., Any]

@@ -16,8 +16,8 @@ from torch.optim import SGD, Optimizer, lr_scheduler
 from foretrain import Config, ConfigError, HybridTrainer
 from foretrain.config import from_mapping
 from foretrain.engine.rates import FollowedRates
-from foretrain.engine.state import put_together, snapshot
 from foretrain.events import Event, Moved, Notice
+from foretrain.persist.codec import put_together, snapshot
 
 STEPS = 12
 OFF = {"hybrid.mode": "off", "device": "cpu", "health.interval": 0}

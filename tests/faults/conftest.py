@@ -101,7 +101,8 @@ class Workshop:
 
 @pytest.fixture(scope="session")
 def finished(crash_matrix: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from foretrain import config, run
+    from foretrain import config
+    from foretrain.recipes import train as run
 
     folder = tmp_path_factory.mktemp("finished")
     crash_matrix.write_inputs(folder, keep=100, steps=11)
@@ -116,7 +117,7 @@ def finished(crash_matrix: Any, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 @pytest.fixture
 def foretrain(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
-    from foretrain.cli import main
+    from foretrain.cli.app import main
 
     def call(*arguments: str) -> tuple[int, str]:
         capsys.readouterr()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from foretrain.engine import checkpoint
+from foretrain.persist import checkpoint
 
 FILES = [
     *("average.safetensors", "hybrid.safetensors", "model.safetensors", "optimizer.safetensors"),

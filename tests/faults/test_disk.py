@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from foretrain import HybridTrainer, config, run
-from foretrain.engine import checkpoint
-from foretrain.engine.checkpoint import verify
+from foretrain import HybridTrainer, config
 from foretrain.errors import SaveError
 from foretrain.events import Event, Notice, Progress
 from foretrain.models import huggingface
+from foretrain.persist import checkpoint
+from foretrain.persist.checkpoint import verify
+from foretrain.recipes import train as run
 
 LIMIT = 40_000
 """Less than the moments of the optimizer take, more than any other file of the tiny run."""
@@ -115,7 +116,7 @@ def test_a_full_disk_in_its_own_words(step: int, name: str, workshop: Any, monke
 
 
 def test_a_stop_that_cannot_be_saved_is_an_error(workshop: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from foretrain import fit
+    from foretrain import loop as fit
 
     monkeypatch.setattr(fit.StopRequest, "requested", "SIGTERM", raising=False)
     monkeypatch.setattr(fit.StopRequest, "__init__", lambda self: setattr(self, "_before", {}))
@@ -183,7 +184,7 @@ def test_a_model_that_cannot_be_exported(workshop: Any, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("name", ["config.toml", "summary.json"])
 def test_a_file_of_the_run_that_cannot_be_written(name: str, workshop: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from foretrain import files
+    from foretrain.persist import files
 
     with monkeypatch.context() as patch:
         full = failing(lambda path: path.name == f".tmp-{name}", files.write_synced)

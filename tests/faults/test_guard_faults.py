@@ -16,12 +16,11 @@ from torch import Tensor
 
 from foretrain import CheckpointStore, HybridTrainer
 from foretrain.config import from_mapping, to_mapping
-from foretrain.control.guard import Guard, Reading, Signal
-from foretrain.control.machine import Phase
-from foretrain.control.recovery import Kind
-from foretrain.dynamics.predictor import Forecast, Situation
 from foretrain.errors import DivergenceError
-from foretrain.events import Event, Progress, Recovered, Tuned
+from foretrain.events import Event, Phase, Progress, Recovered, Tuned
+from foretrain.health.guard import Guard, Reading, Signal
+from foretrain.health.recovery import Kind
+from foretrain.motion.predictors.base import Forecast, Situation
 
 Batch = tuple[Tensor, Tensor, Tensor]
 Fault = Callable[[int, Tensor, Tensor], Batch]

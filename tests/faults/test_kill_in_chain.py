@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 from tests.faults.test_resume_hybrid import assert_same_state, saved
-from tests.test_fit_chain import EVEN, fit, steps, trainer_of
+from tests.test_loop_chain import EVEN, fit, steps, trainer_of
 
 from foretrain.events import Resumed
 

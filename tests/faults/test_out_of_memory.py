@@ -20,10 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from foretrain import HybridTrainer
 from foretrain.config import from_mapping
-from foretrain.control.rescue import MOST_FAILED_MOVES
-from foretrain.engine.shortage import next_smaller
 from foretrain.errors import OutOfMemory
 from foretrain.events import Event, HealthMeasured, MemoryUsed, Moved, Notice, Progress, Recovered
+from foretrain.health.rescue import MOST_FAILED_MOVES
+from foretrain.health.shortage import next_smaller
 
 SAVES = {"checkpoint.interval": 15, "evaluation.interval": 20, "log.interval": 10}
 TEXT = "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 1.00 GiB"
@@ -265,7 +265,7 @@ def test_a_look_that_was_begun_with_the_step_is_made_when_the_run_goes_on(what: 
 
 def test_memory_that_runs_out_while_a_checkpoint_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a program of one's own: an error of ours, and nothing is put aside."""
-    from foretrain.engine import checkpoint
+    from foretrain.persist import checkpoint
 
     def short(path: Path) -> None:
         raise shortage()
@@ -421,7 +421,7 @@ def test_an_evaluation_that_never_fits(how: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("save", "ends"), [(1, True), (2, False)], ids=["in mid-run", "the last"])
 def test_a_checkpoint_that_does_not_fit(save: int, ends: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The host's memory, this time, while the tensors are written."""
-    from foretrain.engine import checkpoint
+    from foretrain.persist import checkpoint
 
     plain, calls = checkpoint.save_file, []
 

@@ -26,8 +26,6 @@ from torch import Tensor, nn
 
 from foretrain import HybridTrainer
 from foretrain.config import from_mapping
-from foretrain.dynamics.predictor import Followed, Forecast, Predictor, Situation
-from foretrain.engine.checkpoint import CheckpointStore, verify
 from foretrain.errors import ConfigError, InputError
 from foretrain.events import (
     CheckpointSaved,
@@ -42,6 +40,8 @@ from foretrain.events import (
     RunEnded,
     RunStarted,
 )
+from foretrain.motion.predictors.base import Followed, Forecast, Predictor, Situation
+from foretrain.persist.checkpoint import CheckpointStore, verify
 
 from .conftest import wait_until
 

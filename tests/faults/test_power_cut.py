@@ -16,14 +16,14 @@ from tests.finetuning import make_base
 
 from foretrain.data import cache
 from foretrain.data.tokenizers import ByteTokenizer
-from foretrain.engine.checkpoint import CheckpointStore, read
-from foretrain.engine.runfolder import RunFolder
 from foretrain.engine.weights import load_weights, write_weights
 from foretrain.errors import CheckpointError
-from foretrain.files import make_folder
 from foretrain.models import lora
 from foretrain.models.adapter_files import read_adapter, save_adapter
-from foretrain.run import write_model
+from foretrain.persist.checkpoint import CheckpointStore, read
+from foretrain.persist.files import make_folder
+from foretrain.persist.folder import RunFolder
+from foretrain.recipes.train import write_model
 
 Tree = dict[str, bytes | None]
 Found = Callable[[Path], Any]

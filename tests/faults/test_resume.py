@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from foretrain import HybridTrainer, config, run
-from foretrain.engine import checkpoint
-from foretrain.engine.runfolder import RunFolder
+from foretrain import HybridTrainer, config
 from foretrain.errors import CheckpointError
 from foretrain.events import Event, Notice
+from foretrain.persist import checkpoint
+from foretrain.persist.folder import RunFolder
+from foretrain.recipes import train as run
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -197,7 +198,7 @@ def test_it_says_what_changed(workshop: Any) -> None:
 
 def test_a_changed_setting_of_the_optimizer_takes_effect(workshop: Any) -> None:
     state_file = workshop.newest
-    from foretrain.engine import checkpoint
+    from foretrain.persist import checkpoint
 
     saved = checkpoint.read(state_file)
     changed = config.load("killed/config.toml", ["optimizer.weight_decay=0.5", "optimizer.beta1=0.8"]).config
@@ -275,7 +276,7 @@ def test_a_checkpoint_that_no_run_has_saved_is_refused(workshop: Any) -> None:
 def test_a_state_with_a_foreign_part_is_refused(part: str, value: Any, workshop: Any) -> None:
     """The checksums are right, the content is not: somebody else made it."""
     from foretrain import CheckpointStore
-    from foretrain.engine import checkpoint
+    from foretrain.persist import checkpoint
 
     state = checkpoint.read(workshop.newest)
     CheckpointStore(workshop.checkpoints).save(10, state | {part: value})

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 from foretrain import CheckpointStore, HybridTrainer
 from foretrain.config import from_mapping
-from foretrain.control.mover import Mover
-from foretrain.dynamics.predictor import Followed, Forecast, Predictor, Situation
-from foretrain.engine.state import Snapshot, put_together, take_apart
 from foretrain.events import Event, Moved, PhaseChanged, Recovered, Resumed
+from foretrain.hybrid.mover import Mover
+from foretrain.motion.predictors.base import Followed, Forecast, Predictor, Situation
+from foretrain.persist.codec import Snapshot, put_together, take_apart
 
 SHORT = {
     "hybrid.warmup_steps": 20,

@@ -16,16 +16,17 @@ from typing import Any
 import pytest
 from tests.waiting import HANGS
 
-from foretrain import config, run
-from foretrain.engine.checkpoint import CheckpointStore, verify
+from foretrain import config
 from foretrain.events import Event, Progress
+from foretrain.persist.checkpoint import CheckpointStore, verify
+from foretrain.recipes import train as run
 
 from .conftest import wait_until
 
 # As the command `foretrain`, with signals as a terminal has them, even if the tests themselves run in the background.
 FORETRAIN = (
     "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
-    "signal.signal(signal.SIGHUP, signal.SIG_DFL); from foretrain.cli import main; main()"
+    "signal.signal(signal.SIGHUP, signal.SIG_DFL); from foretrain.cli.app import main; main()"
 )
 ENDLESS = ["max_steps=1000000", "schedule.type=constant", "evaluation.interval=50", "log.interval=1"]
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]

@@ -55,14 +55,14 @@ class Command:
 def serve(address: str) -> None:
     """Import what a command would import, then fork once for each."""
     import ckpt_chaos.targets.common
+    import foretrain.run
     import torch
     import torch._dynamo  # every optimizer does
 
     import foretrain.cli
-    import foretrain.run
 
     assert ckpt_chaos.targets.common
-    assert foretrain.run
+    assert foretrain.recipes.train
     _power_cut()
     torch.set_num_threads(1)
     _train_once()
@@ -95,7 +95,7 @@ def _train_once() -> None:
     import gc
     import tempfile
 
-    from foretrain.cli import main
+    from foretrain.cli.app import main
 
     small = ["max_steps=2", "batch_size=4", "model.layers=1", "model.heads=2", "model.width=16", "model.context=16"]
     with tempfile.TemporaryDirectory() as folder, Path(os.devnull).open("w") as nowhere:
@@ -131,7 +131,7 @@ def _handle(connection: socket.socket) -> None:
 def _work(order: dict[str, Any], descriptors: list[int]) -> int:
     from ckpt_chaos.targets.common import arm_from_env
 
-    from foretrain.cli import main
+    from foretrain.cli.app import main
 
     signal.alarm(SECONDS_PER_COMMAND)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # as a terminal has it

@@ -8,7 +8,7 @@ import pytest
 from torch import Tensor
 
 from foretrain.config import Config, from_mapping
-from foretrain.engine.loop import Engine
+from foretrain.engine.engine import Engine
 from foretrain.engine.step import FullStep
 
 from .toys import BASE, Toy, WorkClock

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from foretrain.cli import main
+from foretrain.cli.app import main
 from foretrain.config import from_mapping
 from foretrain.errors import InputError
 from foretrain.measure.commands import default_folder, parse_arm

@@ -346,7 +346,7 @@ def test_an_arm_that_secretly_trains_more_is_caught(toy: Toy, base: Config, monk
 
 
 def test_tokens_taken_must_be_reported(toy: Toy, base: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("foretrain.engine.loop.Engine.count", lambda self, batch: 16)
+    monkeypatch.setattr("foretrain.engine.engine.Engine.count", lambda self, batch: 16)
     with pytest.raises(AccountingError, match="took"):
         carry_out(toy, Spec("hybrid", 1, 1.0, 20), base, set())
 

@@ -10,11 +10,11 @@ import torch
 from tests.finetuning import config_for, write_base, write_colors
 
 from foretrain.config import Config, changed, from_mapping
+from foretrain.config.schema import FIRST_RATE
 from foretrain.errors import DataError
 from foretrain.measure.runs import Spec, carry_out
 from foretrain.measure.tasks import FinetuneTask, ModelShelf, TextTask
-from foretrain.run import build_model
-from foretrain.schema import FIRST_RATE
+from foretrain.recipes.train import build_model
 
 TINY: dict[str, Any] = {
     "batch_size": 2,

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from foretrain.config import ModelConfig, OptimizerConfig
-from foretrain.engine import optim
+from foretrain.engine.optim import build as optim
 from foretrain.errors import ConfigError
 from foretrain.models.gpt2 import GPT2, SIZES, GPT2Shape, recomputed_blocks, shape_from_config
 from foretrain.models.lora import LoraSettings, attach

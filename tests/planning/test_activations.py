@@ -10,8 +10,8 @@ from tests.planning import observed
 
 from foretrain.config import OptimizerConfig
 from foretrain.engine import precision
-from foretrain.engine.in_backward import waiting_bytes
-from foretrain.engine.muon import Muon
+from foretrain.engine.optim.in_backward import waiting_bytes
+from foretrain.engine.optim.muon import Muon
 from foretrain.models import lora
 from foretrain.models import loss as loss_module
 from foretrain.models.gpt2 import GPT2Shape

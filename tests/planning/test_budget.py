@@ -11,7 +11,6 @@ import pytest
 import torch
 from tests.finetuning import config_for, write_base, write_colors
 
-from foretrain import run, tuning
 from foretrain.config import Config, given, load
 from foretrain.errors import ConfigError
 from foretrain.models import gpt2
@@ -19,6 +18,8 @@ from foretrain.planning import budget as budget_module
 from foretrain.planning.estimate import estimate, target_of
 from foretrain.planning.levers import LEVERS, value_of
 from foretrain.planning.plan import NothingFitsError
+from foretrain.recipes import finetune as tuning
+from foretrain.recipes import train as run
 
 
 def budget_of(config: Config, share: float, vocab_size: int = 257) -> str:

@@ -12,16 +12,16 @@ import torch
 from tests.planning.observed import Live
 
 from foretrain.config import OptimizerConfig, from_mapping
-from foretrain.dynamics.hosted import HostedTrajectory
-from foretrain.dynamics.records import DIRECTIONS
-from foretrain.dynamics.secant import Secant
-from foretrain.engine import optim
-from foretrain.engine.host import host_bytes
+from foretrain.config.schema import LoraConfig
+from foretrain.engine.memory.host import host_bytes
+from foretrain.engine.optim import build as optim
+from foretrain.hybrid.moves.secant import Secant
 from foretrain.models import lora
 from foretrain.models.gpt2 import GPT2, GPT2Shape
+from foretrain.motion.hosted import HostedTrajectory
+from foretrain.motion.records import DIRECTIONS
 from foretrain.planning.estimate import Estimate, Target, estimate, pass_of, row_size, target_of
 from foretrain.planning.parameters import adapted_parameters, parameters_of
-from foretrain.schema import LoraConfig
 from foretrain.trainer import HybridTrainer
 
 SHAPES = [
@@ -108,7 +108,7 @@ def test_directions_and_snapshots_are_exact(
 
 def test_the_row_of_directions_is_the_layout_s_own(make_model: Callable[..., GPT2]) -> None:
     model = make_model()
-    from foretrain.dynamics.trajectory import Layout
+    from foretrain.motion.trajectory import Layout
 
     assert row_size(parameters_of(model.shape))[0] == Layout(list(model.parameters()), ["x"] * 99).size
 

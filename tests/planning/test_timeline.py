@@ -7,8 +7,8 @@ import math
 import pytest
 
 from foretrain.config import OptimizerConfig
-from foretrain.engine.in_backward import UpdatesInBackward
-from foretrain.engine.optim import build
+from foretrain.engine.optim.build import build
+from foretrain.engine.optim.in_backward import UpdatesInBackward
 from foretrain.models.gpt2 import GPT2, GPT2Shape
 from foretrain.planning.activations import Pass
 from foretrain.planning.parameters import parameters_of

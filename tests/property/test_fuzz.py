@@ -114,7 +114,7 @@ def judged(fuzz: Any, good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             maker.take("text.txt")
             return sys.modules["fuzz_maker"].Input(["report"], writes=("page.html",))
 
-        monkeypatch.setattr("foretrain.cli.main", program)
+        monkeypatch.setattr("foretrain.cli.app.main", program)
         shutil.rmtree(tmp_path / "here", ignore_errors=True)
         target = fuzz.Target("report", "run folder", make)
         return list(fuzz.perform(target, random.Random(0), good, tmp_path / "here").problems)  # noqa: S311

@@ -15,7 +15,7 @@ import torch
 from tests.worlds import Bowl, Net, Regression, World, still, world
 from torch import Tensor, nn
 
-from foretrain.dynamics.predictor import Followed, Forecast, Predictor, Situation
+from foretrain.motion.predictors.base import Followed, Forecast, Predictor, Situation
 
 SEEDS = (0, 1, 2)
 BAD = ("useless", "flipped", "exploding", "nan")

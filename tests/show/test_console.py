@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console as RichConsole
 
+from foretrain.config.schema import Level
 from foretrain.events import (
     Bus,
     CheckpointRejected,
@@ -32,7 +33,6 @@ from foretrain.events import (
     RunStarted,
     Tuned,
 )
-from foretrain.schema import Level
 from foretrain.show.console import Console, duration, result_line, short, summary_table
 
 SUMMARY: dict[str, Any] = {

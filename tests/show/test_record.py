@@ -16,8 +16,8 @@ from foretrain.errors import InputError
 from foretrain.events import CheckpointSaved, Evaluated, Event, Notice, Resumed, RunEnded
 from foretrain.show import record as records
 from foretrain.show.follow import Follower, read_runs
+from foretrain.show.pages.report_ledger import ledger_rows
 from foretrain.show.record import Entry, RunRecord
-from foretrain.show.report_ledger import ledger_rows
 
 
 def record_of(*told: Event) -> RunRecord:
@@ -147,7 +147,7 @@ def test_a_run_that_begins_anew_in_the_same_log_forgets_the_first() -> None:
     ],
 )
 def test_no_line_stops_the_reader(line: str) -> None:
-    from foretrain.show.report_page import page
+    from foretrain.show.pages.report_page import page
 
     record = record_of(STARTED, progress(10))
     record.take(line)

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foretrain.errors import DataError
-from foretrain.files import from_json, make_folder, sync_file, user_path, write_synced
+from foretrain.persist.files import from_json, make_folder, sync_file, user_path, write_synced
 
 PARTS = ("train", "held_out")
 _META, _TOKENIZER = "meta.json", "tokenizer.json"

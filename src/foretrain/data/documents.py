@@ -18,7 +18,7 @@ from typing import Any
 
 from foretrain.data.tokenizers import whole
 from foretrain.errors import DataError, how_to_install
-from foretrain.files import from_json, user_path
+from foretrain.persist.files import from_json, user_path
 
 TOKEN_SUFFIXES = (".bin", ".npy")
 _OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}

@@ -22,7 +22,7 @@ from foretrain.data.loader import IGNORED
 from foretrain.data.templates import Format
 from foretrain.data.tokenizers import Tokenizer, Tokens
 from foretrain.errors import DataError
-from foretrain.files import from_json
+from foretrain.persist.files import from_json
 
 LENGTH_STEP = 16
 """Rows are padded to a multiple of this."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from foretrain.data.tokenizers import END_OF_TEXT, BPETokenizer, CharacterTokenizer, Tokenizer
-from foretrain.files import from_json
+from foretrain.persist.files import from_json
 
 
 def tokenizer_files(tokenizer: Tokenizer, context: int, chat_template: str = "") -> dict[str, str]:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from foretrain.data import library
 from foretrain.errors import DataError
-from foretrain.files import from_json, user_path
+from foretrain.persist.files import from_json, user_path
 
 END_OF_TEXT = "<|endoftext|>"
 Tokens = NDArray[np.unsignedinteger[Any]]

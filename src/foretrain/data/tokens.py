@@ -18,7 +18,7 @@ from foretrain.data import cache, documents, tokenizers
 from foretrain.data.documents import Piece, Source
 from foretrain.data.tokenizers import Tokenizer
 from foretrain.errors import DataError
-from foretrain.files import user_path
+from foretrain.persist.files import user_path
 
 DOCUMENT_SPLIT_FROM = 100
 """From this many documents on whole documents are held out; below, the end of the text."""

@@ -11,9 +11,9 @@ import torch
 
 from foretrain.config import Config
 from foretrain.engine.fence import put_back, randomness, same_randomness
-from foretrain.engine.state import random_state, restore_random_state
 from foretrain.errors import CheckpointError, InputError
 from foretrain.events import Event, Notice
+from foretrain.persist.codec import random_state, restore_random_state
 
 _LOOK_AT_ALL = 100
 """Batches after which it is looked at again whether a loader draws from generators that are slow to read."""

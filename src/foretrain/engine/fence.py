@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from foretrain.engine.signals import Interrupted
 from foretrain.events import told_of
+from foretrain.persist.signals import Interrupted
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 Result = TypeVar("Result")

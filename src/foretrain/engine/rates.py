@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from foretrain.config import ScheduleConfig
 from foretrain.engine import schedule
-from foretrain.engine.optim import RateControl
+from foretrain.engine.optim.build import RateControl
 from foretrain.errors import ConfigError
 
 Number = float | Tensor

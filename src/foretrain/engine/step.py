@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
 
-from foretrain.engine.in_backward import UpdatesInBackward
-from foretrain.engine.optim import supports_device_skip
+from foretrain.engine.optim.build import supports_device_skip
+from foretrain.engine.optim.in_backward import UpdatesInBackward
 from foretrain.engine.own import one_number
 from foretrain.engine.precision import Precision
 from foretrain.models.loss import IGNORED

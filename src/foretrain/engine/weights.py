@@ -12,14 +12,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from foretrain.engine import checkpoint
-from foretrain.engine.checkpoint import CheckpointStore, separate
 from foretrain.engine.described import unwrapped
-from foretrain.engine.host import real_view
-from foretrain.engine.runfolder import WEIGHTS as NAME
-from foretrain.engine.state import checksum
 from foretrain.errors import CheckpointError, InputError, SaveError
-from foretrain.files import explain_failed_write, remove, sync_file
+from foretrain.persist import checkpoint
+from foretrain.persist.checkpoint import CheckpointStore, separate
+from foretrain.persist.codec import checksum, real_view
+from foretrain.persist.files import explain_failed_write, remove, sync_file
+from foretrain.persist.folder import WEIGHTS as NAME
 
 _WRAPPINGS = ("_orig_mod.", "module.")
 """What torch.compile and DistributedDataParallel put before the names of weights."""

@@ -14,10 +14,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as ProgressBar
 from rich.table import Table
 
+from foretrain.config.schema import Level
 from foretrain.measure.formats import Results
 from foretrain.measure.history import Series, sparkline
 from foretrain.measure.verdict import FEWEST, MOST_RUNS, Verdict
-from foretrain.schema import Level
 from foretrain.show.console import duration
 from foretrain.show.screen import screen
 

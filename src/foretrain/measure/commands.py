@@ -12,12 +12,12 @@ from typing import Any
 
 from foretrain import config as configuration
 from foretrain.config import Config
+from foretrain.config.schema import Level
 from foretrain.errors import InputError
 from foretrain.measure.compare import PAGE, compare
 from foretrain.measure.ladder import rungs
 from foretrain.measure.plan import Arm, Options
 from foretrain.measure.tasks import FinetuneTask, Task, TextTask
-from foretrain.schema import Level
 from foretrain.show.comparison import ComparisonConsole
 
 DEMO = (

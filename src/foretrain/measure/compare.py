@@ -14,12 +14,12 @@ from foretrain.config import Config, to_mapping
 from foretrain.engine.precision import choose_device
 from foretrain.errors import ConfigError, InputError
 from foretrain.events import Event
-from foretrain.files import explain_failed_write, make_folder, write_atomic
 from foretrain.measure import stored
 from foretrain.measure.analysis import analyse
 from foretrain.measure.plan import Options, Plan, Result
 from foretrain.measure.runs import Spec, carry_out, check_pairing
 from foretrain.measure.tasks import Task
+from foretrain.persist.files import explain_failed_write, make_folder, write_atomic
 
 FORMAT = 1
 PAGE = "report.html"
@@ -152,7 +152,7 @@ class Comparison:
 
     def write(self, result: dict[str, Any]) -> Path:
         """result.json with every number, report.html to look at; returns the page's path."""
-        from foretrain.show.comparison_page import page
+        from foretrain.show.pages.comparison_page import page
 
         write_atomic(self.folder / "result.json", json.dumps(result) + "\n")
         target = self.folder / PAGE

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from foretrain.dynamics.predictor import Array, Followed, Forecast, Predictor, Situation
-from foretrain.dynamics.trajectory import Trajectory
+from foretrain.motion.predictors.base import Array, Followed, Forecast, Predictor, Situation
+from foretrain.motion.trajectory import Trajectory
 from foretrain.trainer import HybridTrainer
 
 _LAST_WINDOW = 1

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from foretrain.errors import InputError
-from foretrain.files import from_json
+from foretrain.persist.files import from_json
 
 FORMAT = "foretrain bench 1"
 KNOWN = "known are files of `foretrain bench run`, plain JSON {name: [median of each process]}, pytest-benchmark's JSON"

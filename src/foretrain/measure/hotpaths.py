@@ -48,8 +48,8 @@ class _Motion:
     def next(self) -> tuple[Any, list[Any]]:
         import numpy as np
 
-        from foretrain.dynamics.predictor import Followed, Situation
-        from foretrain.dynamics.records import HORIZONS_IN_WINDOWS
+        from foretrain.motion.predictors.base import Followed, Situation
+        from foretrain.motion.records import HORIZONS_IN_WINDOWS
 
         mix = self.random.normal(size=(_GROUPS, 4, 40)) + 0.5
         loss = 3.0 * 0.99 ** len(self.past) + 0.01 * float(self.random.normal())
@@ -68,8 +68,8 @@ class _Motion:
 
 
 def _predictor(kind: str, windows: int) -> tuple[Any, _Motion]:
-    from foretrain.dynamics.registry import build
-    from foretrain.schema import PredictorConfig
+    from foretrain.config.schema import PredictorConfig
+    from foretrain.motion.predictors.registry import build
 
     config = PredictorConfig.model_validate({"type": kind})
     predictor, motion = build(config, seed=0), _Motion()
@@ -81,7 +81,7 @@ def _predictor(kind: str, windows: int) -> tuple[Any, _Motion]:
 def _forecast(kind: str, horizon: int, device: str) -> Call:
     import numpy as np
 
-    from foretrain.dynamics.records import HORIZONS_IN_WINDOWS
+    from foretrain.motion.records import HORIZONS_IN_WINDOWS
 
     predictor, motion = _predictor(kind, 40)
     if hasattr(predictor, "_gates"):  # the corrections count also if they were of no use on this motion
@@ -108,8 +108,8 @@ def _observe(kind: str, device: str) -> Call:
 
 
 def _encode(device: str) -> Call:
-    from foretrain.dynamics.records import ForecastRecord, PhaseRecord, WindowRecord
-    from foretrain.dynamics.state import StateEncoder
+    from foretrain.motion.records import ForecastRecord, PhaseRecord, WindowRecord
+    from foretrain.motion.state import StateEncoder
 
     encoder, steps = StateEncoder(_WINDOW), itertools.count(_WINDOW, _WINDOW)
     losses, norms = tuple(3 - 0.01 * n for n in range(_WINDOW)), tuple(1 + 0.1 * n for n in range(_WINDOW))
@@ -136,7 +136,7 @@ def _confidence_learn(device: str) -> Call:
 
 
 def _confidence() -> tuple[Any, Any]:
-    from foretrain.dynamics.confidence import Confidence, ConfidenceFeatures
+    from foretrain.motion.confidence import Confidence, ConfidenceFeatures
 
     confidence = Confidence()
     for number in range(200):
@@ -145,7 +145,7 @@ def _confidence() -> tuple[Any, Any]:
 
 
 def _score_history(device: str) -> Call:
-    from foretrain.dynamics.quality import Quality
+    from foretrain.motion.quality import Quality
 
     predictor, motion = _predictor("linear", 40)
     quality, before = Quality(_WINDOW), motion.past[-1]
@@ -155,7 +155,7 @@ def _score_history(device: str) -> Call:
 
 
 def _loss_history(device: str) -> Call:
-    from foretrain.control.baseline import LossBaseline
+    from foretrain.health.baseline import LossBaseline
 
     baseline = LossBaseline()
     losses = itertools.cycle([3 + 0.01 * ((37 * number) % 17) for number in range(101)])
@@ -213,7 +213,7 @@ def _probe(device: str) -> Call:
 
 
 def _snapshot(device: str) -> Call:
-    from foretrain.engine.state import snapshot
+    from foretrain.persist.codec import snapshot
 
     trainer, batch = _trainer(device, **{"hybrid.mode": "off"})
     trainer.step(batch)
@@ -240,7 +240,7 @@ def _trajectory(device: str) -> tuple[Any, Call]:
     """A trajectory, and a call that moves the weights and closes a window."""
     import torch
 
-    from foretrain.dynamics.trajectory import Trajectory
+    from foretrain.motion.trajectory import Trajectory
 
     weights = _parameters(device)
     trajectory = Trajectory(weights, window=_WINDOW)
@@ -273,7 +273,7 @@ def _move(device: str) -> Call:
 
 
 def _look_ahead(method: str, device: str) -> Call:
-    from foretrain.dynamics.lookahead import LookAhead
+    from foretrain.hybrid.moves.lookahead import LookAhead
 
     weights = _parameters(device)
     ahead = LookAhead(weights, beta=1.0, gamma=0.9)

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 
 from foretrain.config import Config, changed, to_mapping
-from foretrain.engine.graph import GraphedStep
-from foretrain.engine.loop import count
+from foretrain.engine.engine import count
+from foretrain.engine.graphs import GraphedStep
 from foretrain.engine.step import rows_of, tensors_of
 from foretrain.errors import CheckpointError, ConfigError, DataError, ForetrainError, SaveError
 from foretrain.events import Bus, Evaluated, Event, Listener, Moved, Notice, PhaseChanged, Progress
-from foretrain.files import for_json
 from foretrain.measure.controls import RepeatLast, hold_still
 from foretrain.measure.tasks import Job, Task
+from foretrain.persist.files import for_json
 from foretrain.trainer import HybridTrainer
 
 _WARM_STEPS = 4

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from foretrain.errors import InputError
-from foretrain.files import from_json
+from foretrain.persist.files import from_json
 
 _LARGEST = 1e30
 Number = Annotated[float, Field(ge=-_LARGEST, le=_LARGEST)]

@@ -10,16 +10,17 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from foretrain import run, tuning
 from foretrain.config import Config
 from foretrain.data import tokens
 from foretrain.data.loader import Loader, held_out_batches
 from foretrain.engine.precision import choose_device
-from foretrain.engine.state import checksum
 from foretrain.engine.step import LossFunction
 from foretrain.errors import DataError
 from foretrain.models import lora
 from foretrain.models.gpt2 import GPT2
+from foretrain.persist.codec import checksum
+from foretrain.recipes import finetune as tuning
+from foretrain.recipes import train as run
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from foretrain.errors import CheckpointError, ConfigError, SaveError
-from foretrain.files import (
+from foretrain.models import base_weights, huggingface, lora
+from foretrain.models.gpt2 import GPT2
+from foretrain.models.lora import LoraSettings
+from foretrain.persist.files import (
     explain_failed_write,
     from_json,
     give_usual_mode,
@@ -25,9 +28,6 @@ from foretrain.files import (
     write_atomic,
     write_synced,
 )
-from foretrain.models import base_weights, huggingface, lora
-from foretrain.models.gpt2 import GPT2
-from foretrain.models.lora import LoraSettings
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."

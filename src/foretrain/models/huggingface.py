@@ -16,8 +16,8 @@ from torch import Tensor
 from foretrain.data.handover import tokenizer_files
 from foretrain.data.tokenizers import Tokenizer
 from foretrain.errors import CheckpointError
-from foretrain.files import from_json, give_usual_mode, user_path
 from foretrain.models.gpt2 import GPT2, GPT2Shape
+from foretrain.persist.files import from_json, give_usual_mode, user_path
 
 _NAMES = {
     "attention_norm": "ln_1",

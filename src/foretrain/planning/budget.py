@@ -9,10 +9,10 @@ import torch
 
 from foretrain import config as configuration
 from foretrain.config import Config
+from foretrain.config.units import format_size, parse_size
 from foretrain.engine.precision import choose_device
 from foretrain.planning.estimate import Target
 from foretrain.planning.plan import changed_values, plan, without_prediction
-from foretrain.sizes import format_size, parse_size
 
 CHANGE_RESULTS = {"optimizer.state_type", "optimizer.gradient_clip_norm"}
 """Of what a plan may change: narrow moments are rounded, and what is updated in the backward pass is not clipped."""

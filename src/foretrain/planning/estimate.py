@@ -9,14 +9,14 @@ from functools import lru_cache
 import torch
 
 from foretrain.config import Config
-from foretrain.control.gate import no_audit_is_affordable
-from foretrain.control.pilot import NEED_A_REASON
-from foretrain.dynamics.hosted import HOSTED_ROWS, elements_at_once
-from foretrain.dynamics.records import DIRECTIONS
-from foretrain.dynamics.trajectory import Layout, basis_type
-from foretrain.engine.graph import LAUNCH_BOUND_FLOPS
+from foretrain.engine.graphs import LAUNCH_BOUND_FLOPS
 from foretrain.engine.precision import choose_device, choose_precision
+from foretrain.hybrid.gate import no_audit_is_affordable
+from foretrain.hybrid.policy import NEED_A_REASON
 from foretrain.models.gpt2 import GPT2Shape
+from foretrain.motion.hosted import HOSTED_ROWS, elements_at_once
+from foretrain.motion.records import DIRECTIONS
+from foretrain.motion.trajectory import Layout, basis_type
 from foretrain.planning.activations import Pass
 from foretrain.planning.parameters import FP32, Parameters, adapted_parameters, parameters_of
 from foretrain.planning.timeline import full_step

@@ -8,8 +8,8 @@ from fnmatch import fnmatchcase
 from functools import cached_property, lru_cache
 
 from foretrain.config import OptimizerConfig
+from foretrain.config.schema import LoraConfig
 from foretrain.models.gpt2 import GPT2Shape
-from foretrain.schema import LoraConfig
 
 FP32 = 4
 STEP_BYTES = 4

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from foretrain.config import Config
+from foretrain.config.units import format_size
 from foretrain.errors import ConfigError
 from foretrain.planning.estimate import Estimate, Target, estimate
 from foretrain.planning.levers import EXPLANATIONS, LEVERS, Choice, choices, value_of
-from foretrain.sizes import format_size
 
 _NAMED = 3
 """Settings that a message lists."""

@@ -6,9 +6,9 @@ from typing import Any
 
 from rich.table import Table
 
+from foretrain.config.units import format_size
 from foretrain.planning.estimate import RESERVE, Estimate
 from foretrain.planning.plan import Plan
-from foretrain.sizes import format_size
 
 _TITLES = {
     "full": "WARMUP, FULL",

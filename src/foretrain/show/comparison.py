@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from rich.table import Table
 
 from foretrain import events
-from foretrain.schema import Level
+from foretrain.config.schema import Level
 from foretrain.show import narration
 from foretrain.show.console import duration
 from foretrain.show.numbers import loss_text

@@ -14,6 +14,8 @@ from rich.progress import BarColumn, TaskID, TextColumn
 from rich.progress import Progress as ProgressBar
 from rich.table import Table
 
+from foretrain.config.paths import assignments
+from foretrain.config.schema import Level
 from foretrain.events import (
     CheckpointSaved,
     Evaluated,
@@ -28,12 +30,10 @@ from foretrain.events import (
     in_words,
     speed_in_words,
 )
-from foretrain.schema import Level
 from foretrain.show import narration
 from foretrain.show.numbers import duration as duration  # noqa: PLC0414 - others take it from here
 from foretrain.show.numbers import loss_text
 from foretrain.show.screen import screen
-from foretrain.show.settings import assignments
 from foretrain.show.trouble import findings_in_words, rollbacks_in_words, trouble_in_words
 
 _LINES_PER_RUN = 40

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from foretrain.errors import InputError
-from foretrain.files import from_json
+from foretrain.persist.files import from_json
 from foretrain.show.record import RunRecord
 
 _BLOCK = 2**20

@@ -14,7 +14,7 @@ from typing import Any
 
 from foretrain.errors import InputError
 from foretrain.events import Event, Listener, Notice, RunEnded
-from foretrain.files import explain_failed_write, for_json, open_own
+from foretrain.persist.files import explain_failed_write, for_json, open_own
 
 _BLOCK = 2**16
 _MOST_WAITING = 20_000

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rich.markup import escape
 
+from foretrain.config.paths import assignments
 from foretrain.events import (
     CheckpointRejected,
     CheckpointSaved,
@@ -23,9 +24,8 @@ from foretrain.events import (
     Tuned,
     in_words,
 )
-from foretrain.outlet import shortened
 from foretrain.show.numbers import loss_text
-from foretrain.show.settings import assignments
+from foretrain.show.outlet import shortened
 
 
 def needs_attention(event: Event) -> bool:

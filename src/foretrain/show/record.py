@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from foretrain.files import from_json
-from foretrain.show.looks import layer_measures
-from foretrain.show.scales import finite
+from foretrain.persist.files import from_json
+from foretrain.show.pages.looks import layer_measures
+from foretrain.show.pages.scales import finite
 
 Fields = Mapping[str, Any]
 _NUMBERS = (

@@ -7,7 +7,7 @@ from typing import Any, Literal, TextIO, cast
 from rich.console import Console
 from rich.text import Text
 
-from foretrain.outlet import discard, visible
+from foretrain.show.outlet import discard, visible
 
 _WIDE = 200
 """Columns of a table that nobody looks at on a terminal: none of its cells is cut or folded."""

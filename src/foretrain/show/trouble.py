@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from foretrain.show.scales import finite
-from foretrain.show.settings import assignments
+from foretrain.config.paths import assignments
+from foretrain.show.pages.scales import finite
 
 _MOST = 2
 """Findings that are told; the page has all."""

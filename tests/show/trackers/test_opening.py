@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 from tests.show.trackers.conftest import fit, tiny_config
 
-from foretrain import run, tuning
 from foretrain.errors import InputError, SaveError
+from foretrain.recipes import finetune as tuning
+from foretrain.recipes import train as run
 from foretrain.show.trackers import opening
 from foretrain.show.trackers.listener import close_all
 
@@ -43,7 +44,7 @@ def test_a_missing_package_is_told_with_the_command_before_anything_else(
 
 def test_nothing_is_imported_unless_asked_for() -> None:
     code = (
-        "import sys, foretrain.cli\n"
+        "import sys, foretrain.cli.app\n"
         "from foretrain.show.trackers import listener, mlflow, opening, tensorboard, trackio, wandb\n"
         "opening.check_installed(['tensorboard', 'wandb', 'mlflow', 'trackio'])\n"
         "packages = {'tensorboardX', 'tensorboard', 'wandb', 'mlflow', 'sqlalchemy', 'trackio', 'google.protobuf'}\n"

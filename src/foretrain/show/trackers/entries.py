@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from foretrain.config.paths import assignments, flattened
 from foretrain.events import (
     CheckpointRejected,
     Evaluated,
@@ -19,8 +20,7 @@ from foretrain.events import (
     Recovered,
     Tuned,
 )
-from foretrain.files import for_json
-from foretrain.show.settings import assignments, flattened
+from foretrain.persist.files import for_json
 
 PHASES = ("warmup", "full", "predict", "correct")
 """The number `phase` is a place in here."""

@@ -9,7 +9,7 @@ import shlex
 import time
 import warnings
 
-from foretrain.files import make_folder
+from foretrain.persist.files import make_folder
 from foretrain.show.trackers.entries import SERIOUS, Entry
 from foretrain.show.trackers.tracker import PROJECT, Place, Tracker
 

@@ -12,7 +12,7 @@ from typing import Any
 from foretrain.config import Config, to_mapping
 from foretrain.errors import InputError, SaveError, how_to_install
 from foretrain.events import Listener
-from foretrain.files import explain_failed_write, from_json, write_atomic
+from foretrain.persist.files import explain_failed_write, from_json, write_atomic
 from foretrain.show.trackers.entries import hyperparameters
 from foretrain.show.trackers.listener import TrackerListener
 from foretrain.show.trackers.tracker import Place, Tracker

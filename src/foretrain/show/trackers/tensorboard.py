@@ -6,7 +6,7 @@ import shlex
 import time
 from typing import Any
 
-from foretrain.files import make_folder
+from foretrain.persist.files import make_folder
 from foretrain.show.trackers.entries import Entry
 from foretrain.show.trackers.tracker import Place, Tracker
 

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from foretrain.files import make_folder
+from foretrain.persist.files import make_folder
 from foretrain.show.trackers.entries import SERIOUS, Entry
 from foretrain.show.trackers.tracker import PROJECT, Place, Tracker
 

@@ -1,0 +1,22 @@
+"""Options that several commands around trained models share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from foretrain.cli.terminal import flag
+
+Model = Annotated[
+    Path,
+    Parameter(
+        help="Run folder of `train` or `finetune` (not finished: its newest checkpoint is taken), one checkpoint, or a "
+        "GPT-2 in Hugging Face's format."
+    ),
+]
+Overwrite = Annotated[bool, flag("Replace files of the same names in FOLDER.")]
+Tokenizer = Annotated[str, Parameter(help="Path of a tokenizer.json. Unset: the one beside the weights.")]
+Vocabulary = Annotated[str, Parameter(help="Folder with GPT-2's vocabulary files, for weights without a tokenizer.")]
+AnyBase = Annotated[bool, flag("Use the adapter on other weights than those it was trained on, too.", "--any-base")]

@@ -1,0 +1,287 @@
+"""The command that says how much memory a run will need, before there is one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+
+from foretrain.cli.terminal import Json, Settings, flag, put, put_json, say
+from foretrain.errors import InputError
+from foretrain.persist.files import user_path
+
+_SAY_THE_VOCABULARY = {"data.path", "data.tokenizer", "data.vocabulary", "model.vocab_size", "model.weights"}
+"""Settings by which the vocabulary is known, or meant to be looked up."""
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from foretrain.config import Config
+    from foretrain.planning.estimate import Target
+    from foretrain.planning.plan import Plan
+
+
+def plan(
+    config: Annotated[Path | None, Parameter(help="TOML file. None: the defaults.")] = None,
+    /,
+    *,
+    set_: Settings = None,
+    budget: Annotated[
+        str,
+        Parameter(help="Memory that must suffice: `14GB`, `6GiB`, `800MB`. Unset: what is free on the GPU, if any."),
+    ] = "",
+    device: Annotated[
+        str,
+        Parameter(
+            help="Plan for a `cuda` GPU or for the `cpu`, whatever is here. Unset: what a run would use here; with a "
+            "budget and no GPU, a GPU."
+        ),
+    ] = "",
+    finetune: Annotated[bool, flag("Plan what `foretrain finetune` would do with this file, not `train`.")] = False,
+    json_: Json = False,
+) -> None:
+    """Say how much device memory a run will need, phase by phase, and which settings fit a budget.
+
+    `foretrain plan my.toml --budget 14GB` proposes the fastest settings that fit, explains each of them, and prints the
+    lines for your file. Where prediction does not pay (language models at full weights) it is switched off first.
+    `memory.budget = "14GB"` in the file does the same by itself. Settings that your file names stay as they are.
+    Nothing is read or allocated but the file: a large model is planned on a laptop.
+
+    Exits with 2 when nothing fits, and says what the smallest possible is.
+    """
+    from foretrain.config import given, load
+    from foretrain.planning.estimate import estimate, tries_nothing
+    from foretrain.planning.plan import NothingFitsError, without_prediction
+    from foretrain.planning.plan import plan as make_plan
+
+    loaded = load(config, set_ or (), preset="finetune" if finetune else "measured")
+    for text in loaded.notices:
+        say(f"note: {text}")
+    where = _device(loaded.config, device, wanted=bool(budget or loaded.config.memory.budget))
+    target = _target(loaded.config, where.name)
+    found = estimate(loaded.config, target)
+    limit = _budget(loaded.config, budget, target)
+    planned = _planned(loaded.config, target)
+    if limit is None:
+        if json_:
+            put_json({"planned": planned, "fits": None, "budget_bytes": None, "estimate": found.as_dict()})
+        else:
+            put(where.line(target.precision))
+            put(_planned_line(planned))
+            _print_estimate(found)
+        return
+    try:
+        made = make_plan(loaded.config, target, limit, given(loaded.config))
+    except NothingFitsError as error:
+        error.facts = {"planned": planned, "fits": False} | _smallest(error.smallest)
+        say(where.line(target.precision))
+        raise
+    cheaper = without_prediction(loaded.config, target, limit, given(loaded.config), made.choice.cost)
+    other = None
+    if "hybrid.mode" in made.choice.settings:
+        cheaper, other = None, _predicting(loaded.config, target, limit)
+    if json_:
+        both = {"without_prediction": cheaper, "with_prediction": other.as_dict() if other else None}
+        put_json({"planned": planned, "fits": True} | both | made.as_dict())
+        return
+    put(where.line(target.precision))
+    put(_planned_line(planned))
+    _print_estimate(found)
+    _print_plan(made)
+    if "hybrid.mode" in made.choice.settings:
+        _print_other(other, tries_nothing(loaded.config, target))
+    if cheaper:
+        say(f"note: {cheaper}")
+
+
+@dataclass(frozen=True)
+class _Device:
+    """What is planned for, and what is said of it."""
+
+    name: str
+    """"cuda", "cpu", or empty: what a run would use here."""
+    words: str
+
+    def line(self, precision: str) -> str:
+        return f"planned for {self.words.format(precision=precision)}"
+
+
+def _device(config: Config, asked: str, wanted: bool) -> _Device:
+    """wanted: a budget is given; on a machine without a GPU that is one's elsewhere."""
+    from foretrain.engine.precision import choose_device
+
+    if asked:
+        return _Device(asked, "a CUDA GPU, {precision}" if asked == "cuda" else "a CPU, {precision}")
+    here = choose_device(config.device).type
+    if here == "cuda":
+        return _Device("", "this machine's GPU, {precision}")
+    if here == "cpu" and config.device == "auto" and wanted:
+        return _Device(
+            "cuda", "a CUDA GPU, {precision}: there is none here, but a budget means one; for the CPU: --device cpu"
+        )
+    return _Device("", f"this machine's {here.upper()}, {{precision}}; for a GPU: --device cuda")
+
+
+def _predicting(config: Config, target: Target, limit: int) -> Plan | None:
+    """What prediction would take; None where it does not fit."""
+    from foretrain.config import given
+    from foretrain.planning.plan import NothingFitsError, with_prediction
+
+    try:
+        return with_prediction(config, target, limit, given(config))
+    except NothingFitsError:
+        return None
+
+
+def _planned(config: Config, target: Target) -> dict[str, Any]:
+    """What the plan is for."""
+    from foretrain.planning.estimate import all_parameters
+    from foretrain.planning.parameters import parameters_of
+
+    return {
+        "model": config.model.weights or config.model.type,
+        "parameters": parameters_of(target.shape).elements,
+        "trained_parameters": all_parameters(config, target).elements,
+        "vocabulary": target.shape.vocab_size,
+        "batch_size": config.batch_size,
+        "length": target.length,
+        "device": "cuda" if target.cuda else "cpu",
+        "precision": target.precision,
+    }
+
+
+def _planned_line(planned: dict[str, Any]) -> str:
+    adapter = planned["trained_parameters"] != planned["parameters"]
+    trained = f", {planned['trained_parameters']:,} of an adapter" if adapter else ""
+    return (
+        f"{planned['model']}, {planned['parameters']:,} parameters{trained}, vocabulary of {planned['vocabulary']:,}; "
+        f"batches of {planned['batch_size']} x {planned['length']} tokens; {planned['device']}, {planned['precision']}"
+    )
+
+
+def _smallest(plan: Plan) -> dict[str, Any]:
+    return {"smallest_bytes": plan.estimate.needed} | plan.as_dict()
+
+
+def _target(config: Config, device: str) -> Target:
+    """The shape of what would be trained; a fine-tuning run takes it from the model's folder."""
+    from foretrain.models.gpt2 import shape_from_config
+    from foretrain.planning.estimate import Target, target_of
+    from foretrain.recipes.open_model import shape_of
+
+    if device not in ("", "cuda", "cpu"):
+        raise InputError(f"--device {device!r}: plan for cuda or cpu")
+    adapters = config.preset == "finetune"
+    shape, length, rows = replace(shape_from_config(config.model), vocab_size=_vocabulary(config)), None, 0
+    if adapters:
+        folder = user_path(config.model.weights, "model.weights")
+        if not config.model.weights or not folder.is_dir():
+            raise InputError(
+                f"model.weights = {config.model.weights!r}: there is no such folder; name the model to fine-tune, as "
+                "in --set model.weights=FOLDER"
+            )
+        shape = shape_of(folder if (folder / "config.json").is_file() else folder / "model")
+        length, rows = min(shape.context, config.data.max_length or shape.context), config.batch_size
+    if not device:
+        return target_of(config, shape, length=length, adapters=adapters, evaluated_rows=rows)
+    wanted = config.precision.type
+    precision = ("bf16" if device == "cuda" else "fp32") if wanted == "auto" else wanted
+    return Target(shape, device == "cuda", precision, length or shape.context, adapters, rows)
+
+
+def _vocabulary(config: Config) -> int:
+    """As many tokens as the tokenizer will know; where only the data tells, or none is named, GPT-2's many."""
+    from foretrain.config import given
+    from foretrain.data.tokenizers import ByteTokenizer
+    from foretrain.models.gpt2 import SIZES
+
+    known = {"byte": ByteTokenizer().vocab_size, "bpe": config.data.bpe_size}
+    largest = SIZES[config.model.type].vocab_size
+    named = given(config)
+    if "model.type" in named and config.model.type != "gpt2-tiny" and not named & _SAY_THE_VOCABULARY:
+        say(
+            f"note: the vocabulary is taken to be GPT-2's {largest:,}, as no data is named; with data.tokenizer = "
+            f"{config.data.tokenizer!r}, the default, it would be {known[config.data.tokenizer]:,}"
+        )
+        return largest
+    if config.model.vocab_size is None and config.data.tokenizer not in (*known, "gpt2"):
+        say(f"note: the vocabulary is taken to be {largest}, as GPT-2's; set model.vocab_size if it is another")
+    return config.model.vocab_size or known.get(config.data.tokenizer, largest)
+
+
+def _budget(config: Config, budget: str, target: Target) -> int | None:
+    """As given, as configured, or what is free on the GPU that a run would use."""
+    from foretrain.config.units import format_size, parse_size
+
+    if budget or config.memory.budget:
+        try:
+            return parse_size(budget or config.memory.budget)
+        except ValueError as error:
+            raise InputError(f"--budget: {error}") from None
+    import torch
+
+    if not (target.cuda and torch.cuda.is_available()):
+        return None
+    free, _ = torch.cuda.mem_get_info()
+    say(f"budget: {format_size(free)}, what is free on {torch.cuda.get_device_name()}")
+    return free
+
+
+def _print_estimate(estimate: Any) -> None:
+    from foretrain.planning.tables import component_table, needed_line
+
+    _print(component_table(estimate))
+    put(needed_line(estimate))
+
+
+def _print_plan(plan: Plan) -> None:
+    from foretrain.config.units import format_size
+    from foretrain.planning.plan import toml_lines
+    from foretrain.planning.tables import component_table, lever_table, needed_line
+
+    budget = format_size(plan.budget or 0)
+    put("")
+    if not plan.choice.settings:
+        put(f"it fits into {budget} as it is")
+        return
+    put(f"to fit into {budget}, {_price(plan)}:")
+    _print(lever_table(plan))
+    put("")
+    _print(component_table(plan.estimate))
+    put(needed_line(plan.estimate))
+    put("")
+    put(toml_lines(plan.choice.settings))
+
+
+def _price(plan: Plan) -> str:
+    return f"at about {1 + plan.choice.cost:.0%} of the time per step"
+
+
+def _print_other(plan: Plan | None, idle: bool) -> None:
+    """The alternative that keeps prediction, as comments, so that all lines are for the file.
+
+    idle: the run is too short to try any move.
+    """
+    from foretrain.config.units import format_size
+    from foretrain.planning.plan import toml_lines
+    from foretrain.planning.tables import host_line
+
+    what = "with prediction"
+    if idle:
+        what += " (of which only the snapshots for emergencies would be used: no audit is affordable in so few steps)"
+    put("")
+    if plan is None:
+        put(f"# {what} nothing fits")
+        return
+    lines = [f"{what} instead: {format_size(plan.estimate.needed)} {_price(plan)}"]
+    lines += [host_line(plan.estimate)] if plan.estimate.host else []
+    lines += toml_lines(plan.choice.settings).splitlines()
+    put("\n".join(f"# {line}".rstrip() for line in lines))
+
+
+def _print(table: Table) -> None:
+    from foretrain.show.screen import screen
+
+    screen().print(table)

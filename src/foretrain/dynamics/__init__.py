@@ -1,1 +1,0 @@
-"""How do the weights move?"""

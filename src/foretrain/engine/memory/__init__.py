@@ -1,0 +1,1 @@
+"""Where tensors are: use of memory, host memory, offload."""

@@ -1,0 +1,137 @@
+"""Muon: momentum whose update is orthogonalised. All matrices of one shape go through one batched call."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foretrain.engine import precision
+from foretrain.engine.optim import moments, narrow
+from foretrain.engine.optim.skipping import SkippingOptimizer
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+NEWTON_SCHULZ_STEPS = 5
+EPSILON = 1e-7
+SMALL = 64
+"""Shorter side of matrices up to which every CPU is faster in fp32: there a product in bf16 has a high fixed cost."""
+
+
+def iteration_type(device: torch.device, shape: tuple[int, ...] | None = None) -> str:
+    """Number format of the Newton-Schulz iteration for matrices of this shape; None: for large ones.
+
+    bf16 is enough. fp32 is faster on CPUs that would emulate bf16, and for small matrices on every CPU.
+    """
+    if device.type != "cpu":
+        return "bf16"
+    small = shape is not None and min(shape) <= SMALL
+    return "bf16" if precision.cpu_has_bf16_products() and not small else "fp32"
+
+
+def orthogonalize(matrices: Tensor) -> Tensor:
+    """Nearest (roughly) orthogonal matrix to each of [batch, rows, columns], by quintic Newton-Schulz; the result is in
+    the format that suits the device."""
+    a, b, c = COEFFICIENTS
+    x = matrices.to(precision.DTYPES[iteration_type(matrices.device, tuple(matrices.shape[1:]))])
+    tall = x.shape[1] > x.shape[2]
+    if tall:
+        x = x.mT
+    x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=EPSILON)
+    for _ in range(NEWTON_SCHULZ_STEPS):
+        gram = torch.bmm(x, x.mT)
+        update = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, update, x, beta=a)
+    return x.mT if tall else x
+
+
+class Muon(SkippingOptimizer):
+    """Muon for groups with `algorithm = "muon"`, AdamW for groups with `algorithm = "adamw"`."""
+
+    def __init__(
+        self,
+        params: Iterable[dict[str, Any]],
+        lr: float | Tensor = 0.02,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        scale: str = "original",
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        state_type: str = "fp32",
+    ) -> None:
+        self.state_type = state_type
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "scale": scale,
+            "betas": betas,
+            "eps": eps,
+            "algorithm": "muon",
+            "capturable": True,  # step counts live on the device, also after load_state_dict
+        }
+        super().__init__(params, defaults)
+        for group in self.param_groups:
+            if group["algorithm"] == "muon" and any(p.ndim != 2 for p in group["params"]):
+                raise ValueError("Muon takes matrices only; put other parameters into a group with algorithm='adamw'")
+
+    def _update(self, group: dict[str, Any], params: list[Tensor]) -> None:
+        if group["algorithm"] == "muon":
+            self._muon(group, params)
+        else:
+            self._adamw(group, params)
+
+    def _muon(self, group: dict[str, Any], params: list[Tensor]) -> None:
+        by_shape: dict[tuple[torch.Size, bool], list[Tensor]] = defaultdict(list)
+        for p in params:
+            if "momentum_buffer" not in self.state[p]:
+                moments.make_moment(self.state[p], "momentum_buffer", p, self.state_type)
+            by_shape[p.shape, moments.is_narrow(p, self.state_type)].append(p)
+        for same_shaped in by_shape.values():
+            self._muon_batch(group, same_shaped)
+
+    def _muon_batch(self, group: dict[str, Any], params: list[Tensor]) -> None:
+        gradient = torch.stack([p.grad for p in params if p.grad is not None])
+        if self.grad_scale is not None:
+            gradient = gradient / self.grad_scale
+        rate, weight = group["lr"], 1 - group["momentum"]
+        if self.found_inf is not None:
+            # A bad step moves nothing: no gradient, the momentum stays, the step length is zero.
+            bad = self.found_inf > 0
+            gradient = torch.where(bad, 0.0, gradient)
+            rate, weight = torch.where(bad, 0.0, rate), torch.where(bad, 0.0, weight)
+        momentum = self._momentum(params, gradient, weight)
+        update = gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
+        del gradient, momentum  # the iteration needs the room
+        rows, columns = params[0].shape
+        if group["scale"] == "match_rms_adamw":
+            ratio = 0.2 * math.sqrt(max(rows, columns))
+        else:
+            ratio = math.sqrt(max(1, rows / columns))
+        step = orthogonalize(update).float().mul_(rate * ratio)
+        torch._foreach_mul_(params, 1 - rate * group["weight_decay"])
+        torch._foreach_sub_(params, list(step.unbind(0)))
+
+    def _momentum(self, params: list[Tensor], gradient: Tensor, weight: float | Tensor) -> Tensor:
+        """The momentum of all `params`, which are of one shape, after it has taken in the gradient."""
+        states = [self.state[p] for p in params]
+        buffers = [state["momentum_buffer"] for state in states]
+        if not moments.is_narrow(params[0], self.state_type):
+            torch._foreach_mul_(buffers, 1 - weight)
+            torch._foreach_add_(buffers, list((gradient * weight).unbind(0)))
+            return torch.stack(buffers)
+        momentum = moments.read_all(states, "momentum_buffer").mul_(1 - weight).add_(gradient * weight)
+        moments.write_all(states, "momentum_buffer", momentum)
+        return momentum
+
+    def _adamw(self, group: dict[str, Any], params: list[Tensor]) -> None:
+        states = [self.state[p] for p in params]
+        narrow.adamw_step(group, params, states, self.state_type, self.grad_scale, self.found_inf)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        moments.load_as_stored(self, state_dict, self.state_type)

@@ -1,0 +1,135 @@
+"""One look at every layer: norms of gradients, weights and updates, batched on the device, one host read per look."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from foretrain.engine.step import StepOutput, stacked
+from foretrain.persist.codec import real_view
+
+SAMPLED = 4096
+"""Numbers of one parameter whose update is measured; that of a larger one is estimated from as many, evenly spread."""
+
+Array = np.ndarray[tuple[int], np.dtype[np.float64]]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Norms per layer around one step. The gradient is that before clipping, the weight that before the update."""
+
+    step: int
+    """Steps done before this one."""
+    gradient: Array
+    """Not a number where a layer has no gradient."""
+    weight: Array
+    update: Array
+
+    @property
+    def gradient_to_weight(self) -> Array:
+        return _ratio(self.gradient, self.weight)
+
+    @property
+    def update_to_weight(self) -> Array:
+        return _ratio(self.update, self.weight)
+
+
+class Look:
+    """`begin` before a full step, `end` after it, `take` when the numbers are wanted. Other steps cost nothing.
+
+    Gradient norms come with every step's output, whether it is recorded as a CUDA graph or updates in the backward
+    pass. A layer is a module with parameters of its own, such as `blocks.0.attention.qkv`.
+    """
+
+    def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
+        self.parameters: list[Tensor] = [real_view(p.detach()) for p in parameters]
+        names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        owners = [name.rpartition(".")[0] or name for name in names]
+        self.layers = list(dict.fromkeys(owners))
+        places = {layer: place for place, layer in enumerate(self.layers)}
+        self._layer_of = np.array([places[owner] for owner in owners], dtype=np.int64)
+        self._strides = [max(1, math.ceil(p.numel() / SAMPLED)) for p in self.parameters]
+        self._sizes = [math.ceil(p.numel() / stride) for p, stride in zip(self.parameters, self._strides, strict=True)]
+        self._scales = np.array([p.numel() / max(1, s) for p, s in zip(self.parameters, self._sizes, strict=True)])
+        self._before: tuple[Tensor, Tensor] | None = None
+        self._flight: tuple[int, Tensor, torch.cuda.Event | None] | None = None
+
+    @property
+    def looking(self) -> bool:
+        return self._before is not None
+
+    @property
+    def on_its_way(self) -> bool:
+        """A look was made and is not taken yet."""
+        return self._flight is not None
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        weights = stacked(list(torch._foreach_norm(self.parameters)))
+        self._before = (weights, self._sample())
+
+    @torch.no_grad()
+    def end(self, step: int, output: StepOutput) -> None:
+        if self._before is None or output.gradient_norms is None:
+            return
+        (weights, sample), self._before = self._before, None
+        moved = torch.split(self._sample() - sample, self._sizes)
+        updates = torch.stack(torch._foreach_norm(list(moved)))
+        numbers = torch.cat([output.gradient_norms, weights, updates])
+        event = None
+        if numbers.is_cuda:
+            stream = torch.cuda.current_stream(numbers.device)
+            numbers = torch.empty(numbers.shape, pin_memory=True).copy_(numbers, non_blocking=True)
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(stream)
+        self._flight = (step, numbers, event)
+
+    def take(self) -> Measured | None:
+        """The last look, once; waits for the device if it is not there yet."""
+        if self._flight is None:
+            return None
+        step, values = self.wait() or (0, [])
+        self._flight = None
+        gradient, weight, update = np.asarray(values, dtype=np.float64).reshape(3, -1)
+        absent = np.bincount(self._layer_of, np.isfinite(gradient), len(self.layers)) == 0
+        norms = self._by_layer(np.where(np.isnan(gradient), 0.0, np.square(gradient)))
+        norms[absent] = np.nan
+        return Measured(
+            step, norms, self._by_layer(np.square(weight)), self._by_layer(np.square(update) * self._scales)
+        )
+
+    def wait(self) -> tuple[int, list[float]] | None:
+        """The look that is not taken yet, as it can be saved; waits for the device."""
+        if self._flight is None:
+            return None
+        step, numbers, event = self._flight
+        if event is not None:
+            event.synchronize()
+        values: list[float] = numbers.tolist()
+        return step, values
+
+    def put_back(self, saved: Sequence[Any] | None) -> None:
+        """What `wait` gave."""
+        self._before = self._flight = None
+        if saved is not None:
+            step, values = saved
+            self._flight = (int(step), torch.tensor(values), None)
+
+    def _sample(self) -> Tensor:
+        picked = [p.reshape(-1)[::stride] for p, stride in zip(self.parameters, self._strides, strict=True)]
+        return torch.cat(picked).float()
+
+    def _by_layer(self, squares: Array) -> Array:
+        return np.sqrt(np.bincount(self._layer_of, squares, len(self.layers)))
+
+
+def _ratio(one: Array, other: Array) -> Array:
+    """Not a number where a layer is still zero, as one half of an adapter is at first."""
+    ratio: Array = np.divide(one, other, out=np.full(len(one), np.nan), where=other > 0)
+    return ratio

@@ -1,0 +1,332 @@
+"""Out of memory in mid-run: everything as it was before the step, then the same batch again in less memory.
+
+Where a step can fail, and what follows:
+
+  before the update      nothing has changed that cannot be put back: the step is done again, or the run is saved
+  in the update          half a step may be done: only an earlier state will do
+  in a move              the move is taken back, and full steps go on
+  while watching         the step is done; what was learned from this window is given up
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import torch
+
+from foretrain.config import Config, changed
+from foretrain.engine.engine import Engine
+from foretrain.engine.fence import OwnCodeError
+from foretrain.engine.memory.usage import MemoryMeter
+from foretrain.errors import OutOfMemory
+from foretrain.events import Bus, Phase, Recovered
+from foretrain.health import shortage as shortages
+from foretrain.health.checkup import Checkup
+from foretrain.health.shortage import Shortage
+from foretrain.hybrid.mover import Mover
+from foretrain.hybrid.moves.lookahead import LookAhead
+from foretrain.hybrid.policy import Pilot
+
+MOST_FAILED_MOVES = 3
+"""Moves (or windows) that memory ran out in before nothing is predicted any more."""
+_LOOK_AT_ALL = 100
+"""Steps after which it is looked at again whether steps draw from Python's and NumPy's generators, slow to read."""
+_KEPT = ("accumulation_steps", "engine.activation_checkpointing", "engine.cuda_graph")
+Result = TypeVar("Result")
+
+
+class Trained(Protocol):
+    """What is needed of a trainer, beside its engine."""
+
+    bus: Bus
+    memory: MemoryMeter
+    pilot: Pilot | None
+    mover: Mover
+    look_ahead: LookAhead | None
+    checkup: Checkup
+
+    @property
+    def phase(self) -> Phase: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """Where the run is before a step. If all of it is the same afterwards, the step has changed nothing for good."""
+
+    phase: Phase
+    counts: tuple[int, ...]
+    randomness: tuple[Any, ...]
+
+
+class Rescue:
+    """Guards every step of a trainer. In a run with memory enough it notes some numbers per step, nothing else.
+
+    engine and trainer are the same object: what is trained, and what decides about phases.
+    """
+
+    def __init__(self, engine: Engine, trainer: Trained) -> None:
+        self.engine = engine
+        self.trainer = trainer
+        self.retries = engine.config.memory.on_out_of_memory == "retry"
+        self.settings = engine.config
+        """As they are now, after all that was made smaller."""
+        self.next_smaller: Callable[[Config], Config | None] = shortages.next_smaller
+        self.failed_moves = 0
+        self.told: list[str] = []
+        self.sound = True
+        """The run is at the end of a step, or back there: its state can be gone on from."""
+        self._draws_elsewhere = False
+        self._looked_at = -_LOOK_AT_ALL
+
+    # --- a step ------------------------------------------------------------------------------------------------------
+
+    def step(self, batch: Any, step: Callable[[Any], Result]) -> Result:
+        """`step(batch)`; again, and smaller, for as long as memory runs out and something can be made smaller."""
+        if self.failed_moves >= MOST_FAILED_MOVES and self.trainer.pilot is not None:
+            self.trainer.mover.safety.forget()  # only now: the data may have had to go back to where it was taken
+        while True:
+            mark = self._mark()
+            self.sound = False
+            try:
+                result = step(batch)
+                self._see_randomness(mark)
+            except OwnCodeError as error:
+                batch = self._give_up_move(error, mark, batch)
+                continue
+            except BaseException as error:
+                found = shortages.look_at(error)
+                if found is None:
+                    self._fall_back(mark)
+                    raise
+                text = self.explain(found)
+            else:
+                self.sound = True
+                return result
+            # Only here, where the error is gone, is the memory of the step gone that its traceback held.
+            batch = self._recover(found, text, mark, batch)
+
+    def _fall_back(self, mark: _Mark) -> None:
+        """Own code ended the step by an error or an order: back to before the step, where that can be."""
+        self.sound = self._is_as_before(mark)
+        if self.sound:
+            self._undo(mark)
+
+    def _give_up_move(self, error: OwnCodeError, mark: _Mark, batch: Any) -> Any:
+        """The loss failed in a probe: the move is taken back. Returns the batch to go on with."""
+        if mark.phase not in (Phase.PREDICT, Phase.CORRECT):
+            raise error.__cause__ or error
+        first = self.trainer.mover.abandon("a probe of it failed")
+        self.engine.full_step.changing = False
+        self.trainer.mover.fail(error.failure)
+        if self.engine.position == mark.counts[0]:
+            return batch
+        if first is None:  # there is no way back to the batch that the data is at
+            raise error.__cause__ or error
+        return first
+
+    def _recover(self, found: Shortage, text: str, mark: _Mark, batch: Any) -> Any:
+        """Put back what can be. Returns the batch to go on with, or raises what says why it cannot go on."""
+        self.engine.release()
+        intact = self._is_as_before(mark)
+        if intact:
+            self._undo(mark)
+        if not self.retries:
+            raise OutOfMemory(f"{text}; {self.advice()}", intact=intact, half_done=not intact)
+        if mark.phase in (Phase.PREDICT, Phase.CORRECT):
+            first = self.trainer.mover.abandon("memory ran out in it")
+            self.engine.full_step.changing = False
+            self._count_failed_move(f"{text}; the move is taken back")
+            if self.engine.position == mark.counts[0]:
+                return batch
+            if first is not None:  # the data went back as well
+                return first
+            intact = False
+        if not intact:
+            raise OutOfMemory(f"{text}; {self.advice()}", half_done=True)
+        if not self.shrink(found, text):
+            raise OutOfMemory(f"{text}; nothing smaller is left to try; {self.advice()}", intact=True)
+        return batch
+
+    def aside(self, watch: Callable[..., None], *arguments: Any) -> None:
+        """What follows on a step that is done: if memory runs out in it, only what it would have learned is lost."""
+        try:
+            watch(*arguments)
+        except OwnCodeError as error:
+            self._give_up_window("a probe failed")
+            self.trainer.mover.fail(error.failure)
+            return
+        except (RuntimeError, MemoryError) as error:
+            found = shortages.look_at(error)
+            if found is None or not self.retries or self.engine.full_step.changing:
+                raise
+            text = self.explain(found)
+        else:
+            return
+        self.engine.release()
+        self._give_up_window("memory ran out")
+        self._count_failed_move(f"{text}; the window is given up")
+
+    def _give_up_window(self, why: str) -> None:
+        pilot = self.trainer.mover.pilot
+        if pilot.machine.phase is Phase.PREDICT:
+            pilot.machine.force_full(why)
+        pilot.observer.restart()
+
+    def again(self, function: Callable[[], Result]) -> Result:
+        """What changes nothing before it succeeds is tried a second time, with all memory freed that can be."""
+        try:
+            return function()
+        except (RuntimeError, MemoryError) as error:
+            if not self.retries or shortages.look_at(error) is None:
+                raise
+        self.engine.release()
+        return function()
+
+    # --- what was, and back to it ------------------------------------------------------------------------------------
+
+    def _mark(self) -> _Mark:
+        self.engine.full_step.changing = False
+        return _Mark(self.trainer.phase, self._counts(), self._randomness())
+
+    def _counts(self) -> tuple[int, ...]:
+        """Each of them changes with something that a step cannot take back; the position in the data comes first."""
+        engine, pilot = self.engine, self.trainer.pilot
+        return (
+            engine.position,
+            engine.global_step,
+            engine.backward_passes,
+            engine.probe_tokens,
+            pilot.counts.corrections if pilot is not None else 0,
+        )
+
+    def _is_as_before(self, mark: _Mark) -> bool:
+        same = self.trainer.phase is mark.phase and self._counts() == mark.counts
+        return same and not self.engine.full_step.changing
+
+    def _undo(self, mark: _Mark) -> None:
+        """Bit for bit as before the step. Gradients are gone already, and buffers were put back where they changed."""
+        if self.trainer.look_ahead is not None:
+            self.trainer.look_ahead.take_back()
+        self.trainer.checkup.taken_back(leaps=0)  # a look that was begun with the step
+        self._looked_at = -_LOOK_AT_ALL  # what is done again may fail again
+        own, on_device, python, numpy = mark.randomness
+        torch.set_rng_state(own)
+        if on_device is not None:
+            torch.cuda.set_rng_state(on_device, self.engine.device)
+        if python is not None:
+            random.setstate(python)
+            np.random.set_state(numpy)  # noqa: NPY002 - user code may use it
+
+    def _randomness(self) -> tuple[Any, ...]:
+        """The generators that a step draws from."""
+        device = self.engine.device
+        on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        python = numpy = None
+        passes = self.engine.backward_passes
+        if self._draws_elsewhere or not 0 <= passes - self._looked_at < _LOOK_AT_ALL:
+            self._looked_at = passes
+            python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - user code may use it
+        return torch.get_rng_state(), on_device, python, numpy
+
+    def _see_randomness(self, mark: _Mark) -> None:
+        """Whether the step drew from the generators that are not read before every step."""
+        python, numpy = mark.randomness[2:]
+        if python is not None and not self._draws_elsewhere:
+            now: Any = np.random.get_state()  # noqa: NPY002 - user code may use it
+            same = numpy[2] == now[2] and np.array_equal(numpy[1], now[1])
+            self._draws_elsewhere = not same or python != random.getstate()
+
+    # --- smaller -----------------------------------------------------------------------------------------------------
+
+    def shrink(self, found: Shortage | None, text: str) -> bool:
+        """Go on with the next smaller settings; False when there are none."""
+        if found is not None and found.recording:  # without the graph it did fit
+            smaller: Config | None = changed(self.settings, {"engine.cuda_graph": False})
+        else:
+            smaller = self.next_smaller(self.settings)
+        if smaller is None or not (changes := self._changes(self.settings, smaller)):
+            return False
+        self.settings = smaller
+        self.engine.use(smaller)
+        words = ", ".join(f"{name} = {str(value).lower()}" for name, value in changes.items())
+        self.tell(f"{text}; once more with {words}")
+        return True
+
+    def _changes(self, before: Config, after: Config) -> dict[str, Any]:
+        """What can be changed in mid-run: the parts of a batch always, the blocks of a model only if it is ours."""
+        ours = hasattr(self.engine.model, "activation_checkpointing")
+        names = [name for name in _KEPT if ours or name != "engine.activation_checkpointing"]
+        return {name: _value(after, name) for name in names if _value(before, name) != _value(after, name)}
+
+    def _count_failed_move(self, text: str) -> None:
+        self.failed_moves += 1
+        if self.failed_moves >= MOST_FAILED_MOVES:
+            self._switch_off()
+            text += f". Memory ran out in {self.failed_moves} of them: nothing is predicted any more in this run"
+        self.tell(text)
+
+    def _switch_off(self) -> None:
+        """Full steps to the end, unwatched."""
+        pilot = self.trainer.pilot
+        if pilot is not None:
+            self.trainer.mover.safety.on = False
+            pilot.observer.trajectory.release()
+            pilot.rest_steps = max(pilot.rest_steps, self.engine.planned_steps)
+
+    # --- what is said ------------------------------------------------------------------------------------------------
+
+    def explain(self, found: Shortage) -> str:
+        """Where, what, and how much was in use. To be called before anything is freed."""
+        phase, step = self.trainer.memory.phase, self.engine.global_step
+        return f"out of memory in {phase} after step {step}: {found}; {self.trainer.memory.now()}"
+
+    def advice(self) -> str:
+        return shortages.advice(self.settings, self.engine.model)
+
+    def tell(self, text: str) -> None:
+        self.told.append(text)
+        self.trainer.bus.emit(Recovered(self.engine.global_step, "out_of_memory", text))
+
+    def summary(self) -> dict[str, Any]:
+        """Nothing for a run with memory enough."""
+        if not self.told:
+            return {}
+        return {
+            "out_of_memory": {
+                "times": len(self.told),
+                "failed_moves": self.failed_moves,
+                "prediction": "off" if self.failed_moves >= MOST_FAILED_MOVES else "on",
+                "settings": self._changes(self.engine.config, self.settings),
+                "told": self.told[-10:],
+            }
+        }
+
+    # --- state -------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"settings": self._changes(self.engine.config, self.settings), "failed_moves": self.failed_moves}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """A run that had to be made smaller goes on as small, unless it shall stop now when memory runs out."""
+        if not self.retries or not state:
+            return
+        self.failed_moves = int(state["failed_moves"])
+        if self.failed_moves >= MOST_FAILED_MOVES:
+            self._switch_off()
+        settings = dict(state["settings"])
+        parts = int(settings.get("accumulation_steps", 1))
+        fixed = self.settings.engine.update_in_backward  # it needs the batch whole
+        if fixed or parts <= self.settings.accumulation_steps or self.settings.batch_size % parts:
+            settings.pop("accumulation_steps", None)
+        if settings:
+            self.settings = changed(self.settings, settings)
+            self.engine.use(self.settings)
+
+
+def _value(config: Config, name: str) -> Any:
+    section, _, key = name.rpartition(".")
+    return getattr(getattr(config, section) if section else config, key)

@@ -1,0 +1,1 @@
+"""What to do next? The four phases, and who decides about them."""

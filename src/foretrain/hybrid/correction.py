@@ -1,0 +1,133 @@
+"""Residuals of past forecasts, and the correction they suggest for a move made in a similar state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from foretrain.config import CorrectionConfig
+from foretrain.motion.predictors.base import Array, Followed, score
+
+_AGE = 200.0
+"""Steps after which a residual counts 1/e."""
+_KEPT = 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class Suggestion:
+    """A correction of coefficients, per group."""
+
+    coefficients: Array
+    used: int
+    """Residuals it is made of."""
+
+
+class Correction:
+    """A bounded ring of residuals in basis coordinates. Used only while it lowers the error out of sample."""
+
+    def __init__(self, config: CorrectionConfig) -> None:
+        self.config = config
+        self.states: Array | None = None
+        """[capacity, 64] normalised to length 1."""
+        self.residuals: Array | None = None
+        """[capacity, G, R] per window of horizon."""
+        self.steps = np.zeros(config.residuals)
+        self.stored = 0
+        self.plain_error = 0.0
+        self.corrected_error = 0.0
+        self.tried = 0
+
+    @property
+    def active(self) -> bool:
+        """Whether corrections made forecasts better lately, on windows they had not seen."""
+        return self.tried >= 5 and self.corrected_error < self.plain_error
+
+    @property
+    def error_ratio(self) -> float | None:
+        """Error with corrections / without, out of sample; below 1 they help."""
+        return self.corrected_error / self.plain_error if self.plain_error > 0 else None
+
+    def observe(self, followed: Followed, forecast: Array) -> None:
+        """Test the correction that would have been made on this forecast [G, R], then store its residual."""
+        situation = followed.situation
+        suggestion = self.suggest(
+            situation.state, situation.step, followed.horizon / situation.window, forecast, situation.gram
+        )
+        if suggestion is not None:
+            plain, corrected = score(followed, forecast), score(followed, forecast + suggestion.coefficients)
+            if np.isfinite([plain.r2, corrected.r2]).all():
+                self.tried += 1
+                self.plain_error = _KEPT * self.plain_error + (1 - plain.r2)
+                self.corrected_error = _KEPT * self.corrected_error + (1 - corrected.r2)
+        residual = (followed.target(ridge=0.1) - forecast) * situation.window / followed.horizon
+        length = float(np.linalg.norm(situation.state))
+        if not np.isfinite(residual).all() or not length > 0:
+            return
+        capacity = self.config.residuals
+        if self.states is None or self.residuals is None or self.residuals.shape[1:] != residual.shape:
+            self.states = np.zeros((capacity, len(situation.state)))
+            self.residuals = np.zeros((capacity, *residual.shape))
+            self.stored = 0
+        place = self.stored % capacity
+        self.states[place] = situation.state / length
+        self.residuals[place] = residual
+        self.steps[place] = situation.step
+        self.stored += 1
+
+    def suggest(self, state: Array, step: int, windows: float, move: Array, gram: Array) -> Suggestion | None:
+        """The similarity-weighted mean residual, at most `limit` of the move per group; None if nothing is similar."""
+        length = float(np.linalg.norm(state))
+        if self.states is None or self.residuals is None or not length > 0:
+            return None
+        count = min(self.stored, len(self.states))
+        similarity = self.states[:count] @ (state / length)
+        near = np.flatnonzero(similarity > self.config.similarity)
+        if not len(near):
+            return None
+        near = near[np.argsort(-similarity[near], kind="stable")][: self.config.neighbors]
+        weights = similarity[near] * np.exp(-np.maximum(0.0, step - self.steps[near]) / _AGE)
+        weights = weights / max(weights.sum(), 1e-12)
+        correction = np.tensordot(weights, self.residuals[near], axes=1) * windows
+        own = _lengths(correction, gram)
+        allowed = self.config.limit * _lengths(move, gram)
+        factor = np.where(own > allowed, allowed / np.maximum(own, 1e-300), 1.0)
+        return Suggestion(correction * factor[:, None], len(near))
+
+    def forget(self) -> None:
+        """Other weights are trained: no residual says anything about them."""
+        self.states = self.residuals = None
+        self.stored = self.tried = 0
+        self.plain_error = self.corrected_error = 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        count = 0 if self.states is None else min(self.stored, len(self.states))
+        return {
+            "states": None if self.states is None else torch.from_numpy(self.states[:count].copy()),
+            "residuals": None if self.residuals is None else torch.from_numpy(self.residuals[:count].copy()),
+            "steps": torch.from_numpy(self.steps[:count].copy()),
+            "stored": self.stored,
+            "plain_error": self.plain_error,
+            "corrected_error": self.corrected_error,
+            "tried": self.tried,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.stored, self.tried = int(state["stored"]), int(state["tried"])
+        self.plain_error, self.corrected_error = float(state["plain_error"]), float(state["corrected_error"])
+        self.states = self.residuals = None
+        if state["states"] is not None:
+            states, residuals = (state[name].cpu().numpy() for name in ("states", "residuals"))
+            capacity = self.config.residuals
+            self.states = np.zeros((capacity, states.shape[1]))
+            self.residuals = np.zeros((capacity, *residuals.shape[1:]))
+            count = min(len(states), capacity)
+            self.states[:count], self.residuals[:count] = states[:count], residuals[:count]
+            self.steps[:count] = state["steps"].cpu().numpy()[:count]
+
+
+def _lengths(coefficients: Array, gram: Array) -> Array:
+    squares = np.einsum("gi,gij,gj->g", coefficients, gram, coefficients)
+    return np.asarray(np.sqrt(np.clip(squares, 0.0, None)))

@@ -1,0 +1,1 @@
+"""Was a move worth it? Audits, probes and held-out data."""

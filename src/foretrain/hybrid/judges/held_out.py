@@ -1,0 +1,160 @@
+"""Held-out data as a second judge of moves whose loss is exact: the training loss alone would let them learn by heart.
+
+Not used where batches differ, nor where a move's own probes are made on held-out examples already.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foretrain.engine.engine import Engine, count
+from foretrain.hybrid.gate import FORWARD
+from foretrain.hybrid.policy import Pilot
+from foretrain.hybrid.snapshot import Safety
+from foretrain.persist.codec import random_state, restore_random_state
+
+_FEWEST_LEAPS = 4
+"""Leaps between two looks of a chain, at the least."""
+_SHARE = 0.1
+"""Of the chain's own cost that looks may take: where held-out data is large they are made less often."""
+_PATIENCE = 4
+"""Looks in a row without a new lowest loss, after which a chain that overfits has had its time."""
+_RISE = 1e-3
+"""Share of the lowest loss by which a later one must be above it to have risen."""
+_OVERFITTING_RISE = 0.05
+"""The same, for that to be overfitting: on the way down a held-out loss wobbles, by up to a fifth within three looks in
+physics-informed networks."""
+_BY_HEART = 0.1
+"""Share of the training loss by which the held-out loss is then above it, too."""
+_SAVED = ("lowest", "leaps", "training_loss", "last", "last_training_loss", "looked_at", "since")
+
+
+class Unseen:
+    """Where in a chain the held-out loss was lowest, and the way back to there. `fit` gives it the held-out batches."""
+
+    def __init__(self, engine: Engine, pilot: Pilot, safety: Safety) -> None:
+        self.engine = engine
+        self.pilot = pilot
+        self.safety = safety
+        self.batches: list[Any] = []
+        self.lowest = math.nan
+        """Of the open chain, the point where it began included."""
+        self.leaps = 0
+        """Of the chain up to there; 0: where it began."""
+        self.training_loss = math.nan
+        """There."""
+        self.last = math.nan
+        self.last_training_loss = math.nan
+        self.looked_at = 0
+        """Leaps at the last look."""
+        self.since = 0
+        """Looks since the lowest."""
+        self.evaluated = math.nan
+        """Lowest held-out loss of an evaluation outside of moves."""
+        self.step = 0
+        """When that was."""
+        self._weights: list[Tensor] = []
+        """There."""
+
+    @property
+    def active(self) -> bool:
+        return bool(self.batches) and not self.pilot.held_out
+
+    def loss(self) -> float:
+        """Of the weights as they are. Random generators go on as if it had not been."""
+        random = random_state()
+        try:
+            return self.engine.probe_all(self.batches)
+        finally:
+            restore_random_state(random)
+
+    def price(self, batch: Any) -> float:
+        """Of one look, in full steps."""
+        return FORWARD * sum(count(held_out) for held_out in self.batches) / max(1, count(batch))
+
+    # --- the end of the run ------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def note(self, loss: float) -> None:
+        """An evaluation of weights that stay: they are kept where the loss is the lowest so far."""
+        if self.active and self.engine.average is None and not loss >= self.evaluated:
+            self.evaluated, self.step = loss, self.engine.global_step
+            self._weights = [p.detach().clone() for p in self.engine.full_step.parameters]
+
+    @torch.no_grad()
+    def finish(self) -> tuple[float, float] | None:
+        """Go to the lowest evaluation; (held-out loss here, there), or None if it is no lower than where the run is."""
+        if not (self.active and self._weights):
+            return None
+        parameters = [p.detach() for p in self.engine.full_step.parameters]
+        here, now = self.loss(), [p.clone() for p in parameters]
+        torch._foreach_copy_(parameters, self._weights)
+        there = self.loss()
+        if there >= here:
+            torch._foreach_copy_(parameters, now)
+            return None
+        return here, there
+
+    def forget(self) -> None:
+        """Other weights are trained: the lowest evaluation is of weights that are gone."""
+        self.evaluated, self._weights = math.nan, []
+
+    # --- a chain -----------------------------------------------------------------------------------------------------
+
+    def begin(self, training_loss: float) -> None:
+        """At the point where a chain begins."""
+        self.lowest = self.last = self.loss()
+        self.leaps = self.looked_at = self.since = 0
+        self.training_loss = self.last_training_loss = training_loss
+
+    def look_due(self, leaps: int, batch: Any, last: bool) -> bool:
+        """last: the chain ends here in any case."""
+        every = max(_FEWEST_LEAPS, math.ceil(self.price(batch) / _SHARE))
+        return leaps > self.looked_at and (last or leaps - self.looked_at >= every)
+
+    def look(self, leaps: int, training_loss: float) -> bool:
+        """After a leap: whether this is the lowest point so far. It is remembered then."""
+        self.last, self.last_training_loss, self.looked_at = self.loss(), training_loss, leaps
+        if not self.last < self.lowest and not math.isnan(self.lowest):
+            self.since += 1
+            return False
+        self.lowest, self.leaps, self.training_loss, self.since = self.last, leaps, training_loss, 0
+        self.safety.take_best()
+        return True
+
+    @property
+    def risen(self) -> bool:
+        """The held-out loss is above the lowest of the chain."""
+        return not self.last <= self.lowest + _RISE * abs(self.lowest)
+
+    @property
+    def overfits(self) -> bool:
+        """The examples are learned by heart: not only a wobble."""
+        rise, gap = self.last - self.lowest, self.last - self.last_training_loss
+        return not (rise <= _OVERFITTING_RISE * abs(self.lowest) or gap <= _BY_HEART * abs(self.last_training_loss))
+
+    @property
+    def over(self) -> bool:
+        """The chain has had its time."""
+        return self.since >= _PATIENCE and self.overfits
+
+    @property
+    def at_end(self) -> float:
+        """Where the chain ends: there, or back at the lowest."""
+        return self.lowest if self.risen else self.last
+
+    # --- state -------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        state = {name: getattr(self, name) for name in _SAVED}
+        return state | {"evaluated": self.evaluated, "step": self.step, "weights": list(self._weights)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name in _SAVED:
+            setattr(self, name, state[name])
+        self.evaluated, self.step = float(state["evaluated"]), int(state["step"])
+        self._weights = [tensor.clone().to(self.engine.device) for tensor in state["weights"]]

@@ -1,0 +1,1 @@
+"""Ways to move weights without a plain full step."""

@@ -1,0 +1,219 @@
+"""The state of a healthy run, and the way back to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foretrain.engine.engine import HELD_OUT_RECORD, Engine
+from foretrain.engine.memory.host import host_like
+from foretrain.engine.memory.offload import HostSnapshots
+from foretrain.hybrid.policy import Pilot
+from foretrain.persist.codec import Snapshot, put_together, snapshot
+
+_ON_HOST = ("random.", "loader.", "predictor.")
+"""Parts of a state that are never on the device."""
+_EVERY = 500
+"""Full steps between snapshots that an emergency can return to."""
+
+
+class Safety:
+    """One snapshot: of the beginning of a move while one is open, of a healthy run otherwise."""
+
+    def __init__(self, engine: Engine, pilot: Pilot) -> None:
+        self.engine = engine
+        self.pilot = pilot
+        self.host: HostSnapshots | None = None
+        """Snapshots are in host memory."""
+        if pilot.config.memory.snapshots == "pinned":
+            self.host = HostSnapshots(engine.device, _ON_HOST)
+        self.taken: Snapshot | None = None
+        self.taken_at = 0
+        """Backward passes."""
+        self.loader_state: Callable[[], Any] = lambda: None
+        """Where the data is; set by `fit`."""
+        self.on = True
+        """Off where memory has run out too often: then there is no way back, and nothing is tried either."""
+        self.best: Snapshot | None = None
+        """Of the point in the open chain where the held-out loss was lowest."""
+        self._other: Snapshot | None = None
+        """Host memory of the second snapshot, used over and over."""
+
+    @property
+    def due(self) -> bool:
+        passes = self.engine.backward_passes
+        first = self.taken is None or (self.taken_at == 0 and passes > 0)  # that of the beginning is soon replaced
+        return self.on and (first or passes - self.taken_at >= _EVERY)
+
+    def take(self, for_move: bool = True) -> None:
+        """Of a move it may still be on its way to host memory, while nothing but probes is made: until `wait`."""
+        before, self.taken = self.taken, None  # half overwritten, should memory run out
+        state = self.state(for_move)
+        self.taken = snapshot(state, into=before) if self.host is None else self.host.take(state, into=before)
+        self.taken_at = self.engine.backward_passes
+        if not for_move:
+            self.wait()
+
+    def take_other(self) -> Snapshot:
+        """A second one, beside that of the beginning of the move."""
+        if self.host is None:
+            return snapshot(self.state())
+        self._other = self.host.take(self.state(), into=self._other)
+        self.wait()
+        return self._other
+
+    def take_best(self) -> None:
+        """Of a chain, which changes no predictor."""
+        state = self.state(for_move=False)
+        if self.host is None:
+            self.best = snapshot(state, into=self.best)
+            return
+        self.best = self.host.take(state, into=self.best)
+        self.wait()
+
+    def go_to_best(self) -> None:
+        """Back to there; data goes on, since every batch gives the same loss."""
+        position = self.engine.position
+        self.rewind(self.best)
+        self.engine.position = position
+
+    def drop_best(self) -> None:
+        if self.best is not None and self.host is not None:
+            self.host.lane.finish()  # its memory is given back
+        self.best = None
+
+    def wait(self) -> None:
+        """From now on weights and optimizer may change. The host does not wait."""
+        if self.host is not None:
+            self.host.lane.join()
+
+    def optimizer_state(self) -> dict[str, Any] | None:
+        """The optimizer's state at the beginning of the move, if it is in host memory."""
+        return None if self.host is None else put_together(self._snapshot())["optimizer"]
+
+    def state(self, for_move: bool = True) -> dict[str, Any]:
+        """All that a rollback brings back; what was learned from the move is not among it.
+
+        Of an emergency the predictor takes no harm, and its state can be larger than all else.
+        """
+        state = self.engine.changing_state_dict()
+        names = ("global_step", "position", *HELD_OUT_RECORD)
+        state["progress"] = {name: state["progress"][name] for name in names}
+        look_ahead = getattr(self.engine, "look_ahead", None)
+        state["look_ahead"] = look_ahead.state_dict() if look_ahead is not None else None
+        predictor = self.pilot.observer.guarded
+        state["predictor"] = {"name": predictor.name, "state": predictor.state()} if for_move else None
+        state["guard"] = self.pilot.guard.state_dict()
+        state["steps"] = dict(self.pilot.counts.steps)
+        state["loader"] = self.loader_state()
+        return state
+
+    @property
+    def names(self) -> list[str]:
+        """Of the trained weights in a snapshot."""
+        return [f"model.{name}" for name in self.engine.trained.names]
+
+    def cover(self) -> None:
+        """Others are trained from now on. What is trained for the first time has not changed since the snapshot: it
+        becomes a part of it, so that there is a way back until the next one, which is due now."""
+        trained = self.engine.trained
+        snapshots = [one for one in (self.taken, self.best) if one is not None]
+        if self.host is not None:
+            self.host.lane.finish()
+        for one in snapshots:
+            for name, weight in zip(trained.names, trained.parameters, strict=True):
+                key = f"model.{name}"
+                if key not in one.tensors:
+                    place = host_like(weight, weight.device) if self.host is not None else torch.empty_like(weight)
+                    one.tensors[key] = place.copy_(weight.detach())
+                    one.tree["model"][name] = {"$tensor": key}
+            one.tree["look_ahead"] = None
+            one.tree["predictor"] = None
+        self._other = None
+        self.taken_at = min(self.taken_at, self.engine.backward_passes - _EVERY)
+
+    def forget(self) -> None:
+        self.taken = self.best = None
+
+    def forget_other(self) -> None:
+        """Nothing will be audited soon."""
+        self._other = None
+
+    def rewind(self, to: Snapshot | None = None) -> None:
+        """Back to the snapshot, or to another one."""
+        self.wait()
+        state = put_together(to or self._snapshot())
+        self.engine.rewind(state)
+        for name in HELD_OUT_RECORD:
+            if name in state["progress"]:  # not there in older checkpoints
+                setattr(self.engine, name, state["progress"][name])
+        look_ahead = getattr(self.engine, "look_ahead", None)
+        if look_ahead is not None and state["look_ahead"] is not None:  # else switched on when the run was resumed
+            look_ahead.load_state_dict(state["look_ahead"])
+        predictor = self.pilot.observer.guarded
+        saved = state["predictor"]
+        if saved is not None and predictor.name == saved["name"]:  # else another one took over when the run was resumed
+            predictor.load(saved["state"])
+        self.pilot.guard.load_state_dict(state["guard"])
+        self.pilot.counts.steps = dict(state["steps"])
+
+    def flee(self) -> None:
+        """Emergency: the weights of the snapshot; data goes on, so that bad data is not met again."""
+        if self.taken is not None:
+            position = self.engine.position
+            record = {name: getattr(self.engine, name) for name in HELD_OUT_RECORD}
+            self.rewind()
+            self.engine.position = position
+            for name, value in record.items():  # they were measured on weights that were sound
+                setattr(self.engine, name, value)
+            self.engine.meter.fetch()
+            self.engine.meter.skipped_in_a_row = 0  # they were steps of other weights
+            self.pilot.observer.restart()
+
+    def weights(self) -> list[Tensor]:
+        """The trained weights of the snapshot, in host memory or not."""
+        tensors = self._snapshot().tensors
+        return [tensors[name] for name in self.names]
+
+    def loader_state_then(self) -> Any:
+        """Where the data was when the snapshot was taken."""
+        taken = self._snapshot()
+        own = {name: tensor.clone() for name, tensor in taken.tensors.items() if name.startswith("loader.")}
+        return put_together(Snapshot(own, taken.tree["loader"]))
+
+    def _snapshot(self) -> Snapshot:
+        if self.taken is None:
+            raise RuntimeError("there is no snapshot")  # every move begins with one
+        return self.taken
+
+    # --- state -------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.host is not None:
+            self.host.lane.finish()
+        best = None if self.best is None else put_together(self.best)
+        safe = None if self.taken is None else put_together(self.taken)
+        return {"safe": safe, "safe_step": self.taken_at, "best": best}
+
+    def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
+        self.taken_at = int(state["safe_step"])
+        if self.host is not None:
+            self.host.lane.finish()  # the memory of the one before is given back
+        self.taken, self.best = self._loaded(state["safe"], device), self._loaded(state.get("best"), device)
+        self.wait()
+
+    def _loaded(self, state: Any, device: torch.device) -> Snapshot | None:
+        if state is None:
+            return None
+        if self.host is not None:
+            return self.host.take(state)
+        taken = snapshot(state)
+        return Snapshot({name: _place(name, tensor, device) for name, tensor in taken.tensors.items()}, taken.tree)
+
+
+def _place(name: str, tensor: Tensor, device: torch.device) -> Tensor:
+    """Random states stay on the host."""
+    return tensor if name.startswith(_ON_HOST) else tensor.to(device)

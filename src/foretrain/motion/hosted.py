@@ -1,0 +1,151 @@
+"""The trajectory with its directions in host memory: they pass through a small buffer on the device.
+
+The same arithmetic in the same order as `Trajectory`, a range of chunks at a time. At the end of a window one range is
+on its way back while the next one comes, in a buffer of its own: a bus carries both ways at once. All other copies are
+on the current stream, so each finds what the one before it left. The host waits for none but at the end of a window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foretrain.engine.memory.host import Lane, copy_each, host_zeros, on_device, settle
+from foretrain.motion.predictors.base import Array
+from foretrain.motion.records import DIRECTIONS
+from foretrain.motion.trajectory import Trajectory
+
+BUFFER_BYTES = 128 * 2**20
+"""On the device, while a window is closed or a move is made, all buffers together."""
+_BUFFERS = 2
+_R = len(DIRECTIONS)
+_BUFFER_ROWS = 2 * _R + 2
+HOSTED_ROWS = 2 * _R + 1
+"""In host memory, beside two rows in fp32."""
+
+
+def elements_at_once(number: int, buffer_bytes: int = BUFFER_BYTES) -> int:
+    """Of each row that fit into a buffer, in a format of so many bytes; at the end of a window also three in fp32."""
+    return buffer_bytes // (_BUFFERS * (_BUFFER_ROWS * number + 3 * torch.float32.itemsize))
+
+
+class HostedTrajectory(Trajectory):
+    """Nothing of the size of the weights is on the device, except the weights."""
+
+    _ROWS = HOSTED_ROWS
+    """The displacement of a window exists in the buffer only."""
+
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        names: Sequence[str] | None = None,
+        *,
+        window: int = 10,
+        dtype: torch.dtype = torch.float32,
+        reduce_dots: Callable[[Tensor], Tensor] = lambda dots: dots,
+        hold: bool = True,
+        buffer_bytes: int = BUFFER_BYTES,
+    ) -> None:
+        self._buffer_bytes = buffer_bytes
+        super().__init__(parameters, names, window=window, dtype=dtype, reduce_dots=reduce_dots, hold=hold)
+        self._lanes = [Lane(self.device) for _ in range(_BUFFERS)]
+
+    def _lay_out(self, parameters: Sequence[Tensor], names: Sequence[str] | None, dtype: torch.dtype) -> None:
+        super()._lay_out(parameters, names, dtype)
+        at_once = elements_at_once(dtype.itemsize, self._buffer_bytes) // self.layout.chunk
+        self.chunks_at_once = min(self.layout.chunks, max(1, at_once))
+
+    def _zeros(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return host_zeros(shape, dtype, self.device)
+
+    def _ranges(self) -> Iterator[tuple[int, int, slice]]:
+        """First chunk, the one after the last, and their elements."""
+        layout = self.layout
+        for first in range(0, layout.chunks, self.chunks_at_once):
+            last = min(first + self.chunks_at_once, layout.chunks)
+            yield first, last, slice(first * layout.chunk, last * layout.chunk)
+
+    def _buffer(self, rows: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(rows, self.chunks_at_once * self.layout.chunk, dtype=dtype, device=self.device)
+
+    def _enter(self, frozen: bool, freeze: bool) -> tuple[Tensor, Tensor]:
+        followed, grams = [], []
+        buffers = [
+            (lane, self._buffer(_BUFFER_ROWS, self._rows.dtype), self._buffer(3, torch.float32)) for lane in self._lanes
+        ]
+        for turn, (_, _, part) in enumerate(self._ranges()):
+            length = part.stop - part.start
+            lane, all_rows, all_work = buffers[turn % _BUFFERS]
+            lane.join()  # what this buffer held before has left it
+            rows, (now, moved, last_step) = all_rows[:, :length], all_work[:, :length]
+            basis, since_freeze, displacement = rows[:_R], rows[-2], rows[-1]
+            stored = self._rows[:, part]
+            self._weights_in(part, now)
+            copy_each([moved], [self._previous[part]])
+            displacement.copy_(moved.neg_().add_(now))
+            copy_each(rows[:-1].unbind(), stored.unbind())
+            if frozen:
+                since_freeze.add_(displacement)
+            followed.append(self._dots(rows, rows[-2:]))
+            copy_each([last_step], [self._scratch[part]])
+            self._enter_basis(basis, last_step.sub_(now), displacement)
+            grams.append(self._dots(basis, basis))
+            if freeze:
+                rows[_R : 2 * _R].copy_(basis)
+                since_freeze.zero_()
+            with lane.behind():
+                copy_each(stored[:_R].unbind(), basis.unbind())
+                if freeze:
+                    copy_each(stored[_R : 2 * _R].unbind(), rows[_R : 2 * _R].unbind())
+                copy_each([stored[-1], self._previous[part]], [since_freeze, now])
+        for lane in self._lanes:
+            lane.join()
+        return torch.cat(followed), torch.cat(grams)
+
+    def _weights_in(self, part: slice, out: Tensor) -> None:
+        """The weights as they lie in a row, with zeros where nothing lies."""
+        out.zero_()
+        places, pieces = [], []
+        for start, weights in zip(self.layout.starts, self.parameters, strict=True):
+            first, last = max(start, part.start), min(start + weights.numel(), part.stop)
+            if first < last:
+                places.append(out[first - part.start : last - part.start])
+                pieces.append(weights.reshape(-1)[first - start : last - start])
+        if places:
+            torch._foreach_copy_(places, pieces)
+
+    @torch.no_grad()
+    def displacement(self, coefficients: Array, residual: Tensor | None = None) -> list[Tensor]:
+        """As views of host memory."""
+        per_chunk = self._per_chunk(coefficients)
+        row, sums = self._buffer(1, self._rows.dtype)[0], self._buffer(1, torch.float32)[0]
+        for first, last, part in self._ranges():
+            length = part.stop - part.start
+            out, direction = (x[:length].view(-1, self.layout.chunk) for x in (sums, row))
+            out.zero_()
+            for index in range(_R):
+                copy_each([direction], [self.basis[index, part].view_as(direction)])
+                out.addcmul_(direction.float(), per_chunk[first:last, index : index + 1])
+            if residual is not None:
+                out.add_(on_device(residual[part], self.device).view_as(out))
+            copy_each([self._scratch[part]], [out.view(-1)])
+        return self._scratch_views
+
+    def forget(self) -> None:
+        settle(self.device)
+        super().forget()
+
+    def release(self) -> None:
+        settle(self.device)
+        super().release()
+
+    def state_dict(self) -> dict[str, Any]:
+        settle(self.device)
+        return super().state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        settle(self.device)
+        super().load_state_dict(state)

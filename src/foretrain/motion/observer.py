@@ -1,0 +1,329 @@
+"""Watches full steps: closes windows, scores forecasts against what followed, teaches the predictor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from foretrain.engine.fence import Fence
+from foretrain.engine.step import StepOutput
+from foretrain.motion.predictors.base import Array, Followed, Forecast, Predictor, Score, Situation, score
+from foretrain.motion.predictors.guarded import GuardedPredictor
+from foretrain.motion.quality import Quality
+from foretrain.motion.records import DIRECTIONS, HORIZONS_IN_WINDOWS, ForecastRecord, PhaseRecord, WindowRecord
+from foretrain.motion.samples import Sample, Statistics, bias_corrections
+from foretrain.motion.state import StateEncoder
+from foretrain.motion.trajectory import Motion, Since, Trajectory
+
+_SMOOTHING = 1 / 16
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """Where the run is when a window ends; given by the trainer."""
+
+    step: int
+    max_steps: int
+    full_steps: int
+    """Updates of the optimizer so far."""
+    learning_rate: float
+    peak_rate: float
+    phase: PhaseRecord
+    acceptance_rate: float
+    confidence: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """A forecast that waits for what follows."""
+
+    situation: Situation
+    forecast: Forecast
+
+
+@dataclass(frozen=True, slots=True)
+class _Due:
+    """A window that is measured and not learned from yet. It stays so where the predictor is left by an order to end:
+    the run goes on, or is resumed, with learning from it."""
+
+    record: WindowRecord
+    situation: Situation | None
+    """None where directions are not kept."""
+
+
+class Observer:
+    """One window at a time. Between windows nothing is read from the device."""
+
+    def __init__(
+        self,
+        trajectory: Trajectory,
+        predictor: Predictor,
+        parameters: list[nn.Parameter],
+        optimizer: Optimizer,
+        fence: Fence | None = None,
+    ) -> None:
+        self.trajectory = trajectory
+        self.predictor = predictor
+        self.guarded = GuardedPredictor(predictor, fence)
+        """The way to it."""
+        self.optimizer = optimizer
+        self.window = trajectory.window
+        self.sample = Sample(parameters, optimizer)
+        self.encoder = StateEncoder(self.window)
+        self.quality = Quality(self.window)
+        self.smoothed_loss = math.nan
+        self.predicted_loss: float | None = None
+        """What was said a window ago that the smoothed loss would be now; None where nothing was said of now."""
+        self.situation: Situation | None = None
+        """At the end of the last window; None after a move or before the first window."""
+        self.scored: list[tuple[Followed, Forecast, Score]] = []
+        """Forecasts that met what followed at the end of the last window."""
+        self.windows = 0
+        """Since the last move."""
+        self._outputs: list[Tensor] = []
+        self._next: _Pending | None = None
+        self._frozen: _Pending | None = None
+        self._due: _Due | None = None
+
+    @property
+    def due(self) -> bool:
+        """A window is still to be learned from."""
+        return self._due is not None
+
+    def restart(self, new_level: bool = False) -> None:
+        """The weights were moved by something else than full steps. new_level: so far that no loss from before says
+        anything about those that follow."""
+        self.trajectory.restart()
+        self._outputs.clear()
+        self._next = self._frozen = self._due = None
+        self.situation = None
+        self.predicted_loss = None
+        self.windows = 0
+        if new_level:
+            self.smoothed_loss = math.nan
+
+    def cover(self, parameters: list[nn.Parameter], names: Sequence[str], dtype: torch.dtype) -> None:
+        """Watch others from now on. All that is known of how weights move is forgotten."""
+        self.trajectory.cover(parameters, names, dtype)
+        self.sample.cover(parameters)
+        self.predictor.reset()
+        self.restart()
+        self.scored = []
+
+    @property
+    def forecast(self) -> Forecast | None:
+        """Made at the end of the last window, for the weights as they were then."""
+        return self._next.forecast if self._next is not None else None
+
+    def before_step(self) -> None:
+        self.trajectory.before_step()
+
+    def after_step(self, output: StepOutput) -> bool:
+        """After every full step; True when a window is complete."""
+        self._outputs.extend((output.loss, output.gradient_norm, output.skipped))
+        if self.trajectory.steps == self.window - 2:
+            self.sample.remember()
+        return self.trajectory.after_step()
+
+    def close(self, moment: Moment) -> WindowRecord:
+        """The end of a window: the only place that waits for the device."""
+        self.measure(moment)
+        return self.learn()
+
+    def measure(self, moment: Moment) -> None:
+        """The first half of `close`."""
+        outputs = torch.stack([value.float() for value in self._outputs])
+        norms = torch.stack(torch._foreach_norm(self.trajectory.parameters)).norm()
+        extra = [outputs, self.sample.statistics(), norms]
+        self._outputs.clear()
+        if not self.trajectory.held:
+            record = self._record(self.trajectory.skip(extra), None, moment)
+            self._smooth(record)
+            self.scored = []
+            self._due = _Due(record, None)
+            return
+        motion = self.trajectory.close(extra)
+        record = self._record(motion.extra, motion, moment)
+        self._smooth(record)
+        self._score(motion)
+        forecast_record = self._forecast_record(moment)
+        state = self.encoder.encode(record, forecast_record, moment.phase)
+        self._due = _Due(record, Situation(state, motion.gram, self.window, self.smoothed_loss, moment.step))
+
+    def learn(self) -> WindowRecord:
+        """The second half of `close`. Raises Ordered where an order to end left the predictor; then it is still due."""
+        if self._due is None:
+            raise RuntimeError("no window is due")  # `measure` comes before
+        situation = self._due.situation
+        if situation is not None:
+            horizons = [windows * self.window for windows in HORIZONS_IN_WINDOWS]
+            forecast = self.guarded.learn(situation, [item for item, _, _ in self.scored], horizons)
+            self.situation = situation
+            self._next = None if forecast is None else _Pending(situation, forecast)
+            if self.trajectory.frozen_windows == 0:
+                self._frozen = self._next
+        self.windows += 1
+        record, self._due = self._due.record, None
+        return record
+
+    def _smooth(self, record: WindowRecord) -> None:
+        for loss in record.losses:
+            if math.isfinite(loss):
+                step = _SMOOTHING if math.isfinite(self.smoothed_loss) else 1.0
+                old = self.smoothed_loss if math.isfinite(self.smoothed_loss) else 0.0
+                self.smoothed_loss = old + step * (loss - old)
+
+    def _record(self, extra: Sequence[Array], motion: Motion | None, moment: Moment) -> WindowRecord:
+        outputs, sampled, weight_norm = extra  # as `close` asked for them
+        rows, statistics = outputs.reshape(-1, 3), Statistics(*sampled.tolist())
+        losses = np.where(rows[:, 2] > 0, math.nan, rows[:, 0])
+        return WindowRecord(
+            step=moment.step,
+            losses=tuple(losses.tolist()),
+            gradient_norms=tuple(rows[:, 1].tolist()),
+            learning_rate=moment.learning_rate,
+            rate_share=moment.learning_rate / moment.peak_rate if moment.peak_rate else 0.0,
+            progress=moment.step / max(1, moment.max_steps),
+            weight_norm=float(weight_norm[0]),
+            displacement_norm=math.sqrt(max(0.0, float(motion.window.square.sum()))) if motion else math.nan,
+            cosines=self._cosines(motion.window) if motion else (math.nan,) * len(DIRECTIONS),
+            effective_rank=_effective_rank(motion.gram.sum(axis=0)) if motion else math.nan,
+            **statistics._asdict(),
+            bias_corrections=bias_corrections(self.optimizer, moment.full_steps),
+        )
+
+    def _cosines(self, since: Since) -> tuple[float, ...]:
+        if self.situation is None:
+            return (0.0,) * int(since.dots.shape[1])
+        own = np.clip(np.einsum("gii->i", self.situation.gram), 0.0, None)
+        lengths = np.sqrt(own * max(0.0, float(since.square.sum())))
+        dots = since.dots.sum(axis=0)
+        return tuple(float(dot / length) if length > 0 else 0.0 for dot, length in zip(dots, lengths, strict=True))
+
+    def _score(self, motion: Motion) -> None:
+        """What followed on pending forecasts, scored before the predictor learns from it."""
+        self.scored = []
+        if self._next is not None:
+            self.predicted_loss = float(self._next.forecast.loss[0])
+        one, longer = (self._next, motion.window), (self._frozen, motion.frozen)
+        if motion.frozen is not None and motion.frozen.windows == 1:
+            longer = (None, None)  # the same as the first
+        for pending, since in (one, longer):
+            if pending is None or since is None or since.windows not in HORIZONS_IN_WINDOWS:
+                continue
+            item = Followed(
+                pending.situation, since.windows * self.window, since.dots, since.square, self.smoothed_loss
+            )
+            if np.isfinite(since.square).all():
+                self.quality.add(item, pending.forecast)
+                self.scored.append((item, pending.forecast, score(item, pending.forecast.at(item.horizon))))
+
+    def _forecast_record(self, moment: Moment) -> ForecastRecord:
+        tallies = [self.quality.tallies[windows] for windows in HORIZONS_IN_WINDOWS]
+        return ForecastRecord(
+            errors=tuple(tally.last_error for tally in tallies),
+            cosines=tuple(tally.last_cosine for tally in tallies),
+            loss_errors=tuple(tally.last_loss_error for tally in tallies),
+            acceptance_rate=moment.acceptance_rate,
+            confidence=moment.confidence,
+        )
+
+    # --- state -------------------------------------------------------------------------------------------------------
+
+    def state_dict(self, directions: bool = True) -> dict[str, Any]:
+        """Without `directions` it has to watch some windows again before it forecasts."""
+        return {
+            "trajectory": self.trajectory.state_dict() if directions or not self.trajectory.held else None,
+            "sample": self.sample.state_dict(),
+            "encoder": self.encoder.state_dict(),
+            "quality": self.quality.state_dict(),
+            "smoothed_loss": self.smoothed_loss,
+            "predicted_loss": self.predicted_loss,
+            "windows": self.windows,
+            "situation": None if self.situation is None else pack(self.situation),
+            "outputs": torch.stack([value.float() for value in self._outputs]) if self._outputs else None,
+            "next": _pack_pending(self._next),
+            "frozen": _pack_pending(self._frozen),
+            "due": None if self._due is None else _pack_due(self._due, self.scored),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.sample.load_state_dict(state["sample"])
+        self.encoder.load_state_dict(state["encoder"])
+        self.quality.load_state_dict(state["quality"])
+        self.smoothed_loss = float(state["smoothed_loss"])
+        self.predicted_loss, self.windows = state["predicted_loss"], int(state["windows"])
+        self.situation = None if state["situation"] is None else unpack(Situation, state["situation"])
+        outputs = state["outputs"]
+        self._outputs = [] if outputs is None else list(outputs.to(self.trajectory.device).clone().unbind())
+        self._next, self._frozen = _unpack_pending(state["next"]), _unpack_pending(state["frozen"])
+        self._due, self.scored = _unpack_due(state.get("due"))
+        if state["trajectory"] is not None:
+            self.trajectory.load_state_dict(state["trajectory"])
+        else:
+            self.trajectory.hold()
+            self.restart()
+            self.trajectory.forget()
+
+
+def _effective_rank(gram: Array) -> float:
+    """exp of the entropy of the spectrum of the directions, each scaled to length 1."""
+    lengths = np.sqrt(np.clip(np.diag(gram), 1e-300, None))
+    spectrum = np.clip(np.linalg.eigvalsh(np.nan_to_num(gram / np.outer(lengths, lengths))), 1e-12, None)
+    share = spectrum / spectrum.sum()
+    return float(np.exp(-(share * np.log(share)).sum()))
+
+
+def pack(record: Any) -> dict[str, Any]:
+    """A record of arrays and numbers as a state tree."""
+    values = {field.name: getattr(record, field.name) for field in fields(record)}
+    return {k: torch.from_numpy(v.copy()) if isinstance(v, np.ndarray) else v for k, v in values.items()}
+
+
+def unpack(kind: type[Any], state: dict[str, Any]) -> Any:
+    values = {k: v.cpu().numpy().copy() if isinstance(v, Tensor) else v for k, v in state.items()}
+    return kind(**values)
+
+
+def _pack_pending(pending: _Pending | None) -> dict[str, Any] | None:
+    return None if pending is None else {"situation": pack(pending.situation), "forecast": pack(pending.forecast)}
+
+
+def _unpack_pending(state: dict[str, Any] | None) -> _Pending | None:
+    if state is None:
+        return None
+    forecast = unpack(Forecast, {**state["forecast"], "horizons": tuple(state["forecast"]["horizons"])})
+    return _Pending(unpack(Situation, state["situation"]), forecast)
+
+
+def _pack_due(due: _Due, scored: list[tuple[Followed, Forecast, Score]]) -> dict[str, Any]:
+    return {
+        "record": pack(due.record),
+        "situation": None if due.situation is None else pack(due.situation),
+        "scored": [
+            [pack(item) | {"situation": pack(item.situation)}, pack(forecast), pack(quality)]
+            for item, forecast, quality in scored
+        ],
+    }
+
+
+def _unpack_due(state: dict[str, Any] | None) -> tuple[_Due | None, list[tuple[Followed, Forecast, Score]]]:
+    if state is None:
+        return None, []
+    situation = None if state["situation"] is None else unpack(Situation, state["situation"])
+    scored = [
+        (
+            unpack(Followed, {**item, "situation": unpack(Situation, item["situation"])}),
+            unpack(Forecast, {**forecast, "horizons": tuple(forecast["horizons"])}),
+            unpack(Score, quality),
+        )
+        for item, forecast, quality in state["scored"]
+    ]
+    return _Due(unpack(WindowRecord, state["record"]), situation), scored

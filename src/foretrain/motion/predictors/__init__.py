@@ -1,0 +1,1 @@
+"""Predictors: one interface and its implementations."""

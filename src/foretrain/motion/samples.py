@@ -1,0 +1,134 @@
+"""A few thousand gradients and optimizer moments, enough for statistics, cheap enough for every window."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from foretrain.engine.optim.build import is_wrapped
+from foretrain.engine.optim.moments import sample_moment
+from foretrain.persist.codec import real_view
+
+_TENSORS = 16
+_PER_TENSOR = 1024
+
+
+class Statistics(NamedTuple):
+    """What `Sample.statistics` measures, in this order."""
+
+    gradient_mean: float
+    gradient_std: float
+    gradient_cosine: float
+    """With the gradient of the step before."""
+    moment_mean: float
+    """Of the absolute first moment; the gradient itself where there is none."""
+    moment_std: float
+    second_moment_mean: float
+    """Of the root of the second moment; the gradient's root mean square where there is none."""
+
+
+class Sample:
+    """Fixed coordinates of the largest parameters."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self._seen: dict[nn.Parameter, Tensor] = {}
+        self.cover(parameters)
+
+    def cover(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Choose among these from now on."""
+        self.parameters = sorted(parameters, key=lambda p: -p.numel())[:_TENSORS]
+        self._before: Tensor | None = None
+        if self._seen:
+            self.watch()
+
+    def watch(self) -> Callable[[nn.Parameter], None]:
+        """To be called with each parameter while its gradient is there, if none outlives the backward pass."""
+        self._seen = {p: torch.zeros_like(_strided(p)) for p in self.parameters}
+        return self._see
+
+    @torch.no_grad()
+    def _see(self, parameter: nn.Parameter) -> None:
+        if parameter in self._seen and parameter.grad is not None:
+            self._seen[parameter].copy_(_strided(parameter.grad))  # in place, also in a recorded graph
+
+    @torch.no_grad()
+    def gradient(self) -> Tensor:
+        """The sampled gradient of the step that was just made."""
+        if self._seen:
+            return torch.cat(list(self._seen.values()))
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        return _pick(gradients) if gradients else torch.zeros(1, device=self.parameters[0].device)
+
+    def remember(self) -> None:
+        """One step before the end of a window."""
+        self._before = self.gradient()
+
+    @torch.no_grad()
+    def statistics(self) -> Tensor:
+        """The numbers of `Statistics`, still on the device: they are read along with others."""
+        gradient = self.gradient()
+        before = self._before if self._before is not None and self._before.shape == gradient.shape else gradient
+        cosine = torch.nn.functional.cosine_similarity(gradient, before, dim=0, eps=1e-30)
+        states: list[dict[str, Any]] = [self.optimizer.state.get(p, {}) for p in self.parameters]
+        first = _moments(states, ("exp_avg", "momentum_buffer")) if any(states) else None
+        second = _moments(states, ("exp_avg_sq",)) if any(states) else None
+        moment = first if first is not None else gradient  # without momentum the gradient itself is what moves
+        square = second.clamp(min=0).sqrt().mean() if second is not None else gradient.square().mean().sqrt()
+        self._before = None
+        return torch.stack(
+            [
+                gradient.mean(),
+                gradient.std(unbiased=False),
+                cosine,
+                moment.abs().mean(),
+                moment.std(unbiased=False),
+                square,
+            ]
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"before": self._before}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        before = state["before"]
+        self._before = None if before is None else before.to(self.parameters[0].device).clone()
+
+
+def bias_corrections(optimizer: Optimizer, steps: int) -> tuple[float, float]:
+    """1 - beta^steps of the first and second moment."""
+    group = optimizer.param_groups[0]
+    first, second = group.get("betas") or (group.get("momentum") or 0.9, 0.999)
+    return 1 - float(first) ** steps, 1 - float(second) ** steps
+
+
+def _moments(states: Sequence[dict[str, Any]], names: Sequence[str]) -> Tensor | None:
+    for name in names:
+        found = [moment for state in states if (moment := _sampled(state, name)) is not None]
+        if found:
+            return torch.cat(found)
+    return None
+
+
+def _pick(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([_strided(tensor) for tensor in tensors])
+
+
+def _strided(tensor: Tensor) -> Tensor:
+    numbers = real_view(tensor.detach()._values() if tensor.is_sparse else tensor.detach())
+    return numbers.reshape(-1)[:: _stride(numbers)][:_PER_TENSOR].float()
+
+
+def _sampled(state: dict[str, Any], name: str) -> Tensor | None:
+    moment = state.get(name)
+    if not isinstance(moment, Tensor) or is_wrapped(moment):
+        return None
+    return sample_moment(state, name, _stride(real_view(moment)), _PER_TENSOR)
+
+
+def _stride(tensor: Tensor) -> int:
+    return max(1, tensor.numel() // _PER_TENSOR)

@@ -1,0 +1,1 @@
+"""What the commands do: train, finetune, evaluate, and open a model."""

@@ -1,0 +1,63 @@
+"""The model of a run as it stands: what it left at its end or, while it goes on or is interrupted, its newest
+checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from foretrain.config import Config
+from foretrain.data.templates import make_format
+from foretrain.models import lora
+from foretrain.models.adapter_files import adapter_of
+from foretrain.persist.checkpoint import CheckpointStore
+from foretrain.persist.files import from_json
+from foretrain.recipes.finetune import restore_adapter
+from foretrain.recipes.open_model import Base, find_folder, find_tokenizer, open_base
+from foretrain.recipes.train import is_checkpoint, model_of, read_checkpoint, run_of, step_of
+
+
+def open_newest(
+    path: str | Path, tokenizer: str = "", vocabulary: str = "", say: Callable[[str], None] = lambda _: None
+) -> Base:
+    """Like `open_base`, also for a run that is not finished, or for one checkpoint. say: hears which step it is."""
+    path = find_folder(path)
+    if not is_checkpoint(path) and not _is_unfinished(path):
+        return open_base(path, tokenizer, vocabulary)
+    store, state, config = read_checkpoint(path)
+    run = run_of(store)
+    beside = run / "tokenizer.json"
+    step = step_of(store, state)
+    if config.model.weights and state.get("frozen"):
+        wanted = tokenizer or (str(beside) if beside.is_file() else "")
+        base = open_base(config.model.weights, wanted, vocabulary)
+        trainer = restore_adapter(base, store, state, config)
+        with trainer.averaged_weights():
+            adapter = adapter_of(base.model, str(base.folder))
+        lora.detach(base.model)
+        asked = make_format(config.data.prompt, config.data.answer) if config.data.prompt else None
+        found = Base(base.model, base.tokenizer, base.folder, adapter, asked)
+    else:
+        found = Base(model_of(store, state, config), find_tokenizer(run, tokenizer, vocabulary), run)
+    say(f"{path}: {_why(path, config, step)} ({store})")
+    return found
+
+
+def _is_unfinished(run: Path) -> bool:
+    """Whether its newest checkpoint is newer than the model or adapter it left at its end, if it left one."""
+    newest = next(CheckpointStore(run / "checkpoints").steps(), None)
+    if newest is None:
+        return False
+    if not (run / "model").is_dir() and not (run / "adapter").is_dir():
+        return True
+    try:
+        summary = from_json((run / "summary.json").read_text(encoding="utf-8"))
+        return bool(summary["reason"] == "interrupted" or newest[0] > summary["global_step"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _why(path: Path, config: Config, step: int) -> str:
+    if is_checkpoint(path):
+        return f"the checkpoint of step {step}"
+    return f"not finished, so its newest checkpoint is taken: step {step} of {config.max_steps}"

@@ -1,0 +1,174 @@
+"""A trained model and its tokenizer, from wherever they lie: to fine-tune it, or to let it write."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from foretrain import config as configuration
+from foretrain.config import ModelConfig
+from foretrain.data import chats, tokenizers
+from foretrain.data.handover import chat_template_of
+from foretrain.data.templates import Format, make_format
+from foretrain.data.tokenizers import Tokenizer
+from foretrain.errors import CheckpointError, ConfigError, InputError
+from foretrain.models import huggingface
+from foretrain.models.adapter_files import Adapter
+from foretrain.models.gpt2 import GPT2, GPT2Shape, shape_from_config
+from foretrain.persist.files import from_json, user_path
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9_][\w.-]*(/[\w.-]+)?")
+"""`gpt2`, or `organisation/model`."""
+_CHAT = f"{{{chats.FIELDS[0]}}}"
+_SHAPE = {
+    "layers": "n_layer",
+    "heads": "n_head",
+    "width": "n_embd",
+    "context": "n_positions",
+    "vocab_size": "vocab_size",
+}
+"""The numbers of a model in our words and in Hugging Face's."""
+
+
+@dataclass(frozen=True)
+class Base:
+    """Weights, the tokenizer that belongs to them, and where they came from."""
+
+    model: GPT2
+    tokenizer: Tokenizer
+    folder: Path
+    adapter: Path | Adapter | None = None
+    """Of a fine-tuning run: what it trained on top of these weights."""
+    format: Format | None = None
+    """Of a fine-tuning run: how it was asked."""
+
+
+def open_base(path: str | Path, tokenizer: str = "", vocabulary: str = "", **options: Any) -> Base:
+    """A run folder of `foretrain train` or `finetune`, or a folder with a GPT-2 in Hugging Face's format, or the name
+    of one in Hugging Face's cache.
+
+    tokenizer: the path of a tokenizer.json, or `gpt2` with the folder of its `vocabulary`; unset: the one that lies
+    there. options: of `GPT2`.
+    """
+    path = find_folder(path)
+    if (path / "adapter").is_dir():
+        config = configuration.load(path / "config.toml").config
+        if not config.model.weights:
+            raise CheckpointError(f"{path}: its config.toml does not say what was fine-tuned (model.weights)")
+        if (find_folder(config.model.weights) / "adapter").is_dir():
+            raise CheckpointError(
+                f"{path}: what its config.toml names as fine-tuned (model.weights = {config.model.weights}) is a "
+                "fine-tuning run and no model"
+            )
+        beside = path / "tokenizer.json"
+        tokenizer = tokenizer or (str(beside) if beside.is_file() else "")
+        inner = open_base(config.model.weights, tokenizer, vocabulary, **options)
+        asked = make_format(config.data.prompt, config.data.answer) if config.data.prompt else None
+        return Base(inner.model, inner.tokenizer, inner.folder, path / "adapter", asked)
+    folder = path if (path / "model.safetensors").is_file() else path / "model"
+    if (path / "adapter_config.json").is_file():
+        raise InputError(f"{path}: an adapter, not a model; `foretrain generate MODEL --adapter {path}` uses it")
+    if not (folder / "model.safetensors").is_file():
+        raise InputError(
+            f"{path}: holds no model yet (no model.safetensors); name a folder that holds one, or wait until the run "
+            "has saved its first checkpoint"
+        )
+    shape = shape_of(folder)
+    huggingface.check_sizes(folder, shape)
+    model = GPT2(shape, **options)
+    huggingface.load(model, folder)
+    found = find_tokenizer(folder, tokenizer, vocabulary)
+    if found.vocab_size > model.shape.vocab_size:
+        raise InputError(
+            f"{folder}: the tokenizer has {found.vocab_size} tokens, the model {model.shape.vocab_size}; name the "
+            "tokenizer that it was trained with"
+        )
+    return Base(model, found, folder)
+
+
+def asked_in_chats(folder: Path) -> Format | None:
+    """How a model is asked whose folder says that it was tuned on chats, as a merged adapter of ours does."""
+    return make_format(_CHAT, _CHAT) if chat_template_of(folder) == chats.JINJA else None
+
+
+def find_folder(name: str | Path) -> Path:
+    """The folder of this path, or a model of this name that lies in Hugging Face's cache. Nothing is downloaded."""
+    path = user_path(name)
+    if path.is_dir():
+        return path
+    is_inside = path.parent != Path() and path.parent.is_dir()
+    if is_inside or not _HUB_NAME.fullmatch(str(name)):
+        raise InputError(f"{path}: there is no such folder; name a run folder, or one that holds model.safetensors")
+    for full_name in (str(name), f"openai-community/{name}"):  # where the bare names of GPT-2 lead to
+        cached = _hub_cache() / f"models--{full_name.replace('/', '--')}"
+        for snapshot in _snapshots(cached):
+            if (snapshot / "model.safetensors").is_file() and (snapshot / "config.json").is_file():
+                return snapshot
+    code = f"import transformers as t; t.AutoModelForCausalLM.from_pretrained('{name}').save_pretrained('FOLDER')"
+    code += f"; t.AutoTokenizer.from_pretrained('{name}').save_pretrained('FOLDER')"
+    raise InputError(
+        f"{name}: there is no such folder, and nothing is downloaded here; if it is a model of the Hugging Face Hub, "
+        f'get it once with: python -c "{code}" and name FOLDER'
+    )
+
+
+def _hub_cache() -> Path:
+    """Where huggingface_hub keeps what it downloaded."""
+    if cache := os.environ.get("HF_HUB_CACHE"):
+        return user_path(cache, "HF_HUB_CACHE")
+    home = os.environ.get("HF_HOME")
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return user_path(Path(home) if home else Path(base) / "huggingface", "HF_HOME") / "hub"
+
+
+def _snapshots(cached: Path) -> list[Path]:
+    """The versions of a cached model, the one that its main branch stands for first, then the newest."""
+    try:
+        found = sorted((cached / "snapshots").iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
+    except OSError:
+        return []
+    main = cached / "refs" / "main"
+    wanted = main.read_text(encoding="utf-8").strip() if main.is_file() else ""
+    return sorted(found, key=lambda path: path.name != wanted)
+
+
+def shape_of(folder: Path) -> GPT2Shape:
+    """As its `config.json` says."""
+    path = folder / "config.json"
+    try:
+        values = from_json(path.read_text(encoding="utf-8"))
+        if any(isinstance(values[name], (bool, type(None))) for name in _SHAPE.values()):
+            raise TypeError("its numbers are not given")
+        numbers = ModelConfig(**{ours: values[theirs] for ours, theirs in _SHAPE.items()})
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror}); it must say the model's shape") from None
+    except (KeyError, TypeError, ValueError, ConfigError) as error:
+        raise CheckpointError(f"{path}: does not describe a GPT-2 ({type(error).__name__}: {error})") from None
+    return shape_from_config(numbers)
+
+
+def tokenizer_beside(folder: Path) -> Tokenizer | None:
+    """The one that lies in a folder of weights, or in the run folder above."""
+    for place in (folder, folder.parent):
+        if (place / "tokenizer.json").is_file():
+            return tokenizers.load(place / "tokenizer.json")
+    return tokenizers.gpt2(folder) if (folder / "vocab.json").is_file() else None
+
+
+def find_tokenizer(folder: Path, wanted: str, vocabulary: str) -> Tokenizer:
+    """The one that is wanted, or else the one beside the weights."""
+    if wanted == "gpt2" or (vocabulary and not wanted):
+        return tokenizers.gpt2(vocabulary or folder)
+    if wanted == "byte":
+        return tokenizers.ByteTokenizer()
+    if wanted:
+        return tokenizers.load(wanted)
+    if (found := tokenizer_beside(folder)) is not None:
+        return found
+    raise InputError(
+        f"{folder}: no tokenizer.json beside the weights; name one (data.tokenizer, or --tokenizer), or GPT-2's "
+        "vocabulary files (data.vocabulary, or --vocabulary)"
+    )

@@ -1,0 +1,1 @@
+"""HTML pages: reports, comparisons, and the live view."""

@@ -1,0 +1,265 @@
+"""What the charts of a report are drawn from: short series, the phase ribbon, marks for every move and recovery."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from foretrain.config.paths import assignments
+from foretrain.show.pages.downsample import places_to_keep, rounded
+from foretrain.show.pages.scales import finite, frame, spans_widely
+from foretrain.show.record import Entry, RunRecord
+
+POINTS = 2400
+"""Of a curve, in a page of one run."""
+_RIBBON = 400
+"""Stretches of the phase ribbon."""
+_MARKS = 700
+_ERRORS = 200
+"""Errors of forecasts that the interval of the next one follows from."""
+_ENOUGH = 10
+_SHARE = 0.9
+_PAUSE = 3
+"""Entries without a forecast after which the curve is cut."""
+METRICS = 4
+"""Charts of measures of the user's own; each has a card at the top, however many there are."""
+_WORTH_SEEING = ("full", "warmup", "correct", "predict")
+"""Phases, the later the more worth seeing where several share a pixel."""
+
+Value = Callable[[Entry], float | None]
+
+
+def charts(records: Sequence[RunRecord]) -> dict[str, Any]:
+    """Data of every chart by its name: per run its series, phases and marks."""
+    limit = max(300, POINTS // len(records))
+    drawn: dict[str, Callable[[RunRecord, int], list[dict[str, Any]]]] = {
+        "loss": _loss,
+        "rate": _rate,
+        "gradient": _gradient,
+        "forecast": _forecast,
+        "confidence": _confidence,
+        "speed": _speed,
+    }
+    named = _metric_names(records)
+    drawn |= {f"metric-{place}": _metric(named[place] if place < len(named) else None) for place in range(METRICS)}
+    made: dict[str, dict[str, Any]] = {}
+    for name, series in drawn.items():
+        runs = [
+            {"name": record.name, "series": [one for one in series(record, limit) if one["values"]]}
+            for record in records
+        ]
+        made[name] = {"runs": runs}
+        if name == "loss" or name.startswith("metric"):
+            made[name]["log"] = spans_widely(_curves(runs, "thin", "bold"))
+    made["forecast"]["frame"] = frame(_curves(made["forecast"]["runs"], "plain"))
+    return made | {"shared": {"runs": [_shared(record) for record in records], "prediction": prediction(records)}}
+
+
+def _curves(runs: Sequence[Mapping[str, Any]], *styles: str) -> list[list[float]]:
+    """The numbers of every curve drawn in one of these styles."""
+    curves = (one["values"] for run in runs for one in run["series"] if one["style"] in styles)
+    return [[value for value in values if value is not None] for values in curves]
+
+
+def prediction(records: Sequence[RunRecord]) -> str:
+    """Of the runs of a page together: "tried", "idle" (on, but nothing was tried) or "off"."""
+    if any(record.tried for record in records):
+        return "tried"
+    return "idle" if any(record.predicts for record in records) else "off"
+
+
+def _series(label: str, style: str, entries: Sequence[Entry], value: Value, limit: int) -> dict[str, Any]:
+    values = [value(entry) for entry in entries]
+    if all(number is None for number in values):
+        entries, values = [], []
+    kept = places_to_keep(values, limit)
+    return {
+        "label": label,
+        "style": style,
+        "steps": [entries[place].step for place in kept],
+        "seconds": [rounded(entries[place].seconds) for place in kept],
+        "values": [rounded(values[place]) for place in kept],
+    }
+
+
+def _named(name: str) -> Value:
+    return lambda entry: finite(entry.fields.get(name))
+
+
+def _loss(record: RunRecord, limit: int) -> list[dict[str, Any]]:
+    undone = sorted(record.undone, key=lambda entry: (entry.step, entry.seconds))
+    return [
+        _series("training", "thin", record.progress, _named("loss"), limit),
+        _series("taken back", "dots", undone, _named("loss"), limit // 4),
+        _series("held out", "bold", record.evaluations, _named("loss"), limit),
+    ]
+
+
+def _forecasts(record: RunRecord) -> list[Entry]:
+    """Only where something was forecast and came, with one gap where there was nothing for a while."""
+    found: list[Entry] = []
+    missing: list[Entry] = []
+    before: float | None = None
+    for entry in record.progress:
+        predicted, mean = finite(entry.fields.get("predicted_loss")), finite(entry.fields.get("smoothed_loss"))
+        stale = mean == before and entry.fields.get("phase") in ("predict", "correct")  # a chain has no new mean
+        before = mean
+        if predicted is None or mean is None or stale:
+            missing.append(entry)
+            continue
+        if found and len(missing) > _PAUSE:
+            found.append(Entry("gap", missing[0].step, missing[0].seconds, {}))
+        found.append(entry)
+        missing.clear()
+    return found
+
+
+def _forecast(record: RunRecord, limit: int) -> list[dict[str, Any]]:
+    """Predicted against actual, with the interval that the errors before each forecast would have given it."""
+    entries = _forecasts(record)
+    past: deque[float] = deque(maxlen=_ERRORS)
+    edges: list[Entry] = []
+    for entry in entries:
+        predicted, actual = finite(entry.fields.get("predicted_loss")), finite(entry.fields.get("smoothed_loss"))
+        if predicted is None or actual is None:
+            edges.append(entry)
+            continue
+        if len(past) >= _ENOUGH:
+            half = sorted(past)[math.ceil(_SHARE * len(past)) - 1] * abs(predicted)
+            bounds = {"low": predicted - half, "high": predicted + half}
+            edges.append(Entry("edge", entry.step, entry.seconds, bounds))
+        past.append(abs(predicted - actual) / max(abs(predicted), 1e-12))
+    return [
+        _series("mean loss", "plain", entries, _named("smoothed_loss"), limit),
+        _series("predicted", "dashed", entries, _named("predicted_loss"), limit),
+        _series("lower 90 %", "edge", edges, _named("low"), limit),
+        _series("upper 90 %", "edge", edges, _named("high"), limit),
+    ]
+
+
+def _confidence(record: RunRecord, limit: int) -> list[dict[str, Any]]:
+    return [_series("confidence", "plain", record.progress, _named("confidence"), limit)]
+
+
+def _rate(record: RunRecord, limit: int) -> list[dict[str, Any]]:
+    return [_series("learning rate", "plain", record.progress, _named("learning_rate"), limit)]
+
+
+def _gradient(record: RunRecord, limit: int) -> list[dict[str, Any]]:
+    return [_series("gradient norm", "plain", record.progress, _named("gradient_norm"), limit)]
+
+
+def _metric_names(records: Sequence[RunRecord]) -> list[str]:
+    """In the order in which they came."""
+    told = (entry.fields.get("metrics") for record in records for entry in record.evaluations)
+    return list(dict.fromkeys(str(name) for found in told if isinstance(found, Mapping) for name in found))
+
+
+def _metric(name: str | None) -> Callable[[RunRecord, int], list[dict[str, Any]]]:
+    def value(entry: Entry) -> float | None:
+        found = entry.fields.get("metrics")
+        return finite(found.get(name)) if isinstance(found, Mapping) else None
+
+    return lambda record, limit: [_series(name, "bold", record.evaluations, value, limit)] if name else []
+
+
+def _speed(record: RunRecord, limit: int) -> list[dict[str, Any]]:
+    named = "tokens_per_second" if record.last("tokens_per_second") else "steps_per_second"
+    if named == "tokens_per_second":
+        return [_series(f"{record.unit} per second", "plain", record.progress, _named(named), limit)]
+    return [_series("steps per second", "plain", _paces(record), _named(named), limit)]
+
+
+def _paces(record: RunRecord) -> list[Entry]:
+    """For data without tokens."""
+    found = []
+    for before, after in zip(record.progress, record.progress[1:], strict=False):
+        if after.seconds > before.seconds:
+            pace = (after.step - before.step) / (after.seconds - before.seconds)
+            found.append(Entry("pace", after.step, after.seconds, {"steps_per_second": pace}))
+    return found
+
+
+# --- ribbon and marks, shared by all charts of a run ------------------------------------------------------------------
+
+
+def _shared(record: RunRecord) -> dict[str, Any]:
+    return {"name": record.name, "phases": ribbon(record), "marks": marks(record)}
+
+
+def ribbon(record: RunRecord) -> list[list[Any]]:
+    """[first step, first second, phase, share] of every stretch, and where the last ends. Where there are too many to
+    be seen, equal stretches, each with the phase that is most worth seeing and the share of the steps it had."""
+    changes = record.phases()
+    end = max(record.step, changes[-1].step, 1)
+    seconds = max(record.seconds, changes[-1].seconds)
+    named = [(change.step, change.seconds, _phase(change)) for change in changes]
+    kept: list[list[Any]] = []
+    for step, second, phase, share in _merged(named, end) if len(named) > _RIBBON else [(*one, 1) for one in named]:
+        if not kept or kept[-1][2:] != [phase, share]:
+            kept.append([step, rounded(second), phase, share])
+    return [*kept, [end, rounded(seconds), "end", 1]]
+
+
+def _phase(change: Entry) -> str:
+    phase = str(change.fields.get("phase"))
+    return phase if phase in _WORTH_SEEING else "full"
+
+
+def _merged(changes: list[tuple[int, float, str]], end: int) -> Iterator[tuple[int, float, str, float]]:
+    """Stretches of the same length; a phase without a step of its own, as a leap is, still has a share."""
+    found: list[dict[str, float]] = [{} for _ in range(_RIBBON)]
+    begins = [(place * end // _RIBBON, 0.0) for place in range(_RIBBON)]
+    ends = [*(step for step, _, _ in changes[1:]), end]
+    for (step, second, phase), until in zip(changes, ends, strict=True):
+        first, last = (min(_RIBBON - 1, at * _RIBBON // end) for at in (step, max(step, until - 1)))
+        for place in range(first, last + 1):
+            low, high = place * end / _RIBBON, (place + 1) * end / _RIBBON
+            shared = max(0.0, min(until, high) - max(step, low))
+            found[place][phase] = found[place].get(phase, 0.0) + shared
+            if place > first or not begins[place][1]:
+                begins[place] = (begins[place][0], second)
+    for (step, second), shares in zip(begins, found, strict=True):
+        if shares:
+            phase = max(shares, key=_WORTH_SEEING.index)
+            yield step, second, phase, round(shares[phase] / sum(shares.values()), 2) if sum(shares.values()) else 1.0
+
+
+def marks(record: RunRecord) -> list[list[Any]]:
+    """[step, second, kind, words]: at most one of a kind in a stretch, with how many there are."""
+    found: list[tuple[Entry, str, str]] = []
+    for entry in record.decisions:
+        if entry.kind == "Moved":
+            found.append((entry, str(entry.fields.get("verdict")), move_words(entry)))
+        elif entry.kind == "Recovered":
+            found.append((entry, "recovery", recovery_words(entry)))
+        elif entry.kind == "Tuned":
+            found.append((entry, "recovery", f"tuned: {assignments(entry.fields.get('change'))}"))
+        elif entry.kind == "Resumed":
+            found.append((entry, "resumed", "went on from a checkpoint"))
+    broken = [entry for entry in [*record.progress, *record.undone] if finite(entry.fields.get("loss")) is None]
+    found += [(entry, "not finite", "the loss was not finite") for entry in broken]
+    found.sort(key=lambda one: one[0].step)
+    width = max(record.step, 1) / (_MARKS / 6) if len(found) > _MARKS else 0.0
+    kept: dict[tuple[str, int], list[Any]] = {}
+    for place, (entry, kind, words) in enumerate(found):
+        key = (kind, int(entry.step / width) if width else place)
+        if key in kept:
+            kept[key][4] += 1
+        else:
+            kept[key] = [entry.step, rounded(entry.seconds), kind, words, 1]
+    return list(kept.values())
+
+
+def move_words(entry: Entry) -> str:
+    horizon = finite(entry.fields.get("horizon")) or 0
+    how = "audited move" if entry.fields.get("audited") else "chain of leaps" if entry.fields.get("chained") else "move"
+    return f"{how}, {horizon:,.0f} steps ahead: {entry.fields.get('verdict')}"
+
+
+def recovery_words(entry: Entry) -> str:
+    words = str(entry.fields.get("action", "")).replace("_", " ")
+    back = finite(entry.fields.get("step")) if words == "roll back" else None
+    return words if back is None else f"{words} to step {back:,.0f}"

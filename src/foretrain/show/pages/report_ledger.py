@@ -1,0 +1,139 @@
+"""The ledger of a run: every decision with its reason, in the order in which they were made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+from foretrain.config.paths import assignments
+from foretrain.show.numbers import loss_text
+from foretrain.show.pages.report_charts import move_words, recovery_words
+from foretrain.show.pages.report_text import clock, framed
+from foretrain.show.pages.scales import finite, rate
+from foretrain.show.record import Entry, RunRecord
+from foretrain.show.trouble import counted
+
+ROWS = 4000
+"""In a page; the others are in `metrics.jsonl`."""
+SHOWN = 100
+"""At first, and more when asked for; also how many are sent together to a page that is live."""
+_FILTERS = {"all": "everything", "move": "moves", "phase": "phases", "recovery": "recoveries"}
+_ORDERS = {"first": "oldest first", "last": "newest first"}
+_FIRST = {"step": "number", "time": "number", "decision": "decision"}
+_OF_MOVES = {
+    "loss before": "number extra",
+    "loss after": "number extra",
+    "confidence": "number extra",
+    "worth": "number extra",
+}
+"""Names and classes of columns; a narrow screen has no room for what is extra."""
+_LAST = {"reason": "reason"}
+
+
+def ledger_rows(records: Sequence[RunRecord]) -> dict[str, Any]:
+    """The ledger as data: {"ledger": counts and columns, "rows/0": [[kind, mark, text of every cell], ...], "rows/1":
+    ...}. Rows that are known stay where they are when others come: a live page is sent the last ones only."""
+    entries = [(record.name, entry) for record in records for entry in record.decisions]
+    kept = _most_telling(entries)
+    several = len(records) > 1
+    moves = _OF_MOVES if any(entry.kind == "Moved" for _, entry in entries) else {}
+    rows = [_row(entry, [name] if several else [], bool(moves)) for name, entry in kept]
+    blocks = {f"rows/{start // SHOWN}": rows[start : start + SHOWN] for start in range(0, len(rows), SHOWN)}
+    order = "last" if any(record.state == "running" for record in records) else "first"
+    columns = ({"run": "run"} if several else {}) | _FIRST | moves | _LAST
+    told = {"rows": len(rows), "left": len(entries) - len(rows), "order": order, "shown": SHOWN}
+    return {"ledger": {**told, "columns": columns}, **blocks}
+
+
+def ledger(data: Mapping[str, Any]) -> str:
+    """The table with its first rows; the page's script shows the others, chosen and ordered as the reader likes."""
+    told = data["ledger"]
+    rows = [row for name, block in data.items() if name.startswith("rows/") for row in block]
+    rows = rows[:SHOWN] if told["order"] == "first" else rows[: -SHOWN - 1 : -1]
+    head = "".join(f'<th scope="col" class="{style}">{name}</th>' for name, style in told["columns"].items())
+    choices = _choice("show", _FILTERS, "all", "Which decisions are shown")
+    choices += _choice("order", _ORDERS, str(told["order"]), "In which order")
+    body = "".join(_markup(row, list(told["columns"].values())) for row in rows)
+    more = '<p class="more"><span data-count role="status"></span></p>'
+    made = framed("Every decision with its reason", f"<tr>{head}</tr>", body)
+    return f'<div class="controls"><div class="choices">{choices}</div></div>{made}{more}'
+
+
+def _markup(row: Sequence[str], styles: Sequence[str]) -> str:
+    """As `ledger.js` does it too."""
+    _, mark, *cells = row
+    icon = f'<i class="{escape(mark)}" aria-hidden="true"></i>' if mark else ""
+    made = (
+        f'<td class="{style}">{icon if style == "decision" else ""}{escape(text)}</td>'
+        for text, style in zip(cells, styles, strict=True)
+    )
+    return f"<tr>{''.join(made)}</tr>"
+
+
+def _choice(name: str, texts: Mapping[str, str], chosen: str, label: str) -> str:
+    buttons = "".join(
+        f'<button type="button" data-{name}="{kind}" aria-pressed="{str(kind == chosen).lower()}">{text}</button>'
+        for kind, text in texts.items()
+    )
+    return f'<div class="choose" role="group" aria-label="{label}">{buttons}</div>'
+
+
+def _most_telling(entries: list[tuple[str, Entry]]) -> list[tuple[str, Entry]]:
+    """All where there is room; else what went wrong first, then moves, then changes of phase: every second of them,
+    every fourth, and so on."""
+    ranked: list[list[int]] = [[], [], []]
+    for place, (_, entry) in enumerate(entries):
+        went_well = entry.kind == "Moved" and entry.fields.get("verdict") in ("kept", "shrunk")
+        ranked[2 if entry.kind == "PhaseChanged" else 1 if went_well else 0].append(place)
+    chosen: list[int] = []
+    for places in ranked:
+        stride = 1
+        while -(-len(places) // stride) > ROWS - len(chosen) and stride < len(places):
+            stride *= 2
+        chosen += places[::stride][: ROWS - len(chosen)]
+    return [entries[place] for place in sorted(chosen)]
+
+
+def _row(entry: Entry, first: list[str], moves: bool) -> list[str]:
+    """moves: there are columns for the numbers of moves."""
+    fields = entry.fields
+    mark, decision, reason = _said(entry)
+    numbers = [""] * len(_OF_MOVES) if moves else []
+    if entry.kind == "Moved":
+        forms = {"anchor": "", "loss": "", "confidence": ".2f", "worth_steps": "+,.0f"}
+        known = [(finite(fields.get(name)), form) for name, form in forms.items()]
+        texts = ["–" if value is None else f"{value:{form}}" if form else loss_text(value) for value, form in known]
+        numbers = [text.replace("-", "−") for text in texts]
+    kind = {"Moved": "move", "PhaseChanged": "phase"}.get(entry.kind, "recovery")
+    return [kind, mark, *first, f"{entry.step:,}", clock(entry.seconds), decision, *numbers, reason]
+
+
+def _said(entry: Entry) -> tuple[str, str, str]:
+    """(class of its mark, decision, reason)."""
+    fields = entry.fields
+    match entry.kind:
+        case "Moved":
+            verdict = str(fields.get("verdict")).replace(" ", "-")
+            return f"mark {verdict}", move_words(entry), str(fields.get("reason", ""))
+        case "PhaseChanged":
+            phase = str(fields.get("phase"))
+            return f"phase {phase}", phase.upper(), str(fields.get("reason", ""))
+        case "Recovered":
+            return "mark recovery", recovery_words(entry), str(fields.get("text", ""))
+        case "Tuned":
+            words = assignments(fields.get("change"))
+            return "mark recovery", f"tuned: {words}", str(fields.get("ailment", ""))
+        case "RateTried":
+            tried, loss = finite(fields.get("learning_rate")) or 0.0, finite(fields.get("loss"))
+            best = ", the best so far" if fields.get("best") else ""
+            reached = "no number" if loss is None else f"held-out loss {loss_text(loss)}"
+            return "", f"learning rate {rate(tried)} tried", f"{reached} after {fields.get('steps')} steps{best}"
+        case "Resumed":
+            again = int(finite(fields.get("done_again")) or 0)
+            told = f"; {counted(again, 'step')} after it {'was' if again == 1 else 'were'} done again" if again else ""
+            return "", "resumed", f"went on from a checkpoint{told}"
+        case "CheckpointRejected":
+            return "", "checkpoint put aside", str(fields.get("reason", ""))
+    level = str(fields.get("level", "note"))
+    return "", "note" if level == "info" else level, str(fields.get("message", ""))

@@ -1,0 +1,52 @@
+"""Settings in words, the same wherever they are shown."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rich.console import Console as RichConsole
+from tests.show.runs import FINDING, STARTED, write_run
+
+from foretrain.config.paths import assignments, flattened
+from foretrain.events import Tuned
+from foretrain.show.console import Console
+from foretrain.show.follow import read_runs
+from foretrain.show.pages.report_page import page
+from foretrain.show.trackers.entries import entry_of
+
+CHANGE = {"optimizer.learning_rate": 0.002, "model.tied": True, "optimizer.type": "muon"}
+WORDS = 'optimizer.learning_rate = 0.002, model.tied = true, optimizer.type = "muon"'
+
+
+def on_the_console(tuned: Tuned, folder: Path) -> str:
+    text = io.StringIO()
+    Console(RichConsole(file=text, width=200))(tuned)
+    return text.getvalue()
+
+
+def for_trackers(tuned: Tuned, folder: Path) -> str:
+    entry = entry_of(tuned, 0)
+    assert entry is not None
+    return entry.texts["recovery"]
+
+
+def on_the_page(tuned: Tuned, folder: Path) -> str:
+    return page(read_runs([write_run(folder / "run", [STARTED, tuned, FINDING])])).replace("&quot;", '"')
+
+
+@pytest.mark.parametrize("shown", [on_the_console, for_trackers, on_the_page])
+def test_a_change_is_said_in_the_same_words_everywhere(shown: Callable[[Tuned, Path], str], tmp_path: Path) -> None:
+    assert WORDS in shown(Tuned(3, "plateau", CHANGE), tmp_path)
+
+
+def test_what_is_no_change_has_no_words() -> None:
+    assert (assignments(None), assignments("text"), assignments({})) == ("", "", "")
+
+
+def test_nested_names_are_joined() -> None:
+    nested = {"seed": 1, "model": {"type": "x", "sizes": [1, 2], "more": {"deep": None}, "none": {}}}
+    assert flattened(nested) == {"seed": 1, "model.type": "x", "model.sizes": [1, 2], "model.more.deep": None}
+    assert flattened({"a": {"b": 1}}, "summary", "/") == {"summary/a/b": 1}
