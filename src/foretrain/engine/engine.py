@@ -36,6 +36,7 @@ from foretrain.engine.step import (
     tensors_of,
 )
 from foretrain.engine.trained import Change, TrainedWeights, arranged
+from foretrain.engine.world import World
 from foretrain.errors import CheckpointError, ConfigError, InputError, is_out_of_memory
 from foretrain.persist.codec import (
     changing_state,
@@ -67,7 +68,9 @@ class Engine:
         loss_fn: own.Measure | None,
         config: Config,
         scheduler: Any = None,
+        world: World | None = None,
     ) -> None:
+        self.world = world or World()
         optimizer, config = own.with_named_optimizer(optimizer, config)
         self.config = config
         self._max_steps_given = "max_steps" in config.model_fields_set
