@@ -81,9 +81,9 @@ def test_an_open_move_is_taken_back_before_others_are_trained(mode: str) -> None
     trained: list[Any] = []
     full = trainer.full
 
-    def seen(batch: Any, between: Any = None) -> Any:
+    def seen(batch: Any, *hooks: Any) -> Any:
         trained.append(everything(trainer))
-        return full(batch, between)
+        return full(batch, *hooks)
 
     trainer.full = seen  # type: ignore[method-assign]
     run.step()

@@ -18,6 +18,7 @@ from foretrain.engine.average import WeightAverage
 from foretrain.engine.described import is_configured
 from foretrain.engine.fence import Failure, Fence, OwnCodeError, failure_of, same_model
 from foretrain.engine.graphs import GraphedGradient, GraphedLoss, GraphedStep, launch_bound
+from foretrain.engine.hooks import StepHook
 from foretrain.engine.memory.offload import OptimizerParking
 from foretrain.engine.meters import StepMeter, Stopwatch
 from foretrain.engine.metrics import measured
@@ -115,6 +116,8 @@ class Engine:
         """The optimizer's state leaves the device while nothing needs it."""
         if config.memory.offload and config.hybrid.mode != "off":
             self.away = OptimizerParking(self.optimizer, self.full_step.parameters, self.device)
+        self.hooks: tuple[StepHook, ...] = ()
+        """They watch every full step."""
         self.rate_factor = 1.0
         """What recovery makes of the scheduled learning rate."""
         self.backward_passes = 0
@@ -206,19 +209,33 @@ class Engine:
 
     # --- one full step -----------------------------------------------------------------------------------------------
 
-    def full(self, batch: Any, between: Callable[[], None] | None = None) -> StepOutput:
+    def full(self, batch: Any, *watching: StepHook) -> StepOutput:
         """Forward, backward, update on a batch that is on the device. Never waits for the device.
 
-        between: called when the gradients are there and nothing is updated yet.
+        watching: hooks for this step only.
         """
+        hooks = watching + self.hooks
+        for hook in hooks:
+            hook.before_step()
+        curious = [hook for hook in hooks if hook.wants_gradients]
         with self.rate.during(self.global_step, self.rate_factor):
-            if between is not None:
-                output = self.full_step(batch, between, self.gradient)
+            if curious:
+                output = self.full_step(batch, curious, self.gradient)
             else:
                 if self._run_step is None:
                     self._run_step = self._choose_step(batch)
                 output = self._run_step(batch)
-        return self.count_step(batch, output)
+        self.count_step(batch, output)
+        for hook in reversed(hooks):
+            hook.after_step(output)
+        self.global_step += 1
+        self.full_step.changing = False
+        return output
+
+    def take_back_step(self) -> None:
+        """The step that was begun will not be done, and its update has not begun: hooks undo what they changed."""
+        for hook in self.hooks:
+            hook.take_back()
 
     def update(self, loss: Tensor) -> StepOutput:
         """The optimizer's step with the gradients that are there."""

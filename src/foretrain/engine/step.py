@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
 
+from foretrain.engine.hooks import StepHook
 from foretrain.engine.optim.build import supports_device_skip
 from foretrain.engine.optim.in_backward import UpdatesInBackward
 from foretrain.engine.own import one_number
@@ -84,19 +85,19 @@ class FullStep:
     def __call__(
         self,
         batch: Any,
-        between: Callable[[], None] | None = None,
+        hooks: Sequence[StepHook] = (),
         gradient: Callable[[Any], Tensor] | None = None,
     ) -> StepOutput:
-        """between: called when the gradients are there and nothing is updated yet; gradient: another way to them."""
+        """hooks: told when the gradients are there and nothing is updated yet; gradient: another way to them."""
         kept = [buffer.clone() for buffer in self.buffers]
         try:
             if self.in_backward is not None:
                 output = self._update_on_the_way(batch, self.in_backward)
             else:
                 loss = (gradient or self.gradient)(batch)
-                if between is not None:
+                for hook in hooks:
                     self.changing = True  # by whoever wants to see the gradients
-                    between()
+                    hook.gradients_ready()
                 output = self.update(loss)
         except BaseException:
             with torch.no_grad():
@@ -110,7 +111,7 @@ class FullStep:
         return output
 
     def _update_on_the_way(self, batch: Any, updates: UpdatesInBackward) -> StepOutput:
-        """A whole step whose updates happen in the backward pass; there is never a time for `between`."""
+        """A whole step whose updates happen in the backward pass; there is never a time for hooks."""
         self.optimizer.zero_grad(set_to_none=True)
         updates.limit = self.clip
         loss = self.loss(batch)
