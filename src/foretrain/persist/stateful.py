@@ -49,7 +49,8 @@ class Stateful:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Put a state back. Raises CheckpointError that names the class and the entry where the state does not fit;
         the attributes of this object are then as they were."""
-        own = type(self).__name__
+        kind: Any = type(self)
+        own = kind.__name__
         entries = _entries(state, {name.lstrip("_"): name for name in self.saved}, own)
         parts: list[tuple[Stateful, Any]] = []
         values: dict[str, Any] = {}
@@ -62,7 +63,7 @@ class Stateful:
                 parts.append((present, saved))
                 continue
             reader.device = _device_of(present) or getattr(self, "device", None)
-            values[name] = reader.read(_annotation(type(self), name) or type(present), saved, present, place)
+            values[name] = reader.read(_annotation(kind, name) or type(present), saved, present, place)
         reader.fill()
         for name, value in values.items():
             setattr(self, name, value)
@@ -210,7 +211,7 @@ class _Reader:
             for key, item in saved.items()
         }
 
-    def _record(self, kind: type[Any], saved: Any, place: str) -> Any:
+    def _record(self, kind: Any, saved: Any, place: str) -> Any:
         fields = {field.name: field for field in dataclasses.fields(kind)}
         values = {
             name: self.read(_annotation(kind, name), item, None, f"{place}.{name}")
