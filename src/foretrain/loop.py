@@ -143,8 +143,8 @@ class Run:
                     self.emit(Notice(f"nothing is left to do: {done}"))
             else:
                 batches = self.batches = Batches(loader, self.emit)
-                if trainer.pilot is not None:
-                    trainer.mover.safety.loader_state = batches.state
+                if trainer.policy is not None:
+                    trainer.policy.tools.snapshots.loader_state = batches.state
                 reason = self._loop(batches)
             reason = self._finish(reason)
             trainer.clock.stop()
@@ -203,8 +203,10 @@ class Run:
                             raise
                         break
                     self.untrained = False
-                    if trainer.position <= position:  # a rollback went back in the data too
-                        self.loader_state, self.rewound = trainer.mover.safety.loader_state_then(), True
+                    if (
+                        trainer.position <= position and trainer.policy is not None
+                    ):  # a rollback went back in the data too
+                        self.loader_state, self.rewound = trainer.policy.tools.snapshots.loader_state_then(), True
                     if first:
                         self._check_first(result)
                         first = False
@@ -296,7 +298,7 @@ class Run:
             if trainer.window_due:  # it comes first, in the run that is resumed
                 trainer.evaluation_due = bool(self.held_out)
             elif self._evaluate() and trainer.chaining:
-                trainer.mover.chain.stopped = True
+                trainer.end_move_soon()
         if last:
             return "finished"
         if self._interrupted:
@@ -315,8 +317,8 @@ class Run:
             self._save(must=True)
             return reason
         complete = self.saved_step == self.trainer.global_step and not self.trainer.evaluation_due
-        if reason == "finished" and self.trainer.pilot is not None and self.trainer.mover.end_loss is not None:
-            self.trainer.last_train_loss = self.trainer.mover.end_loss
+        if reason == "finished" and self.trainer.policy is not None and self.trainer.policy.end_loss is not None:
+            self.trainer.last_train_loss = self.trainer.policy.end_loss
         if reason == "finished" and self.held_out and not complete:
             self._evaluate()
             if self.trainer.evaluation_due:

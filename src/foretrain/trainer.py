@@ -40,12 +40,12 @@ from foretrain.events import Bus, Listener, Notice, Phase, PhaseChanged, Recover
 from foretrain.health.checkup import Checkup
 from foretrain.health.recovery import Action, Kind
 from foretrain.health.rescue import Rescue
-from foretrain.hybrid.failures import heed
-from foretrain.hybrid.mover import Mover
+from foretrain.hybrid.assembly import equip
+from foretrain.hybrid.moves.judged import JudgedMove
 from foretrain.hybrid.moves.lookahead import LookAhead
-from foretrain.hybrid.moves.move import Move
 from foretrain.hybrid.moves.rate_race import RateRace, with_short_warmup
-from foretrain.hybrid.policy import Pilot
+from foretrain.hybrid.policy import Policy
+from foretrain.hybrid.summary import summary_of
 from foretrain.loop import Run, check_load_best, tell_interruption, warning_of_failure
 from foretrain.motion.hosted import HostedTrajectory
 from foretrain.motion.observer import Moment, Observer
@@ -153,7 +153,7 @@ class HybridTrainer(Engine):
         """Somebody called `stop`."""
         self._went_back = False
         """This step trained on the batch that a refused move began with."""
-        self.pilot: Pilot | None = None
+        self.policy: Policy | None = None
         self.rescue = Rescue(self, self)
         self.checkup = Checkup(self, self.bus.emit)
         watching: list[StepHook] = [self.look_ahead] if self.look_ahead is not None else []
@@ -172,16 +172,15 @@ class HybridTrainer(Engine):
         self.observer = Observer(trajectory, predictor, parameters, self.optimizer, self.fence)
         if self.full_step.in_backward is not None:
             self.full_step.in_backward.watchers.append(self.observer.sample.watch())
-        self.pilot = Pilot(config, self.observer, "adapters" if self._trains_adapters() else "full weights")
-        self.pilot.recovery.rate_name = self.checkup.levers.rate
-        self.pilot.falls_once = self.pilot.falls_once and not isinstance(self.rate, FollowedRates)
-        self.mover = Mover(self, self.pilot, self.bus.emit)
-        self.mover.probes.held_out = [self.to_device(batch) for batch in probe]
-        if self.mover.probes.held_out:
-            self.pilot.judge_on_held_out()
-        self.pilot.hold_directions()
-        self.race = RateRace(self.mover, config)
-        self.checkup.pilot = self.pilot
+        run = "adapters" if self._trains_adapters() else "full weights"
+        self.policy = Policy(config, self.observer, run, self.world)
+        self.policy.recovery.rate_name = self.checkup.levers.rate
+        self.policy.appraiser.falls_once &= not isinstance(self.rate, FollowedRates)
+        held_out = [self.to_device(batch) for batch in probe]
+        equip(self.policy, self, self.checkup, self.look_ahead, held_out, self.bus.emit)
+        self.policy.hold_directions()
+        self.race = RateRace(self.policy.tools, lambda: self._follow_recovery(self.policy), self.policy.fail)
+        self.checkup.policy = self.policy
 
     def _new_look_ahead(self) -> LookAhead | None:
         ahead = self.config.predictor
@@ -240,19 +239,19 @@ class HybridTrainer(Engine):
         """Parameters were frozen or unfrozen since the last step. Returns the batch to go on with: an open move is
         taken back with its data, but what is frozen now stays where its user froze it."""
         frozen = [(p, p.detach().clone()) for p in self.trained.parameters if not p.requires_grad]
-        if self.judging:
-            position, first = self.position, self.mover.interrupt("parameters were frozen or unfrozen")
-            self._follow_recovery(self.pilot)
+        if self.policy is not None and self.judging:
+            position, first = self.position, self.policy.interrupt("parameters were frozen or unfrozen")
+            self._follow_recovery(self.policy)
             self._tell_phase()
             with torch.no_grad():
                 for parameter, value in frozen:
                     parameter.copy_(value)
             batch = batch if first is None or self.position == position else self.to_device(first)
-        elif self.phase is Phase.PREDICT and self.pilot is not None:
-            self.pilot.machine.force_full("parameters were frozen or unfrozen")
+        elif self.phase is Phase.PREDICT and self.policy is not None:
+            self.policy.cycle.force_full("parameters were frozen or unfrozen")
         change = self.follow_trained()
         lost = self.trained.without_optimizer()
-        watched = "; what was seen of how weights move is dropped, and the run watches anew" if self.pilot else ""
+        watched = "; what was seen of how weights move is dropped, and the run watches anew" if self.policy else ""
         if change.frozen or change.unfrozen:
             self.bus.emit(Notice(f"from step {self.global_step} on {change.in_words()}{watched}", level="info"))
         if lost and change.unfrozen:
@@ -265,8 +264,8 @@ class HybridTrainer(Engine):
         if self.look_ahead is not None:
             self.look_ahead.cover(self.trained.parameters)
         self.checkup.cover()
-        if self.pilot is not None:
-            self.mover.cover()
+        if self.policy is not None:
+            self.policy.cover()
             self.race.begin_anew()
 
     def _say_past_the_end(self) -> None:
@@ -287,181 +286,150 @@ class HybridTrainer(Engine):
     def end_at(self, max_steps: int) -> None:
         """From now on it is known how long the run is."""
         super().end_at(max_steps)
-        if self.pilot is not None:
-            self.pilot.config = self.config
-            self.pilot.plan_for(max_steps)
+        if self.policy is not None:
+            self.policy.appraiser.plan_for(max_steps)
 
     def _step(self, batch: Any) -> StepResult:
         batch = self.to_device(batch)
         position = self.position
-        match self.phase:
-            case Phase.WARMUP | Phase.FULL:
-                result = self._train(batch)
-            case Phase.PREDICT:
-                result = self._predict(batch)
-            case Phase.CORRECT:
-                result = self._correct(batch)
+        moving = self.policy is not None and self.phase in (Phase.PREDICT, Phase.CORRECT)
+        result = self._move(self.policy, batch) if self.policy is not None and moving else self._train(batch)
         if self.position >= position and not self._went_back:  # else a rollback went back in the data
             self.position += 1
         self._went_back = False
         self.rate.advance(self.global_step)
-        if self.pilot is not None and self.has_end and self.global_step == self.config.max_steps:
-            self.mover.finish(batch)
+        if self.policy is not None and self.has_end and self.global_step == self.config.max_steps:
+            self.policy.finish(batch)
         self._look_at_health()
         return result
 
     def _look_at_health(self) -> None:
         if not self.window_due and self.checkup.due and (self.chaining or not self.judging) and self.checkup.judge():
-            self._follow_recovery(self.pilot)
+            self._follow_recovery(self.policy)
 
     @property
     def window_due(self) -> bool:
         """An order to end came in the middle of the predictor: its window is still to be learned from."""
-        return self.pilot is not None and self.observer.due
+        return self.policy is not None and self.observer.due
 
     def catch_up(self) -> None:
         """Finish a window that is due. It may be left by an order once more."""
-        if self.pilot is not None and self.observer.due:
-            self.rescue.aside(self._judge_window, self.pilot)
+        if self.policy is not None and self.observer.due:
+            self.rescue.aside(self._judge_window, self.policy)
             self._look_at_health()
 
     @property
     def phase(self) -> Phase:
-        return self.pilot.machine.phase if self.pilot is not None else Phase.FULL
+        return self.policy.cycle.phase if self.policy is not None else Phase.FULL
 
     @property
     def judging(self) -> bool:
         """A move was made and is not judged yet."""
-        return self.pilot is not None and self.mover.move is not None
+        return self.policy is not None and self.policy.move is not None
 
     @property
     def chaining(self) -> bool:
         """A chain of leaps is being made: it can be long, and its weights are as good as any."""
-        return self.judging and self.mover.open_move.chained and self.phase is Phase.PREDICT
+        move = self.policy.move if self.policy is not None else None
+        return move is not None and move.chained and self.phase is Phase.PREDICT
+
+    def end_move_soon(self) -> None:
+        """Training is to stop: an open move that can be long ends with its next step."""
+        if self.policy is not None and self.policy.move is not None:
+            self.policy.move.end_soon()
 
     def _train(self, batch: Any) -> StepResult:
         """WARMUP and FULL: full steps, watched. Only the end of a window can lead to another phase."""
         phase = self.phase
         self.memory.enter(phase.value)
-        if self.pilot is None:
+        if self.policy is None:
             return self._result(phase, self.full(batch))
         if self.race.open:
-            return self._find_rate(self.pilot, batch)
-        if self.pilot.off and not self.pilot.rest_steps:
-            self.pilot.rest_for_good()
-        if self.pilot.rest_steps:
-            return self._rest(self.pilot, batch)
+            return self._find_rate(self.policy, batch)
+        if self.policy.off and not self.policy.rest.steps:
+            self.policy.rest.for_good()
+        if self.policy.rest.steps:
+            return self._rest(self.policy, batch)
         if self.backward_passes == 0:
-            self.rescue.aside(self.mover.keep_safe)
-        output = self.full(batch, self.observer, *self.mover.watching())
+            self.rescue.aside(self.policy.keep_safe)
+        output = self.full(batch, self.observer, *self.policy.watching())
         if self.backward_passes == 1:
             self.check_optimizer_state()
-        self.pilot.count(1, phase)
-        self.mover.remember(batch)
+        self.policy.count(1, phase)
+        self.policy.tools.recent.remember(batch)
         result = self._result(phase, output)
         if self.observer.complete:
-            self.rescue.aside(self._end_window, self.pilot)
+            self.rescue.aside(self._end_window, self.policy)
         return result
 
-    def _find_rate(self, pilot: Pilot, batch: Any) -> StepResult:
+    def _find_rate(self, policy: Policy, batch: Any) -> StepResult:
         """The first steps where the learning rate is `auto`."""
-
-        def use(factor: float) -> None:
-            self.rate_factor = pilot.recovery.rate_factor * self.checkup.health.rate_factor * factor
-
-        output = self.race.step(batch, self.full, use)
-        if not self.race.open:  # the last step of the rate that goes on, not of the last one that was tried
+        output = self.race.advance(batch)
+        if self.race.over:
+            self.race.judge()  # the last step is that of the rate that goes on, not of the last one that was tried
             self.rate.used = self.schedule(max(0, self.global_step - 1)) * self.rate_factor
-        pilot.count(1, self.phase)
+        policy.count(1, self.phase)
         return self._result(self.phase, output)
 
-    def _rest(self, pilot: Pilot, batch: Any) -> StepResult:
+    def _rest(self, policy: Policy, batch: Any) -> StepResult:
         """Full steps while nothing would come of watching the weights: only now and then losses are looked at."""
         phase = self.phase
         if not self.meter.noting:
             self.meter.start_noting()
         result = self._result(phase, self.full(batch))
-        pilot.count(1, phase)
-        pilot.rest_steps -= 1
-        if pilot.rest_steps % _LOOK_EVERY == 0:
-            self.rescue.aside(self._look, pilot)
-        if pilot.rest_steps == 0:
+        policy.count(1, phase)
+        policy.rest.steps -= 1
+        if policy.rest.steps % _LOOK_EVERY == 0:
+            self.rescue.aside(self._look, policy)
+        if policy.rest.steps == 0:
             self.meter.stop_noting()
-            pilot.wake()
+            policy.wake()
         return result
 
-    def _look(self, pilot: Pilot) -> None:
+    def _look(self, policy: Policy) -> None:
         """At the losses of a rest. What is seen on a GPU is one look old, except at the end: the device never waits."""
-        rows = self.meter.take_noted(everything=pilot.rest_steps == 0)
+        rows = self.meter.take_noted(everything=policy.rest.steps == 0)
         numbers = [(torch.nan if skipped else loss, norm) for loss, norm, skipped in rows]
-        actions = pilot.rested(self.global_step - self.meter.untaken, numbers, fp16=self.precision.scaled)
+        actions = policy.rested(self.global_step - self.meter.untaken, numbers, fp16=self.precision.scaled)
         for action in actions:
-            self._carry_out(action)
+            self._carry_out(policy, action)
         if any(action.kind is Kind.ROLL_BACK for action in actions):
             self.meter.start_noting()  # what came after the fault was taken back
-        self._follow_recovery(pilot)
-        self.mover.keep_safe()
+        self._follow_recovery(policy)
+        policy.keep_safe()
 
-    def _predict(self, batch: Any) -> StepResult:
-        """PREDICT: the weights move as forecast, forward only. A refused move leaves everything as it was."""
-        position = self.position
-        self.memory.enter(Phase.PREDICT.value)
-        move = self.mover.begin(batch)
-        loss = None
-        if move.chained:
-            return self._chain(batch, move)
-        if not move.refused:
-            loss = self.mover.leap() if self.config.hybrid.mode == "leap" else self.mover.roll(batch)
-        if self.phase is not Phase.PREDICT:
+    def _move(self, policy: Policy, batch: Any) -> StepResult:
+        """PREDICT and CORRECT: the open move goes on by one step. When it is over it is judged, and kept or undone."""
+        phase, position = self.phase, self.position
+        self.memory.enter(phase.value)
+        move = policy.open(batch)
+        output = None if move.refused else policy.advance(batch)
+        if self.phase is not phase:
             self._tell_phase()
-        if self.look_ahead is not None and not move.refused:
+        if self.look_ahead is not None and phase is Phase.PREDICT and not move.refused:
             self.look_ahead.restart()
-        if loss is None:
-            return self._train_instead(move, position)
-        output = StepOutput(torch.tensor(loss), torch.tensor(torch.nan), torch.zeros(()))
-        return self._result(Phase.PREDICT, output, move.predicted_loss, move.confidence)
-
-    def _chain(self, batch: Any, move: Move) -> StepResult:
-        """PREDICT where the loss is exact: leaps to where the gradient should vanish, each judged by its own loss."""
-        leaps = move.moved
-        self.checkup.before_step()
-        output = self.mover.leap_on(batch)
-        if output is not None and move.moved > leaps:
-            self.checkup.after_step(output)
-        else:
-            self.checkup.undone(self.mover.undone_leaps)
-        if self.phase is not Phase.PREDICT:
+        if move.refused:
+            return self._train_instead(policy, move, batch, position)
+        if output is None:  # it came to its end without a step: this batch validates it
+            return self._move(policy, batch)
+        predicted = move.plan.predicted_loss if phase is Phase.PREDICT else None
+        result = self._result(phase, output, predicted, move.plan.confidence)
+        if phase is Phase.CORRECT and move.over:
+            for action in policy.settle():
+                self._carry_out(policy, action)
+            self._follow_recovery(policy)
             self._tell_phase()
-        if self.look_ahead is not None and not move.refused:
-            self.look_ahead.restart()
-        if output is not None:
-            return self._result(Phase.PREDICT, output, move.predicted_loss, move.confidence)
-        if not move.refused:
-            return self._correct(batch)
-        self._see_freezing(batch)
-        return self._train(batch)
+        return result
 
-    def _train_instead(self, move: Move, position: int) -> StepResult:
+    def _train_instead(self, policy: Policy, move: JudgedMove, batch: Any, position: int) -> StepResult:
         """A move was refused: the batch it began with is still there to learn from. position: that of this step."""
-        self._follow_recovery(self.mover.pilot)
-        self._see_freezing(move.batch)
-        result = self._train(move.batch)
+        self._follow_recovery(policy)
+        batch = batch if self.position == position else move.batch
+        self._see_freezing(batch)
+        result = self._train(batch)
         if self.position < position:
             self.position += 1
             self._went_back = True
-        return result
-
-    def _correct(self, batch: Any) -> StepResult:
-        """CORRECT: the residual correction, then full steps that validate the move; then it is kept or taken back."""
-        self.memory.enter(Phase.CORRECT.value)
-        confidence = self.mover.open_move.confidence
-        output = self.mover.validate(batch, self.full)
-        result = self._result(Phase.CORRECT, output, confidence=confidence)
-        if self.mover.due:
-            for action in self.mover.judge(self.full):
-                self._carry_out(action)
-            self._follow_recovery(self.mover.pilot)
-            self._tell_phase()
         return result
 
     def _look_ahead_share(self) -> float:
@@ -479,97 +447,96 @@ class HybridTrainer(Engine):
 
     # --- the end of a window -----------------------------------------------------------------------------------------
 
-    def _end_window(self, pilot: Pilot) -> None:
+    def _end_window(self, policy: Policy) -> None:
         moment = Moment(
             step=self.global_step,
             max_steps=self.planned_steps,
             full_steps=self.backward_passes,
             learning_rate=float(self.rate.used),
             peak_rate=self.rate.peak,
-            phase=pilot.phase_record(),
-            acceptance_rate=pilot.counts.acceptance_rate,
-            confidence=pilot.current_confidence,
+            phase=policy.phase_record(),
+            acceptance_rate=policy.score.counts.acceptance_rate,
+            confidence=policy.appraiser.current_confidence,
         )
         self.observer.measure(moment)
-        self._judge_window(pilot)
+        self._judge_window(policy)
 
-    def _judge_window(self, pilot: Pilot) -> None:
+    def _judge_window(self, policy: Policy) -> None:
         try:
             record = self.observer.learn()
         except Ordered:  # the next step begins with it, here or in the run that is resumed
             return
-        heed(pilot, self.global_step, self.bus.emit)
-        actions = pilot.watch(record, self.mover.same_batch(), fp16=self.precision.scaled)
-        pilot.exact.watched(record, self.clock.seconds, self.backward_passes)
+        policy.heed()
+        actions = policy.watch(record, policy.tools.recent.same(), fp16=self.precision.scaled)
+        policy.score.exact.watched(record, self.clock.seconds, self.backward_passes)
         for action in actions:
-            self._carry_out(action)
-        self._follow_recovery(pilot)
+            self._carry_out(policy, action)
+        self._follow_recovery(policy)
         if any(action.kind is Kind.ROLL_BACK for action in actions):
             return
-        self.mover.keep_safe()
+        policy.keep_safe()
         before = self.phase
         if before is Phase.WARMUP:
-            self.mover.compare_batches()
+            policy.prepare()
         left = self.planned_steps - self.global_step
-        pilot.plan_for(self.planned_steps)
-        chain = self.mover.chain
-        pilot.decide(self.global_step, left, self.rate.trend(self.global_step), chain.ready, chain.exact)
+        policy.appraiser.plan_for(self.planned_steps)
+        policy.decide(self.global_step, left, self.rate.trend(self.global_step))
         if not self.observer.trajectory.held:
-            self.mover.safety.forget_other()
+            policy.tools.snapshots.forget_other()
         if self.phase is not before:
             self._tell_phase()
         self._tell_obstacles()
 
     def _tell_obstacles(self) -> None:
         """Once: that leaps could be tried here, and which setting keeps them off. Batches are compared once only."""
-        if _OBSTACLES in self._said or not self.mover.pilot.predictability.low_noise:
+        if _OBSTACLES in self._said or self.policy is None or not self.policy.predictability.low_noise:
             return
-        text = self.mover.why_no_chain()
-        if text or (self.mover.chain.obstacles and not self.mover.probes.held_out):
+        found = self.policy.obstacles()
+        if None not in found:
             self._said[_OBSTACLES] = self.global_step
-        if text:
+        for text in filter(None, found):
             self.bus.emit(Notice(text, level="info"))
 
     def _tell_phase(self) -> None:
-        if self.pilot is not None:
-            self.bus.emit(PhaseChanged(self.global_step, self.phase.value, self.pilot.last_reason))
+        if self.policy is not None:
+            self.bus.emit(PhaseChanged(self.global_step, self.phase.value, self.policy.last_reason))
 
-    def _carry_out(self, action: Action) -> None:
+    def _carry_out(self, policy: Policy, action: Action) -> None:
         """One of the recovery actions."""
-        pilot, at = self.mover.pilot, self.global_step
-        pilot.apply(action, at)
-        self._follow_recovery(pilot)
+        at = self.global_step
+        policy.apply(action, at)
+        self._follow_recovery(policy)
         if action.kind is Kind.ROLL_BACK and not self.judging:
-            self.mover.safety.flee()
-            pilot.counts.rollbacks += 1
-            pilot.counts.undone_steps += at - self.global_step
+            policy.recover()
+            policy.score.counts.rollbacks += 1
+            policy.score.counts.undone_steps += at - self.global_step
         matters = action.kind is not Kind.CONTINUE or action.rate_factor != 1.0
         if matters and self._is_news(action):
             self.bus.emit(Recovered(self.global_step, action.kind.value, action.text, at))
         if action.kind is Kind.ROLL_BACK and action.rate_factor < 1:
-            pilot.recovery.hand_over(self.checkup.rolled_back(action.rate_factor, at))
-            self._follow_recovery(pilot)
+            policy.recovery.hand_over(self.checkup.rolled_back(action.rate_factor, at))
+            self._follow_recovery(policy)
         if action.kind is Kind.ABORT:
             raise DivergenceError(f"{action.text} (step {self.global_step})")
 
     def start_counting_anew(self) -> None:
         """A run that was given up, and is gone on with, gets as many tries as any other."""
         self.meter.skipped_in_a_row = 0
-        if self.pilot is not None and self.pilot.recovery.rollbacks > self.config.guard.max_rollbacks:
-            self.pilot.recovery.rollbacks = 0
+        if self.policy is not None and self.policy.recovery.rollbacks > self.config.guard.max_rollbacks:
+            self.policy.recovery.rollbacks = 0
 
     def judge_by(self, held_out: list[Any]) -> None:
         """Held-out batches: where the loss is exact, a move must not raise their loss."""
-        if self.pilot is not None:
-            self.mover.unseen.batches, self.pilot.unseen = held_out, bool(held_out)
+        if self.policy is not None:
+            self.policy.tools.unseen.batches, self.policy.appraiser.unseen = held_out, bool(held_out)
 
     def evaluated(self, held_out: float) -> None:
         """A held-out loss is known: it shows over- and underfitting, and some schedulers follow it."""
         self.rate.evaluated(held_out)
-        if self.pilot is not None:
-            self.mover.evaluated(held_out)
+        if self.policy is not None:
+            self.policy.evaluated(held_out)
         if self.checkup.evaluated(held_out):
-            self._follow_recovery(self.pilot)
+            self._follow_recovery(self.policy)
 
     def _is_news(self, action: Action) -> bool:
         """The same kind of action over and over is said once per hundred steps."""
@@ -580,16 +547,16 @@ class HybridTrainer(Engine):
         self._said[action.kind.value] = self.global_step
         return True
 
-    def _follow_recovery(self, pilot: Pilot | None) -> None:
+    def _follow_recovery(self, policy: Policy | None) -> None:
         """The learning rate and the clipping that recovery and tuning want now; in a healthy run those of the
         configuration."""
         tuned = self.checkup.health
         self.rate_factor = tuned.rate_factor
         clip = min(self.clip or torch.inf, tuned.clip)
-        if pilot is not None:
-            self.rate_factor *= pilot.recovery.rate_factor * self.race.factor
-            clip = min(clip, pilot.recovery.clip)
-            pilot.machine.full_steps = tuned.full_steps
+        if policy is not None:
+            self.rate_factor *= policy.recovery.rate_factor * self.race.factor
+            clip = min(clip, policy.recovery.clip)
+            policy.cycle.use_full_steps(tuned.full_steps)
         self.set_clip(0.0 if clip == torch.inf else clip)
 
     # --- the whole state ---------------------------------------------------------------------------------------------
@@ -601,13 +568,12 @@ class HybridTrainer(Engine):
         state["rescue"] = self.rescue.state_dict()
         state["checkup"] = self.checkup.state_dict()
         state["hybrid"] = None
-        if self.pilot is not None:
-            predictor = self.observer.guarded.state_dict()
-            heed(self.pilot, self.global_step, self.bus.emit)
+        if self.policy is not None:
+            predictor, moving = self.observer.guarded.state_dict(), self.phase in (Phase.PREDICT, Phase.CORRECT)
+            self.policy.heed()
             state["hybrid"] = {
                 "predictor": predictor,
-                "pilot": self.pilot.state_dict(self.config.checkpoint.directions or self.mover.move is not None),
-                "mover": self.mover.state_dict(),
+                "policy": self.policy.state_dict(self.config.checkpoint.directions or moving),
                 "race": self.race.state_dict(),
                 "said": dict(self._said),
             }
@@ -621,21 +587,19 @@ class HybridTrainer(Engine):
             self.look_ahead.load_state_dict(state["look_ahead"])
         self.checkup.load_state_dict(state.get("checkup", {}))
         hybrid = state.get("hybrid")
-        if self.pilot is None or hybrid is None:  # switched on or off since: the hybrid part starts anew
-            self._follow_recovery(self.pilot)
+        if self.policy is None or hybrid is None:  # switched on or off since: the hybrid part starts anew
+            self._follow_recovery(self.policy)
             self.rescue.load_state_dict(state.get("rescue", {}))
             return
-        self.pilot.load_state_dict(hybrid["pilot"])
+        self.policy.load_state_dict(hybrid["policy"])
         self.observer.guarded.load_state_dict(hybrid["predictor"])
-        self.pilot.off = self.observer.guarded.off
-        if hybrid["predictor"].get("strikes", 0) >= MOST_FAILURES and not self.pilot.off:
-            self.pilot.rest_steps = min(1, self.pilot.rest_steps)  # another one is watched with at once
-        self.mover.load_state_dict(hybrid["mover"])
+        if hybrid["predictor"].get("strikes", 0) >= MOST_FAILURES and not self.policy.off:
+            self.policy.rest.steps = min(1, self.policy.rest.steps)  # another one is watched with at once
         self.race.load_state_dict(hybrid["race"])
         self._said = dict(hybrid["said"])
         self.rescue.load_state_dict(state.get("rescue", {}))
-        self._follow_recovery(self.pilot)
-        heed(self.pilot, self.global_step, self.bus.emit)
+        self._follow_recovery(self.policy)
+        self.policy.heed()
 
     def _tell_put_back(self, trained: set[str], settings: dict[str, Any]) -> None:
         """What was handed in otherwise, and is as it was saved now: the saved state wins, else it would be another run.
@@ -804,16 +768,16 @@ class HybridTrainer(Engine):
 
     def prediction_progress(self) -> dict[str, Any]:
         """What the progress line says of prediction."""
-        if self.pilot is None:
+        if self.policy is None:
             return {}
-        moves, observer = self.pilot.counts.moves, self.observer
-        gain = self.pilot.ledger.gain(self.backward_passes)
-        watched = observer.windows > 0 and not (self.pilot.rest_steps or self.judging)  # else they are of long ago
-        chained = self.judging and self.mover.open_move.chained  # nothing was forecast for it
+        moves, observer, move = self.policy.score.counts.moves, self.observer, self.policy.move
+        gain = self.policy.score.ledger.gain(self.backward_passes)
+        watched = observer.windows > 0 and not (self.policy.rest.steps or self.judging)  # else they are of long ago
+        chained = move is not None and move.chained  # nothing was forecast for it
         return {
             "predicted_loss": observer.predicted_loss if watched else None,
             "smoothed_loss": observer.smoothed_loss if watched else None,
-            "confidence": None if chained else round(self.pilot.current_confidence, 4),
+            "confidence": None if chained else round(self.policy.appraiser.current_confidence, 4),
             "kept": moves["kept"] + moves["shrunk"],
             "refused": moves["refused"] + moves["rolled_back"],
             "gain_percent": gain["gain_percent"],
@@ -844,8 +808,8 @@ class HybridTrainer(Engine):
             "environment": environment.describe(str(self.device)),
         }
         summary |= dict.fromkeys(_NOT_IN_EVERY_RUN)
-        if self.pilot is not None:
-            summary |= self.pilot.summary(self.backward_passes)
+        if self.policy is not None:
+            summary |= summary_of(self.policy, self.backward_passes)
             if self.race.tried:
                 summary["learning_rate"] = self.race.summary()
             summary["predictor"] = self.observer.predictor.name

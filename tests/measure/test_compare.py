@@ -335,7 +335,7 @@ def test_an_arm_that_secretly_trains_more_is_caught(toy: Toy, base: Config, monk
     honest = HybridTrainer.full
 
     def twice(self: HybridTrainer, batch: Any, *hooks: Any) -> Any:
-        if self.pilot is not None:
+        if self.policy is not None:
             self.full_step(batch)
         return honest(self, batch, *hooks)
 

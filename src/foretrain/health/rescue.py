@@ -26,8 +26,7 @@ from foretrain.errors import OutOfMemory
 from foretrain.events import Bus, Phase, Recovered
 from foretrain.health import shortage as shortages
 from foretrain.health.shortage import Shortage
-from foretrain.hybrid.mover import Mover
-from foretrain.hybrid.policy import Pilot
+from foretrain.hybrid.policy import Policy
 
 MOST_FAILED_MOVES = 3
 """Moves (or windows) that memory ran out in before nothing is predicted any more."""
@@ -42,8 +41,7 @@ class Trained(Protocol):
 
     bus: Bus
     memory: MemoryMeter
-    pilot: Pilot | None
-    mover: Mover
+    policy: Policy | None
 
     @property
     def phase(self) -> Phase: ...
@@ -78,12 +76,19 @@ class Rescue:
         self._draws_elsewhere = False
         self._looked_at = -_LOOK_AT_ALL
 
+    @property
+    def _policy(self) -> Policy:
+        if self.trainer.policy is None:
+            raise RuntimeError("there are no moves")  # who asks knows that there are
+        return self.trainer.policy
+
     # --- a step ------------------------------------------------------------------------------------------------------
 
     def step(self, batch: Any, step: Callable[[Any], Result]) -> Result:
         """`step(batch)`; again, and smaller, for as long as memory runs out and something can be made smaller."""
-        if self.failed_moves >= MOST_FAILED_MOVES and self.trainer.pilot is not None:
-            self.trainer.mover.safety.forget()  # only now: the data may have had to go back to where it was taken
+        if self.failed_moves >= MOST_FAILED_MOVES and self.trainer.policy is not None:
+            # only now: the data may have had to go back to where it was taken
+            self.trainer.policy.tools.snapshots.forget()
         while True:
             mark = self._mark()
             self.sound = False
@@ -115,9 +120,9 @@ class Rescue:
         """The loss failed in a probe: the move is taken back. Returns the batch to go on with."""
         if mark.phase not in (Phase.PREDICT, Phase.CORRECT):
             raise error.__cause__ or error
-        first = self.trainer.mover.abandon("a probe of it failed")
+        first = self._policy.abandon("a probe of it failed")
         self.engine.full_step.changing = False
-        self.trainer.mover.fail(error.failure)
+        self._policy.fail(error.failure)
         if self.engine.position == mark.counts[0]:
             return batch
         if first is None:  # there is no way back to the batch that the data is at
@@ -133,7 +138,7 @@ class Rescue:
         if not self.retries:
             raise OutOfMemory(f"{text}; {self.advice()}", intact=intact, half_done=not intact)
         if mark.phase in (Phase.PREDICT, Phase.CORRECT):
-            first = self.trainer.mover.abandon("memory ran out in it")
+            first = self._policy.abandon("memory ran out in it")
             self.engine.full_step.changing = False
             self._count_failed_move(f"{text}; the move is taken back")
             if self.engine.position == mark.counts[0]:
@@ -153,7 +158,7 @@ class Rescue:
             watch(*arguments)
         except OwnCodeError as error:
             self._give_up_window("a probe failed")
-            self.trainer.mover.fail(error.failure)
+            self._policy.fail(error.failure)
             return
         except (RuntimeError, MemoryError) as error:
             found = shortages.look_at(error)
@@ -167,10 +172,10 @@ class Rescue:
         self._count_failed_move(f"{text}; the window is given up")
 
     def _give_up_window(self, why: str) -> None:
-        pilot = self.trainer.mover.pilot
-        if pilot.machine.phase is Phase.PREDICT:
-            pilot.machine.force_full(why)
-        pilot.observer.restart()
+        policy = self._policy
+        if policy.cycle.phase is Phase.PREDICT:
+            policy.cycle.force_full(why)
+        policy.observer.restart()
 
     def again(self, function: Callable[[], Result]) -> Result:
         """What changes nothing before it succeeds is tried a second time, with all memory freed that can be."""
@@ -190,13 +195,13 @@ class Rescue:
 
     def _counts(self) -> tuple[int, ...]:
         """Each of them changes with something that a step cannot take back; the position in the data comes first."""
-        engine, pilot = self.engine, self.trainer.pilot
+        engine, policy = self.engine, self.trainer.policy
         return (
             engine.position,
             engine.global_step,
             engine.backward_passes,
             engine.probe_tokens,
-            pilot.counts.corrections if pilot is not None else 0,
+            policy.score.counts.corrections if policy is not None else 0,
         )
 
     def _is_as_before(self, mark: _Mark) -> bool:
@@ -265,11 +270,11 @@ class Rescue:
 
     def _switch_off(self) -> None:
         """Full steps to the end, unwatched."""
-        pilot = self.trainer.pilot
-        if pilot is not None:
-            self.trainer.mover.safety.on = False
-            pilot.observer.trajectory.release()
-            pilot.rest_steps = max(pilot.rest_steps, self.engine.planned_steps)
+        policy = self.trainer.policy
+        if policy is not None:
+            policy.tools.snapshots.on = False
+            policy.observer.trajectory.release()
+            policy.rest.steps = max(policy.rest.steps, self.engine.planned_steps)
 
     # --- what is said ------------------------------------------------------------------------------------------------
 
