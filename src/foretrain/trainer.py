@@ -799,7 +799,13 @@ class HybridTrainer(Engine):
     def settings(self) -> dict[str, Any]:
         """The configuration as far as it has an effect here, with the model and the optimizer as they really are."""
         return described.settings_of_run(
-            self.config, self.model, self.optimizer, self.rate, own=self.own_optimizer, clip=self.clip, rows=self.rows
+            self.config,
+            self.model,
+            self.optimizer,
+            self.rate,
+            own=self.own_optimizer,
+            clip=self.clip,
+            rows=self.progress.rows,
         )
 
     def prediction_progress(self) -> dict[str, Any]:
@@ -823,18 +829,18 @@ class HybridTrainer(Engine):
         """What the run did so far."""
         seconds = self.clock.seconds
         summary = {
-            "final_val_loss": self.last_val_loss,
-            "final_train_loss": self.last_train_loss,
-            "best_val_loss": self.best_val_loss,
-            "metrics": dict(self.last_metrics),
-            "best_step": self.best_step,
+            "final_val_loss": self.progress.last_val_loss,
+            "final_train_loss": self.progress.last_train_loss,
+            "best_val_loss": self.progress.best_val_loss,
+            "metrics": dict(self.progress.last_metrics),
+            "best_step": self.progress.best_step,
             "global_step": self.global_step,
             "steps": {"warmup": 0, "full": self.global_step, "predict": 0, "correct": 0},
             "backward_passes": self.backward_passes,
-            "tokens": self.tokens,
+            "tokens": self.progress.tokens,
             "probe_tokens": self.probe_tokens,
             "seconds": round(seconds, 3),
-            "tokens_per_second": round(self.tokens / seconds, 1) if seconds else None,
+            "tokens_per_second": round(self.progress.tokens / seconds, 1) if seconds else None,
             "unit": self.unit,
             "optimizer": self.optimizer_in_words,
             "skipped_steps": self.meter.skipped,

@@ -124,7 +124,7 @@ class Checkup(StepHook):
         if not self.on:
             return False
         situation = self._situation(self.engine.global_step)
-        return self._tell(self.health.evaluated(situation, held_out, self.engine.last_train_loss))
+        return self._tell(self.health.evaluated(situation, held_out, self.engine.progress.last_train_loss))
 
     def _tell(self, news: list[HealthFinding]) -> bool:
         tuned = False

@@ -12,11 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from foretrain.engine.batch import map_tensors, tensors_of
 from foretrain.engine.engine import Engine
 from foretrain.engine.fence import Failure, OwnCodeError
 from foretrain.engine.hooks import StepHook
 from foretrain.engine.memory.host import add_each, copy_each
-from foretrain.engine.step import StepOutput, map_tensors, tensors_of
+from foretrain.engine.step import StepOutput
 from foretrain.events import Event, Moved, Notice, Phase, Recovered
 from foretrain.health.guard import Reading
 from foretrain.health.recovery import Action, Kind
