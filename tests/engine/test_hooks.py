@@ -22,7 +22,7 @@ class Told(StepHook):
 
     def _note(self, what: str) -> None:
         weight = next(self.engine.model.parameters())
-        self.told.append((self.name, what, round(float(weight.sum()), 4)))
+        self.told.append((self.name, what, round(float(weight.detach().sum()), 4)))
 
     def before_step(self) -> None:
         self._note("before")

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from foretrain.engine.engine import HELD_OUT_RECORD, Engine
+from foretrain.engine.engine import Engine
 from foretrain.engine.memory.host import host_like
 from foretrain.engine.memory.offload import HostSnapshots
+from foretrain.engine.progress import HELD_OUT_RECORD
 from foretrain.persist.codec import Snapshot, put_together, snapshot
 
 _ON_HOST = ("random.", "loader.", "predictor.")
@@ -168,7 +169,7 @@ class Snapshots:
         self.engine.rewind(state)
         for name in HELD_OUT_RECORD:
             if name in state["progress"]:  # not there in older checkpoints
-                setattr(self.engine, name, state["progress"][name])
+                setattr(self.engine.progress, name, state["progress"][name])
         for name, part in self.covered.items():
             if state.get(name) is not None:  # else it was switched on since, or is not held in emergencies
                 part.load(state[name])
@@ -177,11 +178,11 @@ class Snapshots:
         """Go back to the snapshot in an emergency. Data goes on, so that bad data is not met again."""
         if self.taken is not None:
             position = self.engine.position
-            record = {name: getattr(self.engine, name) for name in HELD_OUT_RECORD}
+            record = {name: getattr(self.engine.progress, name) for name in HELD_OUT_RECORD}
             self.rewind()
             self.engine.position = position
             for name, value in record.items():  # they were measured on weights that were sound
-                setattr(self.engine, name, value)
+                setattr(self.engine.progress, name, value)
             self.engine.meter.fetch()
             self.engine.meter.skipped_in_a_row = 0  # they were steps of other weights
 

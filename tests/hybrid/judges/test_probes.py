@@ -11,7 +11,7 @@ import torch
 from tests.hybrid.moves.test_chain import Random
 from tests.worlds import Net, Regression, world
 
-from foretrain.engine.step import rows_of
+from foretrain.engine.batch import rows_of
 from foretrain.hybrid.gate import FORWARD
 from foretrain.hybrid.judges.probes import Probes
 from foretrain.hybrid.judges.worth import Worth
@@ -35,7 +35,7 @@ def test_probes_see_the_same_random_numbers_and_disturb_none() -> None:
     first = probes.loss(move)  # type: ignore[arg-type]
     assert torch.equal(torch.get_rng_state(), before)
     torch.rand(7)
-    assert run.trainer.probe(move.batch) != first
+    assert run.trainer.engine.probe(move.batch) != first
     assert probes.loss(move) == first == probes.loss(move, move.batch)  # type: ignore[arg-type]
     assert probes.loss(move, Regression()(1)) != first  # type: ignore[arg-type]
     assert probes.seconds > 0
@@ -97,10 +97,10 @@ def test_without_offload_nothing_leaves() -> None:
     probes, optimizer = run.trainer.policy.tools.probes, run.trainer.optimizer
     assert probes.engine.away is None
     before = {id(p): {name: id(value) for name, value in state.items()} for p, state in optimizer.state.items()}
-    gradients = [id(p.grad) for p in run.trainer.full_step.parameters]
+    gradients = [id(p.grad) for p in run.trainer.engine.full_step.parameters]
     probes.offload()
     probes.bring_back(-1)
     after = {id(p): {name: id(value) for name, value in state.items()} for p, state in optimizer.state.items()}
     assert after == before
     assert len(before) == len(gradients)
-    assert [id(p.grad) for p in run.trainer.full_step.parameters] == gradients
+    assert [id(p.grad) for p in run.trainer.engine.full_step.parameters] == gradients

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from foretrain.engine.batch import map_tensors, tensors_of
 from foretrain.engine.engine import Engine
 from foretrain.engine.memory.host import copy_each
 from foretrain.engine.memory.offload import Aside
-from foretrain.engine.step import map_tensors, tensors_of
 from foretrain.hybrid.gate import FORWARD
 from foretrain.hybrid.judges.judgement import ByProbe, Judge, Judgement
 from foretrain.hybrid.judges.worth import MOST_PER_STEP

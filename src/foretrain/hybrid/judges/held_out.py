@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from foretrain.engine.engine import Engine, count
+from foretrain.engine.batch import count
+from foretrain.engine.engine import Engine
 from foretrain.hybrid.gate import FORWARD
 from foretrain.hybrid.judges.exact import Exact
 from foretrain.hybrid.judges.probes import Probes

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foretrain.engine.step import StepOutput, map_tensors
+from foretrain.engine.batch import map_tensors
+from foretrain.engine.step import StepOutput
 from foretrain.events import Phase
 from foretrain.health.guard import Reading
 from foretrain.hybrid.cycle import View

@@ -8,11 +8,13 @@ from typing import Any
 
 from foretrain.config import Config, changed
 from foretrain.config.schema import FIRST_RATE
+from foretrain.engine.batch import map_tensors
 from foretrain.engine.fence import Failure, OwnCodeError
-from foretrain.engine.step import StepOutput, map_tensors
+from foretrain.engine.step import StepOutput
 from foretrain.events import Notice, Phase, RateTrial, RateTried
 from foretrain.hybrid.judges.judgement import Judgement
 from foretrain.hybrid.moves.base import Move, MoveTools
+from foretrain.persist.codec import Snapshot
 
 FACTOR = math.sqrt(10.0)
 """Between two rates that are tried."""
@@ -52,11 +54,13 @@ class RateRace(Move):
     tried: dict[int, float]
     batches: list[Any]
 
-    def __init__(self, tools: MoveTools, use: Callable[[], None], fail: Callable[[Failure], None]) -> None:
-        """use: makes `factor` the factor of the rate. fail: is told where a probe failed."""
+    clip = math.inf
+    """As a source of the learning rate, it wants no clipping."""
+
+    def __init__(self, tools: MoveTools, fail: Callable[[Failure], None]) -> None:
+        """fail: is told where a probe failed."""
         config = tools.engine.config
         self.tools = tools
-        self.use = use
         self.fail = fail
         self.steps = _steps(config)
         self.open = config.optimizer.learning_rate == "auto"
@@ -68,8 +72,8 @@ class RateRace(Move):
         self.begun = False
         """There is a snapshot of the beginning, from which all rates start."""
         self.batches = []
-        self._at_work = 0
-        """Exponent of the rate that is tried now."""
+        self._at_work: int | None = None
+        """Exponent of the rate that runs now; None: the best."""
         self._told = False
 
     def begin_anew(self) -> None:
@@ -78,8 +82,13 @@ class RateRace(Move):
 
     @property
     def factor(self) -> float:
-        """What the first rate is multiplied with now."""
-        return float(FACTOR**self._at_work)
+        """What the first rate is to be multiplied with."""
+        return float(FACTOR**self.best)
+
+    @property
+    def rate_factor(self) -> float:
+        """The factor of the rate that runs now."""
+        return self.factor if self._at_work is None else float(FACTOR**self._at_work)
 
     def begin(self, batch: Any) -> None:
         self.tools.snapshots.take()
@@ -111,6 +120,21 @@ class RateRace(Move):
         engine, snapshots, counts = self.tools.engine, self.tools.snapshots, self.tools.counts
         rows, position, counted = engine.meter.state_dict(), engine.position, dict(counts.steps)
         self._measure(0)
+        try:
+            end = self._run_others()
+        finally:
+            self._at_work = None
+        snapshots.rewind(end)
+        engine.position, counts.steps = position, counted
+        engine.meter.load_state_dict(rows)  # what others did is no progress of this run
+        self.batches, self.open = [], False
+        text = f"the run goes on with a learning rate of {FIRST_RATE * self.factor:.3g}, the best of {len(self.tried)}"
+        self.tools.emit(Notice(text, level="info"))
+        return Judgement(self.best == 0, 0.0, self.cost, text, self.tried[self.best])
+
+    def _run_others(self) -> Snapshot:
+        """Returns where the best rate ended."""
+        snapshots = self.tools.snapshots
         end = snapshots.take_other()
         for direction in (1, -1):
             exponent = direction
@@ -122,26 +146,15 @@ class RateRace(Move):
                 exponent += direction
             if self.best:
                 break
-        snapshots.rewind(end)
-        engine.position, counts.steps = position, counted
-        engine.meter.load_state_dict(rows)  # what others did is no progress of this run
-        self._use(self.best)
-        self.batches, self.open = [], False
-        text = f"the run goes on with a learning rate of {FIRST_RATE * self.factor:.3g}, the best of {len(self.tried)}"
-        self.tools.emit(Notice(text, level="info"))
-        return Judgement(self.best == 0, 0.0, self.cost, text, self.tried[self.best])
+        return end
 
     def _run(self, exponent: int) -> None:
-        self._use(exponent)
+        self._at_work = exponent
         for done, batch in enumerate(self.batches, start=1):
             if done % max(1, self.steps // _TOLD) == 1 or self.steps < 2 * _TOLD:
                 self._tell(exponent, done)
             self.tools.engine.full(batch)
         self.cost += len(self.batches)
-
-    def _use(self, exponent: int) -> None:
-        self._at_work = exponent
-        self.use()
 
     def _tell(self, exponent: int, done: int, others: int = 0) -> None:
         rate = FIRST_RATE * FACTOR**exponent
@@ -173,5 +186,4 @@ class RateRace(Move):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        self._at_work = self.best
         self.batches = [self.tools.engine.to_device(batch) for batch in self.batches]
