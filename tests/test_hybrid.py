@@ -176,6 +176,23 @@ def test_a_refused_move_and_the_run_goes_on_as_if_it_had_not_been(mode: str) -> 
     assert same_weights(run.trainer.model, other.model)
 
 
+def test_a_step_says_how_many_batches_are_to_be_handed_in_again() -> None:
+    """A rollout is refused later than it began: a loop of one's own that goes back, as `fit` does, loses no data."""
+    settings = {**AUDITED, "hybrid.mode": "rollout", "hybrid.monitor_interval": 3}
+    run = before_a_move(world(Net(dropout=0.2), Regression(), settings, "exploding"))
+    rewound = []
+    while not rewound:
+        at = run.position
+        result = run.step()
+        rewound += [result.rewound] if result.rewound else []
+        run.position -= result.rewound
+        assert run.trainer.position == run.position == at + 1 - result.rewound
+    for _ in range(4):
+        assert run.step().rewound == 0
+    other = plain(Net(dropout=0.2), Regression(), range(run.position), settings)
+    assert same_weights(run.trainer.model, other.model)
+
+
 def hide_harm(trainer: HybridTrainer) -> None:
     """The probe at the end of PREDICT sees none: a rollout that does harm gets through to its validation."""
     probe, mover = trainer.mover._probe, trainer.mover

@@ -620,7 +620,8 @@ def test_the_total_time_counts_start_up_and_every_part_of_a_resumed_run(
 ) -> None:
     now = [100.0]
     clock = SimpleNamespace(monotonic=lambda: now[0], perf_counter=time.perf_counter)
-    monkeypatch.setattr("foretrain.loop.time", clock)
+    monkeypatch.setattr("foretrain.loop.run.time", clock)
+    monkeypatch.setattr("foretrain.loop.saver.time", clock)
     monkeypatch.setattr("foretrain.persist.folder.time", clock)
 
     def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:

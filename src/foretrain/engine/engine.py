@@ -61,7 +61,7 @@ class Engine:
         self.world = world or World()
         optimizer, config = own.with_named_optimizer(optimizer, config)
         self.config = config
-        self._max_steps_given = "max_steps" in config.model_fields_set
+        self.max_steps_given = "max_steps" in config.model_fields_set
         self.has_end = bool({"max_steps", "schedule"} & config.model_fields_set) and config.epochs is None
         """Somebody said how long the run is: else it goes on for as long as steps are made, and no rate decays."""
         self.device = choose_device(config.device)
@@ -78,7 +78,7 @@ class Engine:
         )
         check_sparse(self.model, self.optimizer)
         self.loss_fn: LossFunction = own_loss if loss_fn is None else own.as_loss(loss_fn, self.device)
-        self._float_type = own.float_type(self.model)
+        self.float_type = own.float_type(self.model)
         self.precision = Precision(config.precision, self.device)
         self.rate = self._rates(scheduler)
         self.clip = config.optimizer.gradient_clip_norm
@@ -314,7 +314,7 @@ class Engine:
 
     def to_device(self, batch: Any) -> Any:
         """The batch as tensors where the model is."""
-        batch = own.as_tensors(batch, self._float_type)
+        batch = own.as_tensors(batch, self.float_type)
         if self.device.type == "cpu":
             return batch
         return map_tensors(batch, lambda tensor: tensor.to(self.device, non_blocking=True))
@@ -388,7 +388,7 @@ class Engine:
             own.check_metrics(metrics)
             batches = list(batches)
             return {"loss": self.evaluate(batches), **self.measure(batches, metrics)}
-        batches = [own.as_tensors(batch, self._float_type) for batch in batches]
+        batches = [own.as_tensors(batch, self.float_type) for batch in batches]
         if not batches:
             raise InputError("evaluation needs at least one held-out batch")
         if not isinstance(self._run_step, GraphedStep):
