@@ -458,7 +458,7 @@ class Engine:
                 "metrics": dict(self.last_metrics),
                 "rows": self.rows,
                 "seconds": self.clock.seconds,
-                **self.meter.state_dict(),
+                "meter": self.meter.state_dict(),
             },
         }
 
@@ -567,7 +567,7 @@ class Engine:
         self._put_back_training(state, origin, constant)
         progress = state["progress"]
         self.clock = Stopwatch(float(progress["seconds"]))
-        self.meter.load_state_dict(progress)
+        self.meter.load_state_dict(progress["meter"])
         self.probe_tokens = int(progress.get("probe_tokens", 0))
         self.best_step = progress.get("best_step")  # not there in older checkpoints
         self.evaluation_due = bool(progress.get("evaluation_due", False))

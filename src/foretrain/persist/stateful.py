@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from foretrain.errors import CheckpointError, is_out_of_memory
+from foretrain.persist.codec import copy_all
 
 _IN_PLACE = "in place"
 Buffer = Annotated[Tensor, _IN_PLACE]
@@ -170,10 +171,8 @@ class _Reader:
         return _atom(base, saved, place)
 
     def fill(self) -> None:
-        if self.fillings:
-            targets, sources = zip(*self.fillings, strict=True)
-            with torch.no_grad():
-                torch._foreach_copy_(list(targets), list(sources))
+        with torch.no_grad():
+            copy_all(self.fillings)
 
     def _one_of(self, kinds: tuple[Any, ...], saved: Any, present: Any, place: str) -> Any:
         """The first of several types that the value has."""
