@@ -222,17 +222,10 @@ def everything(trainer: HybridTrainer) -> Snapshot:
     if trainer.pilot is not None:
         state["guard"] = trainer.pilot.guard.state_dict()
         state["steps"] = dict(trainer.pilot.counts.steps)
-    for spent in (
-        "tokens",
-        "backward_passes",
-        "probe_tokens",
-        "seconds",
-        "skipped",
-        "skipped_in_a_row",
-        "unread",
-        "rows",
-    ):
+    for spent in ("tokens", "backward_passes", "probe_tokens", "seconds", "rows"):
         state["progress"].pop(spent, None)
+    for spent in ("skipped", "skipped_in_a_row", "unread"):
+        state["progress"]["meter"].pop(spent)
     return snapshot(state)
 
 
