@@ -218,7 +218,7 @@ class TestRun:
         shutil.copytree(
             Path(foretrain.__file__).parent, source, ignore=shutil.ignore_patterns("__pycache__", "measure")
         )
-        (source / "dynamics" / "confidence.py").write_text("raise ImportError('an old one')\n", encoding="utf-8")
+        (source / "motion" / "confidence.py").write_text("raise ImportError('an old one')\n", encoding="utf-8")
         names = ["confidence estimate", "state encode"]
         timed = bench._time(bench.other_version(tmp_path), names, bench.Plan(tuple(names), 1))["benchmarks"]
         assert "an old one" in timed["confidence estimate"]["error"]

@@ -1,6 +1,16 @@
 """Settings: one schema, read from a TOML file, overrides and presets, with other names for the same things."""
 
-from foretrain.config.loading import KNOWN, changed, from_mapping, given, load, parse_override, to_mapping, to_toml
+from foretrain.config.loading import (
+    KNOWN,
+    Loaded,
+    changed,
+    from_mapping,
+    given,
+    load,
+    parse_override,
+    to_mapping,
+    to_toml,
+)
 from foretrain.config.schema import (
     Config,
     CorrectionConfig,
@@ -17,6 +27,7 @@ __all__ = [
     "Config",
     "CorrectionConfig",
     "DataConfig",
+    "Loaded",
     "ModelConfig",
     "OptimizerConfig",
     "PrecisionConfig",
