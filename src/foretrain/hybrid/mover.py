@@ -29,7 +29,7 @@ from foretrain.hybrid.judges.probes import Probes
 from foretrain.hybrid.ledger import Audit
 from foretrain.hybrid.moves import leap
 from foretrain.hybrid.moves.chain import EXACT, Chain
-from foretrain.hybrid.moves.move import Move, pack_move, unpack_move
+from foretrain.hybrid.moves.move import Move, unpack_move
 from foretrain.hybrid.moves.obstacles import in_words, not_repeatable
 from foretrain.hybrid.moves.products import Products
 from foretrain.hybrid.policy import Pilot
@@ -37,6 +37,7 @@ from foretrain.hybrid.snapshot import Safety
 from foretrain.motion.predictors.base import Array
 from foretrain.motion.trajectory import basis_type
 from foretrain.persist.codec import random_state, restore_random_state
+from foretrain.persist.stateful import plain
 
 _BATCHES_OF_AUDIT = 4
 """On which the forks of an audit are compared: the last of a window, and the one that the move begins with."""
@@ -631,7 +632,7 @@ class Mover:
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "move": None if self.move is None else pack_move(self.move),
+            "move": plain(self.move),
             **self.safety.state_dict(),
             "chain": self.chain.state_dict(),
             "recent": self._recent,
