@@ -303,7 +303,7 @@ def test_any_loader_is_resumed_exactly(name: str, stop: int, make_trainer: Make,
     assert of(events, Resumed)[0].step == of(events, RunStarted)[0].step == stop
     assert [event.loss for event in of(events, Progress)] == losses[stop:]
     assert torch.equal(second.model.weight, straight.model.weight)
-    assert second.tokens == straight.tokens
+    assert second.progress.tokens == straight.progress.tokens
 
 
 def test_a_loader_that_has_to_be_read_past_says_so(make_trainer: Make, tmp_path: Path) -> None:
