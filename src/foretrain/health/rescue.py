@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from foretrain.config import Config, changed
+from foretrain.config.paths import value_of
 from foretrain.engine.engine import Engine
 from foretrain.engine.fence import OwnCodeError
 from foretrain.engine.memory.usage import MemoryMeter
@@ -254,7 +255,7 @@ class Rescue:
         """What can be changed in mid-run: the parts of a batch always, the blocks of a model only if it is ours."""
         ours = hasattr(self.engine.model, "activation_checkpointing")
         names = [name for name in _KEPT if ours or name != "engine.activation_checkpointing"]
-        return {name: _value(after, name) for name in names if _value(before, name) != _value(after, name)}
+        return {name: value_of(after, name) for name in names if value_of(before, name) != value_of(after, name)}
 
     def _count_failed_move(self, text: str) -> None:
         self.failed_moves += 1
@@ -319,8 +320,3 @@ class Rescue:
         if settings:
             self.settings = changed(self.settings, settings)
             self.engine.use(self.settings)
-
-
-def _value(config: Config, name: str) -> Any:
-    section, _, key = name.rpartition(".")
-    return getattr(getattr(config, section) if section else config, key)
