@@ -55,11 +55,11 @@ class Command:
 def serve(address: str) -> None:
     """Import what a command would import, then fork once for each."""
     import ckpt_chaos.targets.common
-    import foretrain.run
     import torch
     import torch._dynamo  # every optimizer does
 
     import foretrain.cli
+    import foretrain.recipes.train
 
     assert ckpt_chaos.targets.common
     assert foretrain.recipes.train
