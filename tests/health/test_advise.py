@@ -16,8 +16,7 @@ from tests.conftest import TINY, words
 from tests.worlds import Bowl, Net, Regression, still, world
 
 from foretrain import HybridTrainer
-from foretrain.config import from_mapping
-from foretrain.config.schema import settings
+from foretrain.config import from_mapping, settings
 from foretrain.data.loader import Loader, TokenWindows
 from foretrain.errors import DivergenceError
 from foretrain.events import Event, HealthFound, HealthMeasured, Tuned

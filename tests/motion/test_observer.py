@@ -78,7 +78,8 @@ class Watched:
                 parameter.sub_(parameter.grad, alpha=0.1)
         self.step_number += 1
         output = StepOutput(torch.tensor(loss), torch.tensor(norm), torch.tensor(skipped))
-        if not observer.after_step(output):
+        observer.after_step(output)
+        if not observer.complete:
             return None
         phase = PhaseRecord("full", 1, 0, 1)
         record = observer.close(Moment(self.step_number, 400, self.step_number, 0.1, 0.1, phase, 0.5, 0.5))

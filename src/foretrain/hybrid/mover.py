@@ -12,10 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from foretrain.engine.batch import map_tensors, tensors_of
 from foretrain.engine.engine import Engine
 from foretrain.engine.fence import Failure, OwnCodeError
+from foretrain.engine.hooks import StepHook
 from foretrain.engine.memory.host import add_each, copy_each
-from foretrain.engine.step import StepOutput, map_tensors, tensors_of
+from foretrain.engine.step import StepOutput
 from foretrain.events import Event, Moved, Notice, Phase, Recovered
 from foretrain.health.guard import Reading
 from foretrain.health.recovery import Action, Kind
@@ -85,16 +87,16 @@ class Mover:
     def remember(self, batch: Any) -> None:
         """The last batches of a window, to compare the forks of an audit on. A loop may fill one buffer over and over,
         so they are copied."""
-        if self.trajectory.steps >= self.trajectory.window - _BATCHES_OF_AUDIT:
+        if self.trajectory.steps > self.trajectory.window - _BATCHES_OF_AUDIT:
             copied = map_tensors(batch, lambda tensor: tensor.clone())
             self._recent = [*self._recent, copied][-(_BATCHES_OF_AUDIT - 1) :]
 
-    def full(self, batch: Any, full_step: Callable[..., StepOutput]) -> StepOutput:
-        """A full step; where noise is low its gradient is remembered for later leaps."""
+    def watching(self) -> tuple[StepHook, ...]:
+        """What watches the next full step: where noise is low its gradient is remembered for later leaps."""
         if self.pilot.may_chain:
-            return self.chain.full(batch, full_step)
+            return (self.chain,) if self.chain.possible else ()
         self.chain.forget()
-        return full_step(batch)
+        return ()
 
     def same_batch(self) -> bool:
         """Whether steps see the same batch over and over: then the loss is exact."""

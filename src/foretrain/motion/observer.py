@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from foretrain.engine.fence import Fence
+from foretrain.engine.hooks import StepHook
 from foretrain.engine.step import StepOutput
 from foretrain.motion.predictors.base import Array, Followed, Forecast, Predictor, Score, Situation, score
 from foretrain.motion.predictors.guarded import GuardedPredictor
@@ -59,8 +60,8 @@ class _Due:
     """None where directions are not kept."""
 
 
-class Observer(Stateful):
-    """One window at a time. Between windows nothing is read from the device."""
+class Observer(StepHook, Stateful):
+    """Watches one window at a time. Between windows nothing is read from the device."""
 
     saved = (
         *("sample", "encoder", "quality", "smoothed_loss", "predicted_loss", "windows", "situation", "outputs"),
@@ -136,12 +137,16 @@ class Observer(Stateful):
     def before_step(self) -> None:
         self.trajectory.before_step()
 
-    def after_step(self, output: StepOutput) -> bool:
-        """After every full step; True when a window is complete."""
+    @property
+    def complete(self) -> bool:
+        """The window is full: it is to be measured before the next step."""
+        return self.trajectory.steps >= self.window
+
+    def after_step(self, output: StepOutput) -> None:
         self._outputs.extend((output.loss, output.gradient_norm, output.skipped))
         if self.trajectory.steps == self.window - 2:
             self.sample.remember()
-        return self.trajectory.after_step()
+        self.trajectory.after_step()
 
     def close(self, moment: Moment) -> WindowRecord:
         """The end of a window: the only place that waits for the device."""
