@@ -17,6 +17,7 @@ from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origi
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from foretrain.errors import CheckpointError, is_out_of_memory
@@ -25,6 +26,8 @@ from foretrain.persist.codec import copy_all
 _IN_PLACE = "in place"
 Buffer = Annotated[Tensor, _IN_PLACE]
 """The type of a tensor that others hold on to: loading fills it, and never replaces it."""
+ArrayBuffer = Annotated[NDArray[np.float64], _IN_PLACE]
+"""The same for an array of numpy."""
 
 LARGEST_NUMBER = 2**64
 """No count comes near it. Chosen: larger ones take long to print, and do not fit into a tensor."""
@@ -247,10 +250,11 @@ class _Reader:
         return saved.detach().cpu().numpy().copy()
 
     def _fill_later(self, saved: Any, present: Any, place: str) -> Any:
-        if not isinstance(present, Tensor):
+        target = torch.from_numpy(present) if isinstance(present, np.ndarray) else present
+        if not isinstance(target, Tensor):
             raise StateError(f"{place} was saved, but there is none here")
-        _check_tensor(saved, present, place)
-        self.fillings.append((present, saved))
+        _check_tensor(saved, target, place)
+        self.fillings.append((target, saved))
         return present
 
     def _own_copy(self, saved: Any) -> Any:
