@@ -44,7 +44,7 @@ from foretrain.persist.codec import (
     restore_random_state,
     seed_random,
 )
-from foretrain.persist.form import check_form
+from foretrain.persist.form import FORMAT, check_form, check_format
 from foretrain.persist.stateful import StateError, entry
 
 
@@ -462,7 +462,7 @@ class Engine:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that decides how the run goes on. Tensors are referred to, not copied."""
-        return self.changing_state_dict() | {"frozen": self.frozen}
+        return self.changing_state_dict() | {"frozen": self.frozen, "format": FORMAT}
 
     def check_optimizer_state(self) -> None:
         """That it can be saved and taken back. Asked after the first step, when there is one, and not hours later."""
@@ -501,10 +501,10 @@ class Engine:
     def load_state_dict(self, state: dict[str, Any], origin: str = "the given state") -> None:
         """Put a state back, in place: afterwards every step is, bit for bit, what it would have been."""
         with self._as_checkpoint_error(origin):
+            check_format(state.get("format"), origin)
             check_form(self.state_dict(), state)
             self._put_back(state, origin)
-            if state.get("trained") is not None:
-                self.trained.want(state["trained"]["wanted"])  # the next step notices, as it would have then
+            self.trained.want(state["trained"]["wanted"])  # the next step notices, as it would have then
 
     @staticmethod
     @contextmanager
@@ -524,9 +524,8 @@ class Engine:
         self.full_step.changing = True
         rates = self.rate.own_numbers()
         constant = left_out(self.model, state["model"])  # what was unfrozen since may have been added to the snapshot
-        saved, now = state.get("trained"), self.trained.groups()
-        if saved is not None:
-            state = {**state, "optimizer": arranged(state["optimizer"], saved["groups"], self.optimizer, now)}
+        saved, now = state["trained"], self.trained.groups()
+        state = {**state, "optimizer": arranged(state["optimizer"], saved["groups"], self.optimizer, now)}
         self._put_back_training(state, "the snapshot", constant)
         self.rate.put_back(rates)
         self.full_step.changing = False
@@ -545,7 +544,7 @@ class Engine:
         restore_optimizer(self.optimizer, state["optimizer"], origin, keep_settings=keep)
         self.precision.load_state_dict(state["precision"])
         restore_random_state(state["random"])
-        self.rate.load_state_dict(state.get("rates") or {})
+        self.rate.load_state_dict(state["rates"])
         self.rate.forget()
 
     def _put_back_weights(self, state: dict[str, Any], origin: str, constant: Collection[str]) -> None:
@@ -581,11 +580,10 @@ class Engine:
 
     def _put_back(self, state: dict[str, Any], origin: str) -> None:
         constant = self._checked(state, origin)
-        saved = state.get("trained")  # not there in older checkpoints
-        if saved is not None:
-            self.trained.hold(saved["groups"], state["optimizer"]["param_groups"])
+        saved = entry(state, "trained", "Engine")
+        self.trained.hold(saved["groups"], state["optimizer"]["param_groups"])
         check_groups(self.optimizer, state["optimizer"]["param_groups"], origin)
-        if saved is not None and self.trained.put_back(saved, self._names_in(state["model"])):
+        if self.trained.put_back(saved, self._names_in(state["model"])):
             self.cover_trained()
         self._put_back_training(state, origin, constant)
         self.clock = Stopwatch(float(entry(state, "seconds", "Engine")))

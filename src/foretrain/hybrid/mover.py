@@ -649,8 +649,7 @@ class Mover:
         self.chain.load_state_dict(state["chain"])
         self._recent = [self.own(batch) for batch in state["recent"]]
         self.probes.load_state_dict(state["held_out"])
-        if "unseen" in state:  # not there in older checkpoints
-            self.unseen.load_state_dict(state["unseen"])
+        self.unseen.load_state_dict(state["unseen"])
         outputs = state["outputs"]
         self._outputs = [] if outputs is None else list(outputs.to(device).clone().unbind())
         self.move = None if state["move"] is None else unpack_move(state["move"], self.own)

@@ -150,8 +150,7 @@ class Safety:
         state = put_together(to or self._snapshot())
         self.engine.rewind(state)
         for name in HELD_OUT_RECORD:
-            if name in state["progress"]:  # not there in older checkpoints
-                setattr(self.engine.progress, name, state["progress"][name])
+            setattr(self.engine.progress, name, state["progress"][name])
         look_ahead = getattr(self.engine, "look_ahead", None)
         if look_ahead is not None and state["look_ahead"] is not None:  # else switched on when the run was resumed
             look_ahead.load_state_dict(state["look_ahead"])
@@ -204,7 +203,7 @@ class Safety:
         self.taken_at = int(state["safe_step"])
         if self.host is not None:
             self.host.lane.finish()  # the memory of the one before is given back
-        self.taken, self.best = self._loaded(state["safe"], device), self._loaded(state.get("best"), device)
+        self.taken, self.best = self._loaded(state["safe"], device), self._loaded(state["best"], device)
         self.wait()
 
     def _loaded(self, state: Any, device: torch.device) -> Snapshot | None:

@@ -242,10 +242,10 @@ def model_of(store: Path, state: dict[str, Any], config: Config) -> GPT2:
 
 
 def read_checkpoint(source: str | Path) -> tuple[Path, dict[str, Any], Config]:
-    """The newest checkpoint of a run folder, or one checkpoint folder: where it is, its state, its configuration."""
+    """The newest checkpoint of a run folder, or one checkpoint folder: where it is, its weights, its configuration."""
     source = Path(source)
     store = source if is_checkpoint(source) else _newest(source)
-    state = checkpoint.read(store)
+    state = checkpoint.read_weights(store)
     meta = state.get("meta")
     if not isinstance(meta, dict) or not isinstance(meta.get("config"), dict):
         raise CheckpointError(f"{store}: no run of `fit` has saved it; name a run folder or one of its checkpoints")
