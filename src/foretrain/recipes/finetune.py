@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +30,12 @@ from foretrain.persist.folder import RunFolder
 from foretrain.planning.budget import within_budget
 from foretrain.planning.estimate import target_of
 from foretrain.recipes import epochs
+from foretrain.recipes.export import read_checkpoint
+from foretrain.recipes.frame import RunOptions, TrainingJob, carry_out
 from foretrain.recipes.open_model import Base, find_folder, open_base
-from foretrain.recipes.train import check_steps, read_checkpoint
 from foretrain.serve.answers import answer_questions
 from foretrain.show.follow import read_runs
-from foretrain.show.pages import report
 from foretrain.show.pages.scales import finite
-from foretrain.show.trackers.opening import check_installed
 from foretrain.trainer import HybridTrainer
 
 _PROBE_SEED = 2
@@ -66,9 +66,8 @@ def finetune(
     listeners: Sequence[Listener] = (),
     say: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Train an adapter for `model.weights` on the examples of `data.path`; returns the summary."""
+    """Train an adapter for `model.weights` on the examples of `data.path` and return the summary."""
     check(config)
-    check_installed(config.log.trackers)
     named = configuration.given(config)
     config = configuration.changed(config, {"model.weights": str(find_folder(config.model.weights).resolve())})
     path = Path(out) if out is not None else default_folder(config)
@@ -76,53 +75,38 @@ def finetune(
         raise InputError(f"--out {path}: it holds the model that is to be fine-tuned; choose another folder")
     if resume:
         _check_adapter(path, config)
-        check_steps(path, config)
-    bus = Bus()
-    for listener in listeners:
-        bus.subscribe(listener)
-    with RunFolder(path, resume, overwrite) as folder:
-        folder.command = "finetune"
-        base = base_of(config)
-        config = with_templates(config, say)
-        data = prepare(config, base, say)
-        config, base = _within_budget(config, base, data, named, say)
-        pinned = choose_device(config.device).type == "cuda"
-        loader = Loader(data.train, config.batch_size, config.seed, config.data.prefetch, pin_memory=pinned)
-        trainer = build_trainer(with_steps(config, loader), base.model, data, bus)
-        config = trainer.config
-        folder.files["config.toml"] = configuration.to_toml(config)
-        folder.files["tokenizer.json"] = base.tokenizer.to_json()
-        if overwrite and not resume:
-            folder.clear()
-        summary = trainer.fit(
-            loader,
-            data.held_out.fixed_batches(config.batch_size, config.evaluation.batches),
-            out=folder,
-            resume=resume,
-            progress=progress,
-            table=table,
-            title=f"adapter for {base.folder}",
-            details=_details(config, data, base.model, path),
-            data_fingerprint=data.train.fingerprint,
-        )
-        if summary["reason"] != "interrupted":
-            summary |= _length(path, trainer, data)
-            with trainer.averaged_weights():
-                _save_adapter(base, path / "adapter", config)
-                try:
-                    answered = answer(base, data, config)
-                    summary |= answered
-                    if not answered and config.evaluation.answers:
-                        say("note: no held-out example fits the model's context with its answer, so none was answered")
-                except ForetrainError as error:  # the run is finished, whatever its answers are
-                    say(f"warning: held-out examples could not be answered: {error}")
-            folder.write_summary(summary)
-            if config.log.report:
-                try:
-                    report.write_report([path], path / report.NAME)  # once more: the answers are known now
-                except ForetrainError as error:
-                    say(f"warning: {error}")
-    return summary
+    options = RunOptions(resume, overwrite, progress, table, listeners, say)
+    return carry_out(config, path, "finetune", options, partial(_job, config, named, path, say))
+
+
+def _job(config: Config, named: frozenset[str], path: Path, say: Callable[[str], None], bus: Bus) -> TrainingJob:
+    """Open the base, read the examples, choose what `memory.budget` asks for, and build the trainer."""
+    base = base_of(config)
+    config = with_templates(config, say)
+    data = prepare(config, base, say)
+    config, base = _within_budget(config, base, data, named, say)
+    pinned = choose_device(config.device).type == "cuda"
+    loader = Loader(data.train, config.batch_size, config.seed, config.data.prefetch, pin_memory=pinned)
+    trainer = build_trainer(with_steps(config, loader), base.model, data, bus)
+    config = trainer.config
+
+    def finish(folder: RunFolder, summary: dict[str, Any]) -> None:
+        summary |= _length(path, trainer, data)
+        with trainer.averaged_weights():
+            _save_adapter(base, path / "adapter", config)
+            try:
+                answered = answer(base, data, config)
+                summary |= answered
+                if not answered and config.evaluation.answers:
+                    say("note: no held-out example fits the model's context with its answer, so none was answered")
+            except ForetrainError as error:  # the run is finished, whatever its answers are
+                say(f"warning: held-out examples could not be answered: {error}")
+        folder.write_summary(summary)
+
+    held_out = data.held_out.fixed_batches(config.batch_size, config.evaluation.batches)
+    details = _details(config, data, base.model, path)
+    title = f"adapter for {base.folder}"
+    return TrainingJob(trainer, loader, held_out, title, details, data.train.fingerprint, base.tokenizer, finish)
 
 
 def _within_budget(
