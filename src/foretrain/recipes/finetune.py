@@ -42,7 +42,7 @@ _PROBE_SEED = 2
 
 
 @dataclass(frozen=True)
-class Split:
+class ExampleSplit:
     """Examples to learn from, to judge leaps by, and to evaluate on. No prompt is in two of them, unless
     `data.validation_path` repeats some."""
 
@@ -110,7 +110,7 @@ def _job(config: Config, named: frozenset[str], path: Path, say: Callable[[str],
 
 
 def _within_budget(
-    config: Config, base: Base, data: Split, named: frozenset[str], say: Callable[[str], None]
+    config: Config, base: Base, data: ExampleSplit, named: frozenset[str], say: Callable[[str], None]
 ) -> tuple[Config, Base]:
     """With the settings that fit `memory.budget`; the base is read anew where they concern the model."""
     target = target_of(
@@ -166,14 +166,14 @@ def default_folder(config: Config) -> Path:
     return Path("runs") / f"{name}-adapter-{datetime.now().astimezone():%Y%m%d-%H%M%S}"
 
 
-def build_trainer(config: Config, model: GPT2, data: Split, bus: Bus | None = None) -> HybridTrainer:
+def build_trainer(config: Config, model: GPT2, data: ExampleSplit, bus: Bus | None = None) -> HybridTrainer:
     """Attaches the adapter; leaps are judged on the probe examples."""
     lora.attach(model, settings_of(config), config.seed)
     probe = probe_batches(data, config) if config.hybrid.mode != "off" else []
     return HybridTrainer(model, config=config, probe=probe, bus=bus)
 
 
-def probe_batches(data: Split, config: Config) -> list[Any]:
+def probe_batches(data: ExampleSplit, config: Config) -> list[Any]:
     if data.probe is None:
         return []
     size = min(config.batch_size, len(data.probe))
@@ -203,7 +203,7 @@ def line_breaks(template: str) -> str:
     return template.replace("\\n", "\n")
 
 
-def prepare(config: Config, base: Base, say: Callable[[str], None] = lambda _: None) -> Split:
+def prepare(config: Config, base: Base, say: Callable[[str], None] = lambda _: None) -> ExampleSplit:
     """Read and encode. Held-out examples are the same whatever judges the leaps."""
     data = config.data
     prompt, answer = data.prompt or None, data.answer or None
@@ -240,10 +240,10 @@ def prepare(config: Config, base: Base, say: Callable[[str], None] = lambda _: N
     if lost > 0.1 * len(train):
         limit = "data.max_length" if context < base.model.shape.context else "the model's context, which is the limit"
         say(f"warning: {lost:,} of {len(train):,} examples are too long for {context} tokens, {limit}")
-    return Split(encoded, judging, evaluated, held_out, names)
+    return ExampleSplit(encoded, judging, evaluated, held_out, names)
 
 
-def _details(config: Config, data: Split, model: GPT2, path: Path) -> dict[str, str]:
+def _details(config: Config, data: ExampleSplit, model: GPT2, path: Path) -> dict[str, str]:
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     everything = sum(p.numel() for p in model.parameters())
     return {
@@ -255,7 +255,7 @@ def _details(config: Config, data: Split, model: GPT2, path: Path) -> dict[str, 
     }
 
 
-def _length(path: Path, trainer: HybridTrainer, data: Split) -> dict[str, Any]:
+def _length(path: Path, trainer: HybridTrainer, data: ExampleSplit) -> dict[str, Any]:
     """How often the examples were seen, and whether that was too short. A run that was resumed is one run."""
     found: dict[str, Any] = {"epochs": round(trainer.position * trainer.config.batch_size / len(data.train), 3)}
     log = read_runs([path])[0].evaluations
@@ -264,7 +264,7 @@ def _length(path: Path, trainer: HybridTrainer, data: Split) -> dict[str, Any]:
     return found | ({"still_falling": falling} if falling else {})
 
 
-def answer(base: Base, data: Split, config: Config) -> dict[str, Any]:
+def answer(base: Base, data: ExampleSplit, config: Config) -> dict[str, Any]:
     """How many held-out questions are answered right."""
     mark = config.evaluation.final_answer
     names = () if mark else data.classes
