@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -40,7 +40,8 @@ def _kind(value: Any) -> str:
     """In words. A tensor of one number is as good as a number."""
     if isinstance(value, Tensor):
         return "a tensor" if value.ndim else "a number"
-    return _kind_of(type(value))
+    kind: Hashable = type(value)
+    return _kind_of(kind)
 
 
 @functools.cache
