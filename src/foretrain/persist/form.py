@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -40,11 +40,12 @@ def _kind(value: Any) -> str:
     """In words. A tensor of one number is as good as a number."""
     if isinstance(value, Tensor):
         return "a tensor" if value.ndim else "a number"
-    kind: Hashable = type(value)
-    return _kind_of(kind)
+    return _kind_of(type(value))
 
 
-@functools.cache
-def _kind_of(kind: type) -> str:
+def _find_kind(kind: type) -> str:
     kinds: dict[str, Any] = {"a number": (int, float), "a text": str, "a mapping": Mapping, "a list": (list, tuple)}
     return next((name for name, kinds in kinds.items() if issubclass(kind, kinds)), kind.__name__)
+
+
+_kind_of: Callable[[type], str] = functools.cache(_find_kind)
