@@ -6,8 +6,9 @@ import numpy as np
 import torch
 
 from foretrain.motion.predictors.base import Array
-from foretrain.motion.predictors.learned import Head, MlpPredictor, Trust
+from foretrain.motion.predictors.learned import MlpPredictor, Trust
 from foretrain.motion.predictors.linear import LinearPredictor
+from foretrain.motion.predictors.networks import Head
 from foretrain.motion.records import HORIZONS_IN_WINDOWS
 
 from .motions import WINDOW, Run, noisy, out_of_sample

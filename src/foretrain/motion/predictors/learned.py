@@ -1,7 +1,6 @@
 """The predictors `mlp` and `rssm`: the linear forecast plus a correction that an ensemble of small networks learns.
 
-The correction counts only as far as it helped on motions that the networks had not seen. All members of an ensemble are
-one module: the first axis of every weight is the member, and one pass serves them all.
+The correction counts only as far as it helped on motions that the networks had not seen.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any, ClassVar
 
 import numpy as np
@@ -31,30 +29,32 @@ from foretrain.motion.predictors.evidence import (
     usable_pairs,
 )
 from foretrain.motion.predictors.linear import LinearPredictor
-from foretrain.motion.records import DIRECTIONS, HORIZONS_IN_WINDOWS, LAST_WINDOW
+from foretrain.motion.predictors.networks import (
+    NARROW,
+    STATE,
+    Head,
+    WorldModel,
+    draw_weights,
+    group_features,
+    single,
+    units,
+)
+from foretrain.motion.records import HORIZONS_IN_WINDOWS
 from foretrain.persist.stateful import Stateful
 
-STATE = 64
-"""Numbers of the training state."""
-NARROW = 64
-"""Width on both sides of the latent. Chosen: without it the latent's matrices cost more than all others together."""
-HEAD = 32
-"""Width of the head of `rssm`. Chosen: it runs once per group of weights and horizon, so it has to be small."""
-UNIFORM = 0.01
-"""Share of the uniform distribution in every categorical, as in DreamerV3: no class ever becomes impossible."""
+DIVERGENCE_WEIGHT = LOSS_WEIGHT = 0.1
+"""Of the divergence and of the loss path beside the error of the coefficients. Chosen: the coefficients come first."""
 FREE_NATS = 1.0
 """Divergence per window that costs nothing, as in DreamerV3."""
 BALANCE = 0.8
 """Share of the divergence that moves the prior to the posterior, not the other way round; as in DreamerV2."""
-DIVERGENCE_WEIGHT = LOSS_WEIGHT = 0.1
-"""Of the divergence and of the loss path beside the error of the coefficients. Chosen: the coefficients come first."""
 ADAM = {"betas": (0.9, 0.99), "eps": 1e-8}
 """Chosen: the usual 0.999 remembers a thousand steps, and a run has hundreds of windows at most."""
 SEEN = 0.7
 """Share of the lessons that a member ever learns from. Chosen: it makes members differ, and each still sees most."""
 TRUST_KEEP, TRUST_DOUBT = 0.93, 3.0
-"""Memory of `Trust` per observation (about 14 count), and its doubt in observations. Chosen: in pure noise it stays
-below 0.3 (`test_the_gate_opens_for_what_helps_and_stays_shut_for_what_does_not`)."""
+"""Memory of `Trust` per observation (about 14 count), and its doubt in observations. Chosen: what is of no use stays
+below 0.3 (tests/motion/predictors/test_mlp.py)."""
 REPLAY, BATCH, MLP_EVERY = 64, 4, 2
 """Lessons that `mlp` keeps, lessons per training step, and windows between two of these. Chosen for cost
 (benchmarks/predictor_cost.py): a window of either predictor takes a few milliseconds of one core."""
@@ -64,142 +64,7 @@ NEWEST = 0.5
 """Share of training steps of `rssm` that end at the newest window; the others end at a random one. Chosen."""
 MOST_DISAGREEMENT = 10.0
 """Chosen: beyond it the members agree on nothing, by however much."""
-
 _PLACES = np.array([0.0, *HORIZONS])
-_SIZE = len(DIRECTIONS)
-_PAIRS = np.triu_indices(_SIZE, 1)
-_GROUP_FEATURES = _SIZE + len(_PAIRS[0]) + _SIZE
-_HORIZON_FEATURES = torch.tensor([[math.log2(h) / 3, h / 8] for h in HORIZONS_IN_WINDOWS], device="cpu")
-
-
-class Dense(nn.Module):
-    """A linear layer of every member: [members, rows, inputs] or [rows, inputs] to [members, rows, outputs]."""
-
-    def __init__(self, members: int, inputs: int, outputs: int, bias: bool = False) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(members, inputs, outputs, device="cpu", dtype=torch.float32))
-        self.bias = nn.Parameter(self.weight.new_zeros(members, 1, outputs)) if bias else None
-
-    def draw(self, generator: torch.Generator, inputs: int | None = None) -> None:
-        """First weights: normal with variance 1 / inputs."""
-        draws = torch.randn(self.weight.shape, generator=generator, device="cpu", dtype=torch.float32)
-        self.weight.data.copy_(draws / (inputs or self.weight.shape[1]) ** 0.5)
-
-    def forward(self, rows: Tensor) -> Tensor:
-        if rows.dim() == 2:
-            rows = rows.expand(len(self.weight), *rows.shape)
-        if self.bias is None:
-            return torch.bmm(rows, self.weight)
-        return torch.baddbmm(self.bias, rows, self.weight)
-
-
-class Head(nn.Module):
-    """From a context, groups of weights and horizons to corrections. Its last layer starts at zero, and so do they."""
-
-    def __init__(self, members: int, context: int, hidden: Sequence[int]) -> None:
-        super().__init__()
-        self.context = Dense(members, context, hidden[0], bias=True)
-        self.groups = Dense(members, _GROUP_FEATURES, hidden[0])
-        self.horizons = Dense(members, _HORIZON_FEATURES.shape[1], hidden[0])
-        self.hidden = nn.ModuleList(Dense(members, *sizes, bias=True) for sizes in pairwise(hidden))
-        self.last = Dense(members, hidden[-1], _SIZE)
-
-    def forward(self, context: Tensor, groups: Tensor, places: Sequence[int]) -> Tensor:
-        """[members, samples, G, R] from [members or none, samples or 1, inputs], [samples or 1, G, features] and one
-        place in HORIZONS_IN_WINDOWS per sample."""
-        common = self.context(context) + self.horizons(_HORIZON_FEATURES[list(places)])
-        each = self.groups(groups.flatten(0, 1)).unflatten(1, groups.shape[:2])
-        rows = functional.silu(each + common[:, :, None])
-        samples = rows.shape[1:3]
-        rows = rows.flatten(1, 2)
-        for layer in self.hidden:
-            rows = functional.silu(layer(rows))
-        return torch.unflatten(self.last(rows), 1, samples)
-
-
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """Windows as the members of a WorldModel saw them."""
-
-    path: Tensor
-    """[members, windows + 1, deterministic] the recurrent state before the first window and after each."""
-    posterior: Tensor
-    prior: Tensor
-    """[members, windows, variables, classes] of each window."""
-    latents: Tensor
-    """[members, windows, narrow] of the posterior."""
-    imagined: Tensor
-    """[members, windows, narrow] what follows on each window, from a sample of its prior."""
-
-    def nats(self, posterior: Tensor, prior: Tensor) -> Tensor:
-        """[members] Kullback-Leibler divergence per window."""
-        return (posterior * (posterior / prior).log()).sum((1, 2, 3)) / posterior.shape[1]
-
-
-class WorldModel(nn.Module):
-    """A recurrent state-space model of the run, one window at a time.
-
-    posterior    z ~ q(. | h, state)         what a window was, as `variables` categoricals of `classes` each
-    recurrence   h' = GRU(h, z)
-    prior        z' ~ p(. | h')              what the next window will be
-    heads        from (h', z'): coefficients and losses to come; from (h, z): the state again
-    """
-
-    def __init__(self, members: int, deterministic: int, variables: int, classes: int) -> None:
-        super().__init__()
-        self.variables, self.classes, self.deterministic = variables, classes, deterministic
-        self.embed = Dense(members, STATE, NARROW, bias=True)
-        self.posterior_embed = Dense(members, NARROW, NARROW)
-        self.posterior_in = Dense(members, deterministic, NARROW)
-        self.posterior_out = Dense(members, NARROW, variables * classes)
-        self.prior_in = Dense(members, deterministic, NARROW)
-        self.prior_out = Dense(members, NARROW, variables * classes)
-        self.latent = Dense(members, variables * classes, NARROW)
-        self.gru = Dense(members, NARROW + deterministic, 3 * deterministic, bias=True)
-        self.context = Dense(members, deterministic, NARROW, bias=True)
-        self.decoder = Dense(members, NARROW, STATE, bias=True)
-        self.losses = Dense(members, NARROW, 2 * len(HORIZONS_IN_WINDOWS))
-        self.head = Head(members, NARROW, (HEAD,))
-
-    def categorical(self, logits: Tensor) -> Tensor:
-        """[members, rows, variables, classes]"""
-        soft = logits.unflatten(-1, (self.variables, self.classes)).softmax(-1)
-        return (1 - UNIFORM) * soft + UNIFORM / self.classes
-
-    def sample(self, probabilities: Tensor, generator: torch.Generator) -> Tensor:
-        """[..., variables x classes] a one-hot sample of each; its gradient goes to the probabilities."""
-        uniform = torch.rand((*probabilities.shape[:-1], 1), generator=generator, device="cpu", dtype=torch.float32)
-        chosen = (probabilities.detach().cumsum(-1) < uniform).sum(-1).clamp_(max=self.classes - 1)
-        hot = functional.one_hot(chosen, self.classes).to(probabilities.dtype)
-        return (hot + probabilities - probabilities.detach()).flatten(-2)
-
-    def step(self, latent: Tensor, recurrent: Tensor) -> Tensor:
-        """The gated recurrent unit. It starts inclined to keep what it has."""
-        reset, update, new = self.gru(torch.cat([latent, recurrent], -1)).chunk(3, -1)
-        return torch.lerp(recurrent, torch.tanh(torch.sigmoid(reset) * new), torch.sigmoid(update - 1))
-
-    def forward(self, states: Tensor, start: Tensor, generator: torch.Generator) -> Seen:
-        """`states` [windows, 64]; `start` [members, deterministic] before them."""
-        embedded = self.posterior_embed(functional.silu(self.embed(states)))
-        path, posteriors, latents = [start[:, None]], [], []
-        for window in range(len(states)):
-            hidden = functional.silu(self.posterior_in(path[-1]) + embedded[:, window : window + 1])
-            posteriors.append(self.categorical(self.posterior_out(hidden)))
-            latents.append(self.latent(self.sample(posteriors[-1], generator)))
-            path.append(self.step(latents[-1], path[-1]))
-        whole = torch.cat(path, 1)
-        prior = self.categorical(self.prior_out(functional.silu(self.prior_in(whole))))
-        imagined = functional.silu(self.context(whole[:, 1:]) + self.latent(self.sample(prior[:, 1:], generator)))
-        return Seen(whole, torch.cat(posteriors, 1), prior[:, :-1], torch.cat(latents, 1), imagined)
-
-    def rebuilt(self, seen: Seen) -> Tensor:
-        """[members, windows, 64] the states again."""
-        found: Tensor = self.decoder(functional.silu(self.context(seen.path[:, :-1]) + seen.latents))
-        return found
-
-    def loss_path(self, context: Tensor) -> Tensor:
-        """[members, samples, 2, horizons] shifts of the expected loss, and logarithms of its width."""
-        return torch.unflatten(self.losses(context), -1, (2, len(HORIZONS_IN_WINDOWS)))
 
 
 class Trust(Stateful):
@@ -259,7 +124,7 @@ class Lesson:
 class LearnedPredictor(Stateful, Predictor):
     """Base of both. A subclass builds the network, learns from lessons and says what to add to the linear forecast."""
 
-    saved: ClassVar[tuple[str, ...]] = ("name", "trust", "_made")
+    saved: ClassVar[tuple[str, ...]] = ("name", "linear", "trust", "_made")
     name: str
     _made: deque[Made]
 
@@ -378,10 +243,10 @@ class LearnedPredictor(Stateful, Predictor):
         seen = torch.rand(self.ensemble_size, generator=self.generator, device="cpu", dtype=torch.float32) < SEEN
         return Lesson(
             index,
-            _single(made.situation.state),
+            single(made.situation.state),
             made.groups,
-            _single(gram * weight[:, None, None]),
-            _single(size * left * weight[:, None]),
+            single(gram * weight[:, None, None]),
+            single(size * left * weight[:, None]),
             seen.float(),
             float(followed.loss),
         )
@@ -404,14 +269,12 @@ class LearnedPredictor(Stateful, Predictor):
             if weight in self.optimizer.state
         }
         drawn = self.generator.get_state()
-        parts = {"linear": self.linear.state_dict(), "weights": weights, "moments": moments, "generator": drawn}
-        return {**super().state_dict(), **parts}
+        return {**super().state_dict(), "weights": weights, "moments": moments, "generator": drawn}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.reset()
-        parts = {"linear", "weights", "moments", "generator"}
+        parts = ("weights", "moments", "generator")
         super().load_state_dict({name: value for name, value in state.items() if name not in parts})
-        self.linear.load_state_dict(state["linear"])
         self.network.load_state_dict(state["weights"])
         for name, weight in self.network.named_parameters():
             if name in state["moments"]:
@@ -443,14 +306,14 @@ class MlpPredictor(LearnedPredictor):
         self._replay = []
         self._windows = 0
         self.head = Head(self.ensemble_size, STATE, self.hidden_dims)
-        _draw(self.head, self.generator, but=self.head.last)
+        draw_weights(self.head, self.generator, but=(self.head.last,))
         return self.head
 
     def _advance(self, situation: Situation) -> None:
         """All that counts is in the situation itself."""
 
     def _correct(self, situation: Situation, groups: Tensor) -> Tensor:
-        found: Tensor = self.head(_single(situation.state)[None], groups[None], range(len(HORIZONS)))
+        found: Tensor = self.head(single(situation.state)[None], groups[None], range(len(HORIZONS)))
         return found
 
     def _loss_of(self, lessons: Sequence[tuple[int, Lesson]]) -> Tensor | None:
@@ -517,7 +380,7 @@ class RssmPredictor(LearnedPredictor):
 
     def _built(self) -> nn.Module:
         self.model = WorldModel(self.ensemble_size, *self.sizes)
-        _draw(self.model, self.generator, but=(self.model.head.last, self.model.losses))
+        draw_weights(self.model, self.generator, but=(self.model.head.last, self.model.losses))
         # A latent is a sum of one row per variable, not of all classes.
         self.model.latent.weight.data *= self.model.classes**0.5
         self._recurrent = torch.zeros(self.ensemble_size, self.model.deterministic, device="cpu", dtype=torch.float32)
@@ -531,7 +394,7 @@ class RssmPredictor(LearnedPredictor):
         return self.model
 
     def _advance(self, situation: Situation) -> None:
-        state = _single(situation.state)
+        state = single(situation.state)
         loss = self.linear.losses.forecast(situation, [h * situation.window for h in HORIZONS_IN_WINDOWS])
         window = Remembered(situation.step, state, self._recurrent, np.stack(loss))
         self._memory = [*self._memory[-MEMORY + 1 :], window]
@@ -563,13 +426,10 @@ class RssmPredictor(LearnedPredictor):
         seen = self.model(states, windows[0].recurrent, self.generator)
         again = self.model.rebuilt(seen)
         rebuilt = functional.smooth_l1_loss(again, states.expand_as(again), reduction="none").mean((1, 2))
-        forward, backward = (
-            seen.nats(seen.posterior.detach(), seen.prior),
-            seen.nats(seen.posterior, seen.prior.detach()),
-        )
-        divergence = BALANCE * forward + (1 - BALANCE) * backward
+        forward = seen.nats(seen.posterior.detach(), seen.prior)
+        divergence = BALANCE * forward + (1 - BALANCE) * seen.nats(seen.posterior, seen.prior.detach())
         self.nats, self.reconstruction = float(forward.detach().mean()), float(rebuilt.detach().mean())
-        total = (rebuilt + DIVERGENCE_WEIGHT * divergence.clamp_min(FREE_NATS)).sum()
+        total: Tensor = (rebuilt + DIVERGENCE_WEIGHT * divergence.clamp_min(FREE_NATS)).sum()
         known = [(place, one, lesson) for place, one in enumerate(windows) for lesson in one.lessons][-MOST_LESSONS:]
         if not known:
             return total
@@ -581,7 +441,8 @@ class RssmPredictor(LearnedPredictor):
         shift, width = self.model.loss_path(context)[:, samples, :, places].permute(2, 1, 0)
         width = width.clamp(-1, 1)
         likelihood = 0.5 * ((surprises - shift) * torch.exp(-width)) ** 2 + width
-        return total + LOSS_WEIGHT * (_masks(chosen) * likelihood).sum() / len(chosen)
+        total += LOSS_WEIGHT * (_masks(chosen) * likelihood).sum() / len(chosen)
+        return total
 
     # --- the loss path -----------------------------------------------------------------------------------------------
 
@@ -604,34 +465,6 @@ class RssmPredictor(LearnedPredictor):
         self.loss_trust.add(lesson.index, shift * surprise, shift * shift, surprise * surprise)
         gained = 0.5 * surprise**2 * (1.0 - np.exp(-2.0 * width)) - width
         self._sharper = 0.95 * self._sharper + (gained, 1.0)
-
-
-def group_features(gram: Array, coefficients: Array) -> Tensor:
-    """[G, features] relative lengths and cosines of the directions, and the coefficients of the linear fit."""
-    known = np.sqrt(np.maximum(np.einsum("gii->gi", gram), 1e-60))
-    unit = 1.0 / known
-    lengths = np.log(known * unit[:, LAST_WINDOW, None]).clip(-3.0, 3.0)
-    cosines = gram[:, _PAIRS[0], _PAIRS[1]] * unit[:, _PAIRS[0]] * unit[:, _PAIRS[1]]
-    return _single(np.concatenate([lengths, cosines.clip(-1.0, 1.0), coefficients.clip(-2.0, 2.0)], -1))
-
-
-def units(gram: Array) -> Array:
-    """[G, R] what a coefficient of 1 means in lengths of the last window: long directions count less."""
-    squares = np.einsum("gii->gi", gram)
-    ratio = squares[:, LAST_WINDOW, None] / np.maximum(squares, 1e-300)
-    return np.asarray(np.sqrt(ratio.clip(0.0, 4.0)))
-
-
-def _single(array: Array) -> Tensor:
-    return torch.from_numpy(array.astype(np.float32))
-
-
-def _draw(network: nn.Module, generator: torch.Generator, but: Any) -> None:
-    """First weights of all layers; those in `but` stay at zero."""
-    zero = but if isinstance(but, tuple) else (but,)
-    for layer in network.modules():
-        if isinstance(layer, Dense) and layer not in zero:
-            layer.draw(generator)
 
 
 def _inputs(lessons: Sequence[Lesson]) -> tuple[Tensor, list[int]]:
