@@ -191,14 +191,8 @@ class Rescue:
 
     def _counts(self) -> tuple[int, ...]:
         """Each of them changes with something that a step cannot take back; the position in the data comes first."""
-        engine, pilot = self.engine, self.trainer.pilot
-        return (
-            engine.position,
-            engine.global_step,
-            engine.backward_passes,
-            engine.probe_tokens,
-            pilot.counts.corrections if pilot is not None else 0,
-        )
+        engine = self.engine
+        return (engine.position, engine.global_step, engine.backward_passes, engine.probe_tokens)
 
     def _is_as_before(self, mark: _Mark) -> bool:
         same = self.trainer.phase is mark.phase and self._counts() == mark.counts
