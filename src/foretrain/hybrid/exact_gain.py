@@ -6,9 +6,9 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from foretrain.config.units import clock, loss_text
 from foretrain.motion.records import WindowRecord
 from foretrain.motion.slope import LossSlope
-from foretrain.show.numbers import clock, loss_text
 
 _MOST_WORTH = 5.0
 """Steps of the optimizer that a step of a move counts here at the most. After a chain the optimizer's own steps lower

@@ -15,10 +15,10 @@ from rich.progress import Progress as ProgressBar
 from rich.table import Table
 
 from foretrain.config.schema import Level
+from foretrain.config.units import duration
 from foretrain.measure.formats import Results
 from foretrain.measure.history import Series, sparkline
 from foretrain.measure.verdict import FEWEST, MOST_RUNS, Verdict
-from foretrain.show.console import duration
 from foretrain.show.screen import screen
 
 _LINES = 20

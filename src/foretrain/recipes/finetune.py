@@ -33,8 +33,8 @@ from foretrain.recipes.open_model import Base, find_folder, open_base
 from foretrain.recipes.train import check_steps, read_checkpoint
 from foretrain.serve.answers import answer_questions
 from foretrain.show.follow import read_runs
+from foretrain.show.numbers import finite
 from foretrain.show.pages import report
-from foretrain.show.pages.scales import finite
 from foretrain.show.trackers.opening import check_installed
 from foretrain.trainer import HybridTrainer
 

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from foretrain.errors import InputError
 from foretrain.show.follow import Follower
-from foretrain.show.pages.report_page import Parts, asset, live_page, parts, script, style
+from foretrain.show.pages.render import asset, style
+from foretrain.show.pages.report_page import Parts, live_page, live_script, parts
 from foretrain.show.pages.watch_guard import HOST, Code, Guard
 
 if TYPE_CHECKING:
@@ -142,7 +143,7 @@ def application(live: Live, token: str, port: int, stopping: Callable[[], bool] 
             Route("/events", changes, methods=["GET"]),
             Route("/style.css", fixed(style(), "text/css"), methods=["GET"]),
             Route("/uplot.js", fixed(asset("uplot.js"), "text/javascript"), methods=["GET"]),
-            Route("/report.js", fixed(script(), "text/javascript"), methods=["GET"]),
+            Route("/report.js", fixed(live_script(), "text/javascript"), methods=["GET"]),
         ]
     )
     app.router.redirect_slashes = False
