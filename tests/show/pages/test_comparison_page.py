@@ -331,6 +331,22 @@ def test_the_ends_have_their_deviations_and_arrows_to_plain() -> None:
     assert chart["low"] < min(loss, *chart["runs"][1]["series"][0]["values"]) < chart["high"]
 
 
+def test_more_arms_than_looks_keep_all_their_seeds() -> None:
+    result = comparison()
+    for number in range(9):
+        own = [
+            one | {"arm": f"more-{number}", "label": f"more {number}"}
+            for one in result["runs"]
+            if one["arm"] == "hybrid"
+        ]
+        result["runs"] += [one for one in own if one["learning_rate"] == 2e-3]
+        result["analysis"]["arms"].append(
+            result["analysis"]["arms"][1] | {"arm": f"more-{number}", "label": f"more {number}"}
+        )
+    ends = {group["name"]: len(group["series"]) for group in data_of(page(result))["ends"]["runs"]}
+    assert {name: count for name, count in ends.items() if count != 4} == {}  # three seeds and their mean
+
+
 def test_the_sweep_has_a_point_for_each_seed_and_a_line_through_their_means() -> None:
     result = comparison()
     text = page(result)

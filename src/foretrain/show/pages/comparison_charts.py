@@ -170,16 +170,16 @@ def _told(point: Mapping[str, Any]) -> str:
 def _ends(runs: ComparedRuns) -> list[dict[str, Any]]:
     """Where the runs of the other arms ended, and their means with the deviation between seeds."""
     groups = []
-    shown = {look: own for look, _, own in runs.shown_arms()}
+    shown = {str(own[0]["arm"]): own for _, _, own in runs.shown_arms()}
     for arm in runs.arms:
         seconds, loss = finite(arm["seconds_mean"]), finite(arm["loss_mean"])
         if arm["arm"] == "plain" or seconds is None or seconds <= 0 or loss is None:
             continue
         look, label, deviation = runs.look(arm["arm"]), str(arm["label"]), finite(arm["loss_deviation"])
         series = []
-        for run in shown.get(look, ()):
+        for run in shown.get(str(arm["arm"]), ()):
             end = finite(run["seconds"]), finite(run["loss"])
-            if run["arm"] == arm["arm"] and end[0] is not None and end[0] > 0 and end[1] is not None:
+            if end[0] is not None and end[0] > 0 and end[1] is not None:
                 tip = f"{run_name(run)}: {end[0]:.1f} s, loss {end[1]:.4f}"
                 series.append(points(run_name(run), "ends", [(end[0], end[1])], tips=[tip], errors=[None]))
         error = [rounded(loss - deviation), rounded(loss + deviation)] if deviation else None

@@ -78,6 +78,8 @@ def charts(records: Sequence[RunRecord]) -> dict[str, Chart]:
     made["horizons"] |= {"low": LOWEST} if below else {}
     edge = "; below −1 on the edge" if below else ""
     made["horizons"]["unit"] = f"R² (1: exact, 0: no better than standing still{edge})"
+    for run in [run for run in made["calibration"]["runs"] if run["series"]][1:]:
+        del run["series"][0]  # one diagonal is enough
     return made | {"shared": {"runs": [_shared(record) for record in records], "prediction": prediction(records)}}
 
 

@@ -21,7 +21,7 @@ from foretrain.errors import InputError
 from foretrain.show.follow import Follower
 from foretrain.show.pages.render import asset, style
 from foretrain.show.pages.report_page import Parts, live_page, live_script, parts
-from foretrain.show.pages.watch_guard import HOST, Code, Guard
+from foretrain.show.pages.watch_guard import HOST, Code, Doorkeeper
 
 if TYPE_CHECKING:
     import uvicorn
@@ -116,7 +116,7 @@ def _changed(made: Parts, sent: dict[str, str]) -> str:
 # --- the application --------------------------------------------------------------------------------------------------
 
 
-def application(live: Live, token: str, port: int, stopping: Callable[[], bool] = lambda: False) -> Guard:
+def application(live: Live, token: str, port: int, stopping: Callable[[], bool] = lambda: False) -> Doorkeeper:
     """Five addresses, all fixed; whatever else is asked for does not exist."""
     from starlette.applications import Starlette
     from starlette.responses import PlainTextResponse, StreamingResponse
@@ -147,7 +147,7 @@ def application(live: Live, token: str, port: int, stopping: Callable[[], bool] 
         ]
     )
     app.router.redirect_slashes = False
-    return Guard(app, token, port)
+    return Doorkeeper(app, token, port)
 
 
 # --- the server -------------------------------------------------------------------------------------------------------

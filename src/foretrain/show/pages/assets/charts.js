@@ -17,7 +17,7 @@ const MARKS = { 'kept': 'good', 'shrunk': 'good', 'refused': 'muted', 'rolled ba
 const LANES = [['kept', 'shrunk'], ['refused', 'rolled back'], ['recovery', 'not finite', 'resumed']];
 const RIBBON = 7, GAP = 3, LANE = 14, ROW = 46, FONT = '12.5px system-ui, sans-serif';
 const runColour = place => style(RUN_COLOURS[place % RUN_COLOURS.length]);
-const colourOf = (run, one, place) => run.look != null ? style(`series-${run.look}`) : several() ? runColour(place) : style(OWN[one.style] || 'series-0');
+const colourOf = (run, one, place) => run.look != null ? style(`series-${run.look}`) : several() && one.style !== 'reference' ? runColour(place) : style(OWN[one.style] || 'series-0');
 const faded = (colour, share) => colour + Math.round(share * 255).toString(16).padStart(2, '0');
 const ratioOf = () => devicePixelRatio || 1;
 
@@ -61,7 +61,7 @@ function columns(name) {
     const lone = one.values.filter(value => value != null).length === 1; // no line goes through a single point
     const dotted = one.style === 'dots' || (few && (one.style === 'bold' || (own && one.style !== 'reference'))) || lone;
     const made = {
-      label: grouped ? (one.listed ? run.name : one.label) : several() ? `${run.name}: ${one.label}` : one.label,
+      label: grouped ? (one.listed ? run.name : one.label) : several() && one.style !== 'reference' ? `${run.name}: ${one.label}` : one.label,
       said: one.label,
       group: grouped ? place : -series.length,
       class: grouped && !one.listed ? 'unlisted' : null,
@@ -423,7 +423,7 @@ function describe(name) {
 function sample({ look, colour }) {
   const made = document.createElement('span');
   made.className = 'u-marker';
-  made.innerHTML = `<svg viewBox="-2 -2 4 4"><path d="${data.looks[look].shape}" fill="${colour}"></path></svg>`;
+  made.innerHTML = `<svg aria-hidden="true" viewBox="-2 -2 4 4"><path d="${data.looks[look].shape}" fill="${colour}"></path></svg>`;
   return made;
 }
 
