@@ -31,6 +31,7 @@ from foretrain.hybrid.judges.probes import Probes
 from foretrain.hybrid.ledger import Audit
 from foretrain.hybrid.moves import leap
 from foretrain.hybrid.moves.chain import EXACT, Chain
+from foretrain.hybrid.moves.lookahead import LookAhead
 from foretrain.hybrid.moves.move import Move, unpack_move
 from foretrain.hybrid.moves.obstacles import in_words, not_repeatable
 from foretrain.hybrid.moves.products import Products
@@ -53,14 +54,16 @@ _LONGEST_CHAIN = 10
 
 
 class Mover:
-    """Acts for the trainer in PREDICT and CORRECT. `engine` is the trainer itself."""
+    """Acts in PREDICT and CORRECT."""
 
-    def __init__(self, engine: Engine, pilot: Pilot, emit: Callable[[Event], None]) -> None:
+    def __init__(
+        self, engine: Engine, pilot: Pilot, emit: Callable[[Event], None], look_ahead: LookAhead | None = None
+    ) -> None:
         self.engine = engine
         self.pilot = pilot
         self.emit = emit
         self.trajectory = pilot.observer.trajectory
-        self.safety = Safety(engine, pilot)
+        self.safety = Safety(engine, pilot, look_ahead)
         self.probes = Probes(engine, pilot, self.safety)
         self.unseen = Unseen(engine, pilot, self.safety)
         self.forks = Forks(engine, pilot, self.safety, lambda batch: self._probe(batch))  # noqa: PLW0108 - looked up anew, as benchmarks replace it
