@@ -11,7 +11,7 @@ _FORM = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([KMGT]i?B)")
 
 
 def parse_size(text: str) -> int:
-    """Bytes. Raises ValueError, in words for the user, for anything that is not a positive number and a unit."""
+    """Return bytes. Raises ValueError, in words for the user, for anything that is not a positive number and a unit."""
     match = _FORM.fullmatch(text.strip())
     if match is None:
         raise ValueError(f"{text!r} is not an amount of memory; write a number and a unit, such as 14GB, 6GiB or 800MB")
@@ -24,7 +24,7 @@ def parse_size(text: str) -> int:
 
 
 def format_size(size: float) -> str:
-    """For people: `13.2 GB`, `800 MB`, `12 KB`."""
+    """Write an amount for people: `13.2 GB`, `800 MB`, `12 KB`."""
     for unit in ("GB", "MB"):
         if size >= UNITS[unit]:
             value = size / UNITS[unit]
