@@ -29,8 +29,8 @@ RESERVE = 0.05
 """Share beyond the peak that a budget must leave: the allocator holds whole segments, a little more than it hands out.
 Measured peaks are compared without it."""
 PAGES = 160 * 2**20
-"""A CUDA device needs so much besides, as its memory comes in pages of 20 MiB that are partly used: GPT-2 124M under 2 GB
-had 200 MB in them."""
+"""A CUDA device needs so much besides, as its memory comes in pages of 20 MiB that are partly used: GPT-2 124M under
+2 GB had 200 MB in them."""
 TOKEN_BYTES = 16
 """A token and its target, 8 bytes each."""
 BATCHES_AT_HAND = 5

@@ -11,8 +11,8 @@ from foretrain.config.paths import value_of
 from foretrain.planning.estimate import PlanTarget, tries_nothing
 
 RECOMPUTING = 0.28
-"""Share by which the part of a step that is spent in blocks grows when all of them are recomputed. One more forward pass
-would be 1/3; GPT-2 124M on an H200 took 19 % longer, blocks being 69 % of its work (docs/results.md)."""
+"""Share by which the part of a step that is spent in blocks grows when all of them are recomputed. One more forward
+pass would be 1/3; GPT-2 124M on an H200 took 19 % longer, blocks being 69 % of its work (docs/results.md)."""
 BUS_TOKENS = 80_000
 """Directions in main memory cross the bus at the end of a window, which takes as long as full steps on so many tokens.
 Both grow with the model, so that its size cancels out. On an H200: 47,000 with 355M parameters, 105,000 with 124M and
