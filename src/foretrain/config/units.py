@@ -12,7 +12,7 @@ _FORM = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([KMGT]i?B)")
 
 
 def parse_size(text: str) -> int:
-    """Bytes. Raises ValueError, in words for the user, for anything that is not a positive number and a unit."""
+    """Return bytes. Raises ValueError, in words for the user, for anything that is not a positive number and a unit."""
     match = _FORM.fullmatch(text.strip())
     if match is None:
         raise ValueError(f"{text!r} is not an amount of memory; write a number and a unit, such as 14GB, 6GiB or 800MB")
@@ -25,7 +25,7 @@ def parse_size(text: str) -> int:
 
 
 def format_size(size: float, decimals: int = 2) -> str:
-    """For people: `13.20 GB`, `800 MB`, `12.30 kB`."""
+    """Write an amount for people: `13.20 GB`, `800 MB`, `12.30 kB`."""
     for unit, name in (("GB", "GB"), ("MB", "MB"), ("KB", "kB")):
         if size >= UNITS[unit]:
             value = size / UNITS[unit]
