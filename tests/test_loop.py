@@ -492,7 +492,7 @@ def test_too_many_skipped_steps_end_the_run_with_a_checkpoint_of_the_last_good_w
     assert of(events, RunEnded)[0].reason == "failed"
     state = checkpoint.read(tmp_path / "run" / "checkpoints" / "step-00000007")
     assert torch.equal(state["model"]["weight"], good.model.weight)
-    assert state["progress"]["skipped_in_a_row"] == 3
+    assert state["meter"]["skipped_in_a_row"] == 3
 
     again, events = make_trainer({**settings, "max_steps": 12})
     summary = again.fit(batches(), out=tmp_path / "run", resume=True, progress=False)

@@ -46,7 +46,7 @@ from foretrain.motion.predictors.base import Predictor
 from foretrain.motion.predictors.guarded import MOST_FAILURES, check_predictor
 from foretrain.motion.trajectory import Trajectory, basis_type
 from foretrain.persist.folder import RunFolder
-from foretrain.persist.form import check_form
+from foretrain.persist.form import check_form, check_format
 
 _SAY_EVERY = 100
 _OBSTACLES = "obstacles"
@@ -453,7 +453,7 @@ class HybridTrainer:
         return result
 
     def _correct(self, batch: Any) -> StepResult:
-        """CORRECT: the residual correction, then full steps that validate the move; then it is kept or taken back."""
+        """CORRECT: full steps that validate the move; then it is kept or taken back."""
         self.memory.enter(Phase.CORRECT.value)
         confidence = self.mover.open_move.confidence
         output = self.mover.validate(batch, self.engine.full)
@@ -613,6 +613,7 @@ class HybridTrainer:
     def load_state_dict(self, state: dict[str, Any], origin: str = "the given state") -> None:
         """Put a state back, in place: afterwards every step is, bit for bit, what it would have been."""
         with as_checkpoint_error(origin):
+            check_format(state.get("format"), origin)
             check_form(self.state_dict(), state)
             self._put_back(state, origin)
             self.engine.freeze_as_saved(state)

@@ -105,6 +105,7 @@ class Safety:
         state = self.engine.changing_state_dict()
         names = ("global_step", "position", *HELD_OUT_RECORD)
         state["progress"] = {name: state["progress"][name] for name in names}
+        del state["meter"], state["seconds"]  # what was spent stays spent
         state["look_ahead"] = self.look_ahead.state_dict() if self.look_ahead is not None else None
         predictor = self.pilot.observer.guarded
         state["predictor"] = {"name": predictor.name, "state": predictor.state()} if for_move else None
@@ -150,8 +151,7 @@ class Safety:
         state = put_together(to or self._snapshot())
         self.engine.rewind(state)
         for name in HELD_OUT_RECORD:
-            if name in state["progress"]:  # not there in older checkpoints
-                setattr(self.engine.progress, name, state["progress"][name])
+            setattr(self.engine.progress, name, state["progress"][name])
         if self.look_ahead is not None and state["look_ahead"] is not None:  # else switched on when it was resumed
             self.look_ahead.load_state_dict(state["look_ahead"])
         predictor = self.pilot.observer.guarded
@@ -203,7 +203,7 @@ class Safety:
         self.taken_at = int(state["safe_step"])
         if self.host is not None:
             self.host.lane.finish()  # the memory of the one before is given back
-        self.taken, self.best = self._loaded(state["safe"], device), self._loaded(state.get("best"), device)
+        self.taken, self.best = self._loaded(state["safe"], device), self._loaded(state["best"], device)
         self.wait()
 
     def _loaded(self, state: Any, device: torch.device) -> Snapshot | None:
