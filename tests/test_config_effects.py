@@ -802,16 +802,16 @@ def _(bench: Bench) -> None:
 @effect("memory.offload")
 def _(bench: Bench) -> None:
     for wanted in (True, False):
-        parked = away_while_probing(bench.patch, memory__offload=wanted, memory__lookahead=0)
+        parked = away_while_probing(bench.patch, memory__offload=wanted, memory__return_ahead=0)
         assert set(parked) == {wanted}
     with pytest.raises(ConfigError, match=r"engine\.cuda_graph = true and memory\.offload = true exclude each other"):
         bench.config(memory__offload=True, engine__cuda_graph=True)
 
 
-@effect("memory.lookahead")
+@effect("memory.return_ahead")
 def _(bench: Bench) -> None:
     for steps in (0, 1, 3):
-        parked = away_while_probing(bench.patch, memory__offload=True, memory__lookahead=steps)
+        parked = away_while_probing(bench.patch, memory__offload=True, memory__return_ahead=steps)
         assert parked[: len(parked) - steps] == [True] * (len(parked) - steps)
         assert parked[len(parked) - steps :] == [False] * steps
 
@@ -1160,12 +1160,6 @@ def harmful(**changes: Any) -> Hybrid:
     return hybrid(predictor=Repeating(1.0, far=-30.0), **changes)
 
 
-def biased(**changes: Any) -> Hybrid:
-    """Forecasts go half as far as the weights really go: past residuals tell by how much to correct a move."""
-    settings = {"hybrid__warmup_steps": 100, "hybrid__full_steps": 30, **changes}
-    return hybrid(300, predictor=Repeating(0.5), **settings)
-
-
 @effect("hybrid.mode")
 def _(bench: Bench) -> None:
     plain, leap, rollout = (hybrid(hybrid__mode=mode) for mode in ("off", "leap", "rollout"))
@@ -1219,15 +1213,6 @@ def _(bench: Bench) -> None:
     """Of a loss right after a leap: what is tolerated is judged later."""
     for threshold, verdict in ((3.0, "refused"), (1e6, "rolled back")):
         assert harmful(hybrid__search=False, hybrid__divergence_threshold=threshold).moves[0].verdict == verdict
-
-
-@effect("hybrid.correction_interval")
-def _(bench: Bench) -> None:
-    never, often = (biased(hybrid__mode="rollout", hybrid__correction_interval=steps) for steps in (0, 3))
-    pairs = enumerate(zip(never.losses, often.losses, strict=False))
-    differing = next(place for place, (one, other) in pairs if one != other)
-    assert never.phases[differing - 2 : differing + 1] == ["predict"] * 3
-    assert often.losses[differing] < never.losses[differing]  # half of the way was missing
 
 
 @effect("hybrid.monitor_interval")
@@ -1429,38 +1414,6 @@ def _(bench: Bench) -> None:
         changes_forecasts("predictor__learning_rate", 1e-3, 1e-2, **{**SMALL, "predictor__type": kind})
 
 
-@effect("correction.residuals")
-def _(bench: Bench) -> None:
-    for count in (3, 6):
-        state = hybrid(correction__residuals=count, hybrid__warmup_steps=200).trainer.state_dict()
-        assert len(state["hybrid"]["policy"]["correction"]["residuals"]) == count
-
-
-@effect("correction.similarity")
-def _(bench: Bench) -> None:
-    assert biased(correction__similarity=-1.0).trainer.summary()["corrections"]["applied"] > 0
-    assert biased(correction__similarity=0.999999).trainer.summary()["corrections"]["applied"] == 0
-
-
-@effect("correction.neighbors")
-def _(bench: Bench) -> None:
-    runs = [biased(correction__neighbors=count, correction__similarity=-1.0) for count in (1, 1, 5)]
-    assert torch.equal(runs[0].weights, runs[1].weights)
-    assert not torch.equal(runs[0].weights, runs[2].weights)
-
-
-@effect("correction.limit")
-def _(bench: Bench) -> None:
-    settings = {"hybrid__mode": "rollout", "hybrid__correction_interval": 1, "correction__similarity": -1.0}
-    falls = []
-    for limit in (0.0, 0.2, 1.0):
-        run = biased(correction__limit=limit, **settings)
-        place = run.phases.index("predict")
-        falls.append(run.losses[place - 1] - run.losses[place + 5])
-    assert 0 < falls[0] < falls[1] < falls[2]
-    assert biased(correction__limit=0.0).trainer.summary()["corrections"]["applied"] == 0
-
-
 @effect("audit.time_budget")
 def _(bench: Bench) -> None:
     assert not noisy(audit__time_budget=0.0).moves
@@ -1588,7 +1541,7 @@ class Tuning:
 
     bench: Bench
 
-    def parts(self, **changes: Any) -> tuple[tuning.Base, tuning.Split, HybridTrainer]:
+    def parts(self, **changes: Any) -> tuple[tuning.Base, tuning.ExampleSplit, HybridTrainer]:
         config = config_for(write_base(self.bench.folder / "base"), self.colors(), **changes)
         opened = tuning.open_base(config.model.weights)
         split = tuning.prepare(config, opened)

@@ -17,7 +17,6 @@ from foretrain.config import from_mapping
 from foretrain.events import Phase, Recovered
 from foretrain.hybrid import resting as rests
 from foretrain.hybrid.moves.leap import Leap
-from foretrain.hybrid.moves.rollout import Rollout
 from foretrain.motion.predictors.base import Followed, Forecast, Predictor, Situation
 from foretrain.motion.trajectory import Trajectory
 from foretrain.persist.codec import Snapshot, put_together, snapshot, take_apart
@@ -74,12 +73,12 @@ def plain(
 def test_without_moves_it_is_the_plain_loop_to_the_bit(
     optimizer: str, model: dict[str, Any], settings: dict[str, Any], still: dict[str, Any]
 ) -> None:
-    settings = {**settings, "optimizer.type": optimizer, "optimizer.learning_rate": 3e-3, **still}
+    settings = {**settings, "max_steps": 150, "optimizer.type": optimizer, "optimizer.learning_rate": 3e-3, **still}
     hybrid = world(Net(**model), Regression(), settings).run()
     state = torch.get_rng_state()
-    other = plain(Net(**model), Regression(), range(300), settings)
+    other = plain(Net(**model), Regression(), range(150), settings)
     assert hybrid.trainer.policy is not None
-    assert hybrid.trainer.backward_passes == other.backward_passes == 300
+    assert hybrid.trainer.backward_passes == other.backward_passes == 150
     assert hybrid.moves == []
     assert same_weights(hybrid.trainer.model, other.model)
     assert torch.equal(torch.get_rng_state(), state)
@@ -178,6 +177,23 @@ def test_a_refused_move_and_the_run_goes_on_as_if_it_had_not_been(mode: str) -> 
     assert same_weights(run.trainer.model, other.model)
 
 
+def test_a_step_says_how_many_batches_are_to_be_handed_in_again() -> None:
+    """A rollout is refused later than it began: a loop of one's own that goes back, as `fit` does, loses no data."""
+    settings = {**AUDITED, "hybrid.mode": "rollout", "hybrid.monitor_interval": 3}
+    run = before_a_move(world(Net(dropout=0.2), Regression(), settings, "exploding"))
+    rewound = []
+    while not rewound:
+        at = run.position
+        result = run.step()
+        rewound += [result.rewound] if result.rewound else []
+        run.position -= result.rewound
+        assert run.trainer.position == run.position == at + 1 - result.rewound
+    for _ in range(4):
+        assert run.step().rewound == 0
+    other = plain(Net(dropout=0.2), Regression(), range(run.position), settings)
+    assert same_weights(run.trainer.model, other.model)
+
+
 def hide_harm(trainer: HybridTrainer) -> None:
     """The probe at the end of PREDICT sees none: a rollout that does harm gets through to its validation."""
     probes = trainer.policy.tools.probes
@@ -273,7 +289,6 @@ def test_an_audit_that_says_better_leaves_the_run_with_the_move(monkeypatch: pyt
     first = run.position
     trainer = run.trainer
     trainer.policy.tools.worth.noisy = lambda gain: 3.0  # type: ignore[method-assign]
-    trainer.policy.correction.tried = -1000  # no correction of the move
     begun: dict[str, Any] = {}
     inner = Leap.arrive
 
@@ -457,44 +472,6 @@ def test_monitor_interval_is_how_often_a_forward_pass_looks(interval: int) -> No
         assert math.isnan(loss) == (number not in looked)
 
 
-def test_correction_interval_is_how_often_a_rollout_is_corrected(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = rolled(hybrid__correction_interval=4)
-    plan = run.trainer.policy.plan()
-    asked: list[int] = []
-
-    def nothing(move: Rollout, coefficients: Any, steps: int) -> Any:
-        asked.append(move.moved + 1)
-        return np.zeros_like(coefficients)
-
-    monkeypatch.setattr(Rollout, "suggestion", nothing)
-    for _ in range(plan.horizon):
-        run.step()
-    assert asked == list(range(4, plan.horizon + 1, 4))
-
-
-def test_an_active_correction_moves_the_weights() -> None:
-    plain_run, corrected = rolled(hybrid__correction_interval=0), rolled(hybrid__correction_interval=2)
-    correction = corrected.trainer.policy.correction
-    correction.tried, correction.plain_error, correction.corrected_error = 10, 1.0, 0.5
-    assert correction.active
-    assert correction.stored > 0
-    horizon = corrected.trainer.policy.plan().horizon
-    for run in (plain_run, corrected):
-        for _ in range(horizon):
-            run.step()
-    assert not same_weights(plain_run.trainer.model, corrected.trainer.model)
-
-
-def test_the_correction_before_validation_is_counted() -> None:
-    run = world(Net(), Regression(), AUDITED, "repeat")
-    before_a_move(run)
-    correction = run.trainer.policy.correction
-    correction.tried, correction.plain_error, correction.corrected_error = 10, 1.0, 0.5
-    while not run.moves:
-        run.step()
-    assert run.trainer.summary()["corrections"]["applied"] == 1
-
-
 # --- rest ------------------------------------------------------------------------------------------------------------
 
 
@@ -617,7 +594,7 @@ def test_a_run_without_directions_is_resumed_exactly(reason: int, monkeypatch: p
 
 
 def without_clock(state: Snapshot) -> Snapshot:
-    state.tree["progress"]["seconds"] = 0.0
+    state.tree["seconds"] = 0.0
     return state
 
 
@@ -829,31 +806,6 @@ def test_a_predictor_that_keeps_the_tensors_it_is_given_does_not_spoil_the_snaps
         for _ in range(20):
             run.step()
     assert counts == [10.0, 10.0]
-
-
-def test_the_correction_carries_the_average_along() -> None:
-    settings = {**AUDITED, "evaluation.ema_decay": 0.9}
-    run = before_a_move(world(Net(), Regression(), settings, "repeat"))
-    trainer = run.trainer
-    correction = trainer.policy.correction
-    correction.tried, correction.plain_error, correction.corrected_error = 10, 1.0, 0.5
-    run.step()
-    assert trainer.phase is Phase.CORRECT
-    seen: dict[str, list[Tensor]] = {}
-
-    def both() -> dict[str, list[Tensor]]:
-        weights = [p.detach().clone() for p in trainer.model.parameters()]
-        with trainer.averaged_weights():
-            return {"weights": weights, "average": [p.detach().clone() for p in trainer.model.parameters()]}
-
-    before = both()
-    inner = trainer.policy.move.correct
-    trainer.policy.move.correct = lambda: (inner(), seen.update(both()))  # type: ignore[method-assign]
-    run.step()
-    assert not torch.equal(seen["weights"][0], before["weights"][0])
-    for index in range(len(before["weights"])):
-        moved = seen["weights"][index] - before["weights"][index]
-        assert torch.allclose(seen["average"][index] - before["average"][index], moved, atol=1e-6)
 
 
 def test_look_ahead_switched_on_at_a_resume_survives_an_emergency() -> None:

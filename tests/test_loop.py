@@ -492,7 +492,7 @@ def test_too_many_skipped_steps_end_the_run_with_a_checkpoint_of_the_last_good_w
     assert of(events, RunEnded)[0].reason == "failed"
     state = checkpoint.read(tmp_path / "run" / "checkpoints" / "step-00000007")
     assert torch.equal(state["model"]["weight"], good.model.weight)
-    assert state["progress"]["skipped_in_a_row"] == 3
+    assert state["meter"]["skipped_in_a_row"] == 3
 
     again, events = make_trainer({**settings, "max_steps": 12})
     summary = again.fit(batches(), out=tmp_path / "run", resume=True, progress=False)
@@ -620,7 +620,8 @@ def test_the_total_time_counts_start_up_and_every_part_of_a_resumed_run(
 ) -> None:
     now = [100.0]
     clock = SimpleNamespace(monotonic=lambda: now[0], perf_counter=time.perf_counter)
-    monkeypatch.setattr("foretrain.loop.time", clock)
+    monkeypatch.setattr("foretrain.loop.run.time", clock)
+    monkeypatch.setattr("foretrain.loop.saver.time", clock)
     monkeypatch.setattr("foretrain.persist.folder.time", clock)
 
     def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:

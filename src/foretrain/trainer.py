@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -14,64 +14,41 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from foretrain import environment
 from foretrain.config import Config
 from foretrain.config.schema import Level
-from foretrain.engine import described
-from foretrain.engine.batches import steps_in
-from foretrain.engine.engine import Engine, as_checkpoint_error, own_loss
+from foretrain.engine.engine import Engine, as_checkpoint_error
+from foretrain.engine.explain import HandedIn, first_failure, past_the_end
 from foretrain.engine.fence import Ordered
 from foretrain.engine.hooks import StepHook
 from foretrain.engine.memory.usage import MemoryMeter
-from foretrain.engine.own import (
-    Measure,
-    OptimizerLike,
-    as_tensors,
-    check_metrics,
-    check_processes,
-    explain_first_failure,
-)
+from foretrain.engine.own import Measure, OptimizerLike, check_processes
 from foretrain.engine.rates import FollowedRates
 from foretrain.engine.step import StepOutput
-from foretrain.engine.trained import Change
-from foretrain.engine.weights import write_weights
-from foretrain.errors import ConfigError, DivergenceError, InputError
+from foretrain.errors import ConfigError, DivergenceError
 from foretrain.events import Bus, Listener, Notice, Phase, PhaseChanged, Recovered
 from foretrain.health.checkup import Checkup
 from foretrain.health.recovery import Action, Kind
 from foretrain.health.rescue import Rescue
+from foretrain.hybrid import summary as summaries
 from foretrain.hybrid.assembly import equip
 from foretrain.hybrid.emergencies import Emergencies
+from foretrain.hybrid.freezing import follow_freezing
 from foretrain.hybrid.moves.judged import JudgedMove
 from foretrain.hybrid.moves.lookahead import LookAhead
 from foretrain.hybrid.moves.rate_race import RateRace, with_short_warmup
 from foretrain.hybrid.policy import Policy
-from foretrain.hybrid.summary import summary_of
-from foretrain.loop import Run, check_load_best, tell_interruption, warning_of_failure
+from foretrain.loop.fit import FitOptions, fit
 from foretrain.motion.hosted import HostedTrajectory
 from foretrain.motion.observer import Moment, Observer
 from foretrain.motion.predictors import registry
 from foretrain.motion.predictors.base import Predictor
 from foretrain.motion.predictors.guarded import MOST_FAILURES, check_predictor
 from foretrain.motion.trajectory import Trajectory, basis_type
-from foretrain.persist.codec import random_state, restore_random_state
-from foretrain.persist.folder import WEIGHTS, RunFolder
-from foretrain.persist.form import check_form
-from foretrain.persist.signals import StopRequest
-from foretrain.show.console import Console
-from foretrain.show.jsonl import JsonlLog
-from foretrain.show.pages.report import ReportWriter
-from foretrain.show.trackers.listener import close_all
-from foretrain.show.trackers.opening import open_trackers
+from foretrain.persist.folder import RunFolder
+from foretrain.persist.form import check_form, check_format
 
 _SAY_EVERY = 100
 _OBSTACLES = "obstacles"
-_NOT_IN_EVERY_RUN = (
-    *("moves", "predicted_steps", "corrections", "recoveries", "rollbacks", "forecast", "confidence", "predictability"),
-    *("exact", "audit", "learning_rate", "predictor", "basis_mb", "health", "memory", "peak_memory_mb"),
-    *("out_of_memory", "signal", "best_checkpoint"),
-)
-"""Keys of the summary that are None where there is nothing to say, so that every summary has the same keys."""
 _LOOK_EVERY = 10
 """Steps after which the losses of unwatched steps are looked at."""
 _LOOK_AHEAD_ENDS = 2 / 3
@@ -93,6 +70,9 @@ class StepResult:
     """What the predictor said this loss would be, in PREDICT."""
     confidence: float | None = None
     """Probability that the open move will be kept, in PREDICT and CORRECT."""
+    rewound: int = 0
+    """How many of the last batches, that of this step included, are to be handed in again, because a move was undone
+    together with its data: the next batch is the one at `HybridTrainer.position`. `fit` does this by itself."""
 
     @property
     def learning_rate(self) -> float:
@@ -150,7 +130,6 @@ class HybridTrainer:
         self.look_ahead = self._new_look_ahead()
         self._said: dict[str, int] = {}
         self._past_the_end = False
-        self._fitting = False
         self.stopping = False
         """Somebody called `stop`."""
         self._went_back = False
@@ -275,59 +254,26 @@ class HybridTrainer:
             and self.engine.global_step >= self.engine.config.max_steps
             and not (self._past_the_end or self.judging)
         ):
-            self._say_past_the_end()
+            self._past_the_end = True
+            text = past_the_end(self.engine)
+            warnings.warn(text, stacklevel=2)
+            self.bus.emit(Notice(text))
+        position = self.position
         self.catch_up()
-        self._obey()
+        self.engine.fence.obey()
         if self.engine.trained.changed:
             batch = self._follow_freezing(batch)
         try:
             result = self.rescue.step(batch, self._step)
-        except (TypeError, AttributeError) as error:
-            if self.engine.backward_passes or self.engine.loss_fn is own_loss:
+        except (TypeError, AttributeError, RuntimeError) as error:
+            if (explained := first_failure(error, self.engine)) is None:
                 raise
-            raise explain_first_failure(error) from error
-        except RuntimeError as error:
-            if self.engine.backward_passes or "sparse" not in str(error):
-                raise
-            raise ConfigError(
-                f"the gradients are sparse, and {type(self.optimizer).__name__} cannot use them ({error}); hand in "
-                "torch.optim.SparseAdam, Adagrad or SGD without momentum, or make them dense"
-            ) from error
-        self._obey()
-        return result
-
-    def _obey(self) -> None:
-        """Own code wants the program to end, and the state can be gone on from. `fit` saves it before."""
-        if not self._fitting and (order := self.engine.fence.taken()) is not None:
-            raise order
-
-    def _see_freezing(self, batch: Any) -> None:
-        """A callback that heard of a refused move may have frozen or unfrozen something."""
-        if self.engine.trained.changed:
-            self._follow_freezing(batch)
+            raise explained from error
+        self.engine.fence.obey()
+        return result if self.position > position else replace(result, rewound=position + 1 - self.position)
 
     def _follow_freezing(self, batch: Any) -> Any:
-        """Parameters were frozen or unfrozen since the last step. Returns the batch to go on with: an open move is
-        taken back with its data, but what is frozen now stays where its user froze it."""
-        frozen = [(p, p.detach().clone()) for p in self.engine.trained.parameters if not p.requires_grad]
-        if self.policy is not None and self.judging:
-            position, first = self.engine.position, self.policy.interrupt("parameters were frozen or unfrozen")
-            self._tell_phase()
-            with torch.no_grad():
-                for parameter, value in frozen:
-                    parameter.copy_(value)
-            batch = batch if first is None or self.engine.position == position else self.engine.to_device(first)
-        elif self.phase is Phase.PREDICT and self.policy is not None:
-            self.policy.cycle.force_full("parameters were frozen or unfrozen")
-        change = self.engine.follow_trained()
-        lost = self.engine.trained.without_optimizer()
-        watched = "; what was seen of how weights move is dropped, and the run watches anew" if self.policy else ""
-        if change.frozen or change.unfrozen:
-            self.bus.emit(Notice(f"from step {self.engine.global_step} on {change.in_words()}{watched}", level="info"))
-        if lost and change.unfrozen:
-            text = f"{next(iter(lost))} is trained now, but {type(self.engine.optimizer).__name__} does not hold it"
-            self.bus.emit(Notice(f"{text}, so it will not change; add it with optimizer.add_param_group"))
-        return batch
+        return follow_freezing(self.engine, self.policy, batch, self.bus.emit)
 
     def _cover(self) -> None:
         """Others are trained from now on."""
@@ -337,21 +283,6 @@ class HybridTrainer:
         if self.policy is not None:
             self.policy.cover()
             self.race.begin_anew()
-
-    def _say_past_the_end(self) -> None:
-        """Once. A schedule may have brought the learning rate down to nothing by now."""
-        self._past_the_end = True
-        text = (
-            f"step() goes on after the last of max_steps = {self.engine.config.max_steps}, with a learning rate of "
-            f"{self.engine.schedule(self.engine.global_step):.3g}; "
-            + (
-                "raise max_steps, or leave it out for a loop without an end"
-                if self.engine._max_steps_given
-                else "a schedule of the Config goes by max_steps: set it"
-            )
-        )
-        warnings.warn(text, stacklevel=3)
-        self.bus.emit(Notice(text))
 
     def end_at(self, max_steps: int) -> None:
         """From now on it is known how long the run is."""
@@ -404,11 +335,6 @@ class HybridTrainer:
         """A chain of leaps is being made: it can be long, and its weights are as good as any."""
         move = self.policy.move if self.policy is not None else None
         return move is not None and move.chained and self.phase is Phase.PREDICT
-
-    def end_move_soon(self) -> None:
-        """Training is to stop: an open move that can be long ends with its next step."""
-        if self.policy is not None and self.policy.move is not None:
-            self.policy.move.end_soon()
 
     def _train(self, batch: Any) -> StepResult:
         """WARMUP and FULL: full steps, watched. Only the end of a window can lead to another phase."""
@@ -498,7 +424,8 @@ class HybridTrainer:
     def _train_instead(self, move: JudgedMove, batch: Any, position: int) -> StepResult:
         """A move was refused: the batch it began with is still there to learn from. position: that of this step."""
         batch = batch if self.engine.position == position else move.batch
-        self._see_freezing(batch)
+        if self.engine.trained.changed:  # by a callback that heard of the refused move
+            self._follow_freezing(batch)
         result = self._train(batch)
         if self.engine.position < position:
             self.engine.position += 1
@@ -648,14 +575,16 @@ class HybridTrainer:
     def load_state_dict(self, state: dict[str, Any], origin: str = "the given state") -> None:
         """Put a state back, in place: afterwards every step is, bit for bit, what it would have been."""
         with as_checkpoint_error(origin):
+            check_format(state.get("format"), origin)
             check_form(self.state_dict(), state)
             self._put_back(state, origin)
             self.engine.freeze_as_saved(state)
 
     def _put_back(self, state: dict[str, Any], origin: str) -> None:
-        trained, settings = set(self.engine.trained.names), described.optimizer_settings(self.engine.optimizer)
+        handed_in = HandedIn.to(self.engine)
         self.engine.put_back(state, origin)
-        self._tell_put_back(trained, settings)
+        for text in handed_in.differences(self.engine):
+            self.bus.emit(Notice(text, level="info"))
         if self.look_ahead is not None and state.get("look_ahead") is not None:
             self.look_ahead.load_state_dict(state["look_ahead"])
         self.checkup.load_state_dict(state.get("checkup", {}))
@@ -671,32 +600,6 @@ class HybridTrainer:
         self._said = dict(hybrid["said"])
         self.rescue.load_state_dict(state.get("rescue", {}))
         self.policy.heed()
-
-    def _tell_put_back(self, trained: set[str], settings: dict[str, Any]) -> None:
-        """What was handed in otherwise, and is as it was saved now: the saved state wins, else it would be another run.
-
-        trained: names of what was; settings: of the optimizer.
-        """
-        now = set(self.engine.trained.names)
-        if change := Change(sorted(trained - now), sorted(now - trained)).in_words():
-            text = f"{change}, as when this was saved; freeze or unfreeze after that, in a callback"
-            self.bus.emit(Notice(text, level="info"))
-        if not self.engine.own_optimizer or (
-            isinstance(self.engine.rate, FollowedRates) and self.engine.rate.scheduler is not None
-        ):
-            return
-        saved = described.optimizer_settings(self.engine.optimizer)
-        differing = [name for name, value in settings.items() if name in saved and saved[name] != value]
-        if isinstance(self.engine.rate, FollowedRates) and differing:
-            words = ", ".join(f"{name} = {saved[name]} and not {settings[name]}" for name in differing)
-            self.bus.emit(
-                Notice(
-                    f"{described.full_name(self.optimizer)} goes on as it was saved, with {words}; to change that, "
-                    "write it into optimizer.param_groups when the state is loaded (in fit: in a callback, at the "
-                    "event Resumed)",
-                    level="info",
-                )
-            )
 
     # --- a whole run -------------------------------------------------------------------------------------------------
 
@@ -731,174 +634,54 @@ class HybridTrainer:
         what the rows of a batch are called. on_interrupt: after Ctrl-C the run is saved, and KeyboardInterrupt raised
         (SystemExit after other signals); "return": the summary comes back with the reason "interrupted".
         """
-        if on_interrupt not in ("raise", "return"):
-            raise InputError(f"on_interrupt = {on_interrupt!r}: it is 'raise' or 'return'")
-        check_metrics(metrics or {})
-        if metrics and held_out is None:
-            raise InputError("metrics are measured on held-out batches: give some to fit()")
-        if resume and overwrite:
-            raise InputError("resume goes on with the run in out=..., overwrite replaces it: choose one")
-        callbacks = list(callbacks)
-        if not all(callable(callback) for callback in callbacks):
-            raise InputError("callbacks is a list of functions of one event, such as [listen]")
-        if load_best:
-            check_load_best(self.engine.config, out, held_out)
-        self.engine.check_recording()
         self.engine.unit = unit or self.engine.unit
-        self.stopping = False
-        self._set_length(loader, epochs)
-        random = random_state()  # a DataLoader draws from it when it is read
-        held = [as_tensors(batch, self.engine._float_type) for batch in held_out] if held_out is not None else []
-        self._check_scheduler(held)
-        self.engine.measure(held[:1], metrics or {})  # a metric that fails does so before anything is trained
-        restore_random_state(random)
-        with ExitStack() as stack:
-            folder = out if isinstance(out, RunFolder) else None
-            if out is not None and not isinstance(out, RunFolder):
-                folder = stack.enter_context(RunFolder(Path(out), resume, overwrite, in_python=True))
-                details = {**(details or {}), "folder": str(folder.path)}
-                if overwrite and not resume:
-                    folder.clear()
-            self._show(stack, folder, resume, progress, table)
-            for callback in callbacks:
-                stack.callback(self.bus.subscribe(warning_of_failure(callback)))
-            stop = stack.enter_context(StopRequest())
-            stop.leave = lambda: self.engine.fence.interruptible
-            run = Run(self, folder, held, stop, data_fingerprint, metrics, load_best)
-            self.engine.fence.order, self._fitting = None, True
-            stack.callback(setattr, self, "_fitting", False)
-            summary = run.train(loader, resume, title, details or {})
-            if folder is not None and folder is not out and summary["reason"] != "interrupted":
-                with self.engine.averaged_weights():
-                    write_weights(self.engine.model, folder.path / WEIGHTS)
-        order = self.engine.fence.taken()
-        if order is not None and not (isinstance(order, KeyboardInterrupt) and on_interrupt == "return"):
-            raise order
-        if summary["reason"] == "interrupted" and not isinstance(out, RunFolder):
-            shown = bool(progress) and (self.engine.config.log.console if progress is True else progress) != "quiet"
-            tell_interruption(summary["signal"], run.last_words, on_interrupt, shown)
-        return summary
-
-    def _show(
-        self, stack: ExitStack, folder: RunFolder | None, resume: bool, progress: bool | Level, table: bool
-    ) -> None:
-        """Console, log, report and trackers listen until `stack` is left."""
-        if progress:
-            console = Console(level=self.engine.config.log.console if progress is True else progress, table=table)
-            stack.callback(self.bus.subscribe(console, trusted=True))
-            stack.callback(console.close)
-        if folder is None:
-            return
-        log = JsonlLog(folder.metrics, emit=self.bus.emit)
-        stack.callback(self.bus.subscribe(log, trusted=True))
-        stack.callback(log.close)
-        if self.engine.config.log.report:
-            stack.callback(self.bus.subscribe(ReportWriter(folder.path), trusted=True))
-        trackers = open_trackers(self.engine.config, folder.path, resume, self.bus.emit, self.settings())
-        for tracker in trackers:
-            stack.callback(self.bus.subscribe(tracker, trusted=True))
-        stack.callback(close_all, trackers)
-
-    def _set_length(self, loader: Iterable[Any], epochs: float | None) -> None:
-        """`fit` needs an end: so many epochs, or `max_steps`."""
-        if epochs is not None and self.engine._max_steps_given:
-            raise ConfigError(
-                f"epochs = {epochs:g} and max_steps = {self.config.max_steps} of the Config both say how long the run "
-                "is; keep one"
-            )
-        epochs = epochs if epochs is not None else self.engine.config.epochs
-        if epochs is not None:
-            self.end_at(steps_in(epochs, loader))
-        elif not self.engine.has_end:
-            self.end_at(self.engine.config.max_steps)
-
-    def _check_scheduler(self, held_out: list[Any]) -> None:
-        if not isinstance(self.engine.rate, FollowedRates) or self.engine.rate.scheduler is None:
-            return
-        name, last = type(self.engine.rate.scheduler).__name__, getattr(self.engine.rate.scheduler, "total_steps", None)
-        if self.engine.rate.watches_loss and not held_out:
-            raise ConfigError(f"{name} follows the held-out loss: give held-out batches to fit()")
-        if last is not None and last < self.engine.config.max_steps:
-            raise ConfigError(
-                f"{name} was made for {last} steps, and the run has {self.engine.config.max_steps}: make it with "
-                f"total_steps={self.engine.config.max_steps}"
-            )
+        options = FitOptions(
+            epochs,
+            metrics or {},
+            tuple(callbacks),
+            out,
+            resume,
+            overwrite,
+            load_best,
+            progress,
+            table,
+            on_interrupt,
+            title,
+            details or {},
+            data_fingerprint,
+        )
+        return fit(self, loader, held_out, options)
 
     def stop(self) -> None:
         """End `fit` after this step, as early stopping does. For callbacks."""
         self.stopping = True
 
-    @property
-    def optimizer_in_words(self) -> str:
-        """torch.optim.Adam, lr 0.003."""
-        return described.in_words(
-            self.engine.optimizer, self.engine.config, self.engine.rate, self.engine.own_optimizer
-        )
-
-    def settings(self) -> dict[str, Any]:
-        """The configuration as far as it has an effect here, with the model and the optimizer as they really are."""
-        return described.settings_of_run(
-            self.engine.config,
-            self.engine.model,
-            self.engine.optimizer,
-            self.engine.rate,
-            own=self.engine.own_optimizer,
-            clip=self.engine.clip,
-            rows=self.engine.progress.rows,
-        )
-
     def prediction_progress(self) -> dict[str, Any]:
         """What the progress line says of prediction."""
-        if self.policy is None:
-            return {}
-        moves, observer, move = self.policy.score.counts.moves, self.observer, self.policy.move
-        gain = self.policy.score.ledger.gain(self.engine.backward_passes)
-        watched = observer.windows > 0 and not (self.policy.rest.steps or self.judging)  # else they are of long ago
-        chained = move is not None and move.chained  # nothing was forecast for it
-        return {
-            "predicted_loss": observer.predicted_loss if watched else None,
-            "smoothed_loss": observer.smoothed_loss if watched else None,
-            "confidence": None if chained else round(self.policy.appraiser.current_confidence, 4),
-            "kept": moves["kept"] + moves["shrunk"],
-            "refused": moves["refused"] + moves["rolled_back"],
-            "gain_percent": gain["gain_percent"],
-        }
+        return {} if self.policy is None else summaries.prediction_progress(self.engine, self.policy)
 
     def summary(self) -> dict[str, Any]:
         """What the run did so far."""
-        seconds = self.engine.clock.seconds
-        summary = {
-            "final_val_loss": self.engine.progress.last_val_loss,
-            "final_train_loss": self.engine.progress.last_train_loss,
-            "best_val_loss": self.engine.progress.best_val_loss,
-            "metrics": dict(self.engine.progress.last_metrics),
-            "best_step": self.engine.progress.best_step,
-            "global_step": self.engine.global_step,
-            "steps": {"warmup": 0, "full": self.engine.global_step, "predict": 0, "correct": 0},
-            "backward_passes": self.engine.backward_passes,
-            "tokens": self.engine.progress.tokens,
-            "probe_tokens": self.engine.probe_tokens,
-            "seconds": round(seconds, 3),
-            "tokens_per_second": round(self.engine.progress.tokens / seconds, 1) if seconds else None,
-            "unit": self.engine.unit,
-            "optimizer": self.optimizer_in_words,
-            "skipped_steps": self.engine.meter.skipped,
-            "parameters": sum(p.numel() for p in self.engine.model.parameters()),
-            "precision": self.engine.precision.name,
-            "config": self.settings(),
-            "environment": environment.describe(str(self.engine.device)),
-        }
-        summary |= dict.fromkeys(_NOT_IN_EVERY_RUN)
+        predicted = {} if self.policy is None else summaries.of_prediction(self.engine, self.policy, self.race)
+        return summaries.of_steps(self.engine, self.memory) | predicted | self.checkup.summary() | self.rescue.summary()
+
+    # --- what a run of `fit` asks for --------------------------------------------------------------------------------
+
+    @property
+    def end_loss(self) -> float | None:
+        """Loss of the last batch, where the run went back to a lower point at its end."""
+        return None if self.policy is None else self.policy.end_loss
+
+    def end_chain(self) -> None:
+        """A chain of leaps ends with its next leap, if there is one."""
+        if self.policy is not None and self.policy.move is not None:
+            self.policy.move.end_soon()
+
+    def data_is_at(self, state: Callable[[], Any]) -> None:
+        """state: says where the data is, for snapshots."""
         if self.policy is not None:
-            summary |= summary_of(self.policy, self.engine.backward_passes)
-            if self.race.tried:
-                summary["learning_rate"] = self.race.summary()
-            summary["predictor"] = self.observer.predictor.name
-            summary["basis_mb"] = round(self.observer.trajectory.bytes / 2**20, 1)
-        summary |= self.checkup.summary()
-        if self.memory.on:
-            summary["memory"] = self.memory.summary()
-        if self.engine.device.type == "cuda":
-            peak = self.memory.peak if self.memory.on else torch.cuda.max_memory_allocated(self.engine.device)
-            summary["peak_memory_mb"] = round((peak or 0) / 2**20, 1)
-        return summary | self.rescue.summary()
+            self.policy.tools.snapshots.loader_state = state
+
+    def data_was_at(self) -> Any:
+        """Where the data was when the snapshot was taken that the last rollback went back to."""
+        return None if self.policy is None else self.policy.tools.snapshots.loader_state_then()

@@ -15,6 +15,7 @@ from foretrain.config import from_mapping
 from foretrain.engine.step import StepOutput
 from foretrain.events import Phase
 from foretrain.health.recovery import Action, Kind, Outcome
+from foretrain.hybrid.account import account_of
 from foretrain.hybrid.cycle import View
 from foretrain.hybrid.judges.exact import Exact
 from foretrain.hybrid.judges.judgement import Judgement
@@ -22,7 +23,6 @@ from foretrain.hybrid.judges.worth import Worth
 from foretrain.hybrid.ledger import Audit
 from foretrain.hybrid.plan import Decision, Plan
 from foretrain.hybrid.policy import Policy
-from foretrain.hybrid.summary import summary_of
 from foretrain.motion.observer import Moment, Observer
 from foretrain.motion.predictors.base import Forecast
 from foretrain.motion.predictors.momentum import MomentumPredictor
@@ -105,7 +105,7 @@ def judged(flight: Flight, kept: bool, worth: float = 5.0, cost: float = 2.0, fo
     policy.cycle.next(View(flight.step, confidence=1.0, horizon_reached=True))
     assert policy.cycle.phase is Phase.CORRECT
     policy.count(plan.correct_steps, Phase.CORRECT)
-    policy.settled(flight.step, plan, Judgement(kept, worth, cost, audit=found))
+    policy.settled(plan, Judgement(kept, worth, cost, audit=found))
     assert policy.cycle.phase is Phase.FULL
     return plan
 
@@ -207,7 +207,7 @@ def test_where_nothing_can_be_afforded_the_first_rest_is_the_longest() -> None:
     while not flight.policy.rest.steps and flight.step < 900:
         flight.full()
     assert flight.policy.rest.steps == 256 * WINDOW
-    assert "not tried" in summary_of(flight.policy, 100)["audit"]["sentence"]
+    assert "not tried" in account_of(flight.policy, 100)["audit"]["sentence"]
 
 
 def test_want_of_confidence_alone_trains_the_predictor_longer() -> None:
@@ -289,19 +289,19 @@ def test_who_searches(search: Any, noise: float, searches: bool) -> None:
 def test_where_nothing_was_measured_the_sentence_says_why() -> None:
     flight = Flight()
     early = "prediction was not tried: the run was over before there was enough to forecast from"
-    assert summary_of(flight.policy, 1)["audit"]["sentence"] == early
+    assert account_of(flight.policy, 1)["audit"]["sentence"] == early
     while not flight.full():
         pass
-    assert summary_of(flight.policy, 5)["audit"]["sentence"] == early
+    assert account_of(flight.policy, 5)["audit"]["sentence"] == early
     flight.policy.cycle.phase = Phase.FULL
     for reason, words in {
         "3 of 6 full steps are done; confidence 0.13 is below 0.50": "no forecast was likely enough to help",
         "3 of 6 full steps are done; the gate is shut: the run is nearly over": "the run is nearly over",
     }.items():
         flight.policy.last_reason = reason
-        assert summary_of(flight.policy, 5)["audit"]["sentence"] == f"prediction was not tried: {words}"
+        assert account_of(flight.policy, 5)["audit"]["sentence"] == f"prediction was not tried: {words}"
     flight.policy.score.counts.moves["refused"] = 2
-    assert "none of 2 moves tried was kept" in summary_of(flight.policy, 5)["audit"]["sentence"]
+    assert "none of 2 moves tried was kept" in account_of(flight.policy, 5)["audit"]["sentence"]
 
 
 def test_worth_is_in_steps_of_this_run() -> None:
@@ -399,7 +399,7 @@ def test_an_audit_enters_the_ledger_and_the_gate(gain: float) -> None:
 def test_a_refused_move() -> None:
     flight = Flight().until(Phase.PREDICT)
     plan = flight.policy.plan()
-    flight.policy.score.refused(flight.step, plan, 1.0)
+    flight.policy.score.refused(plan, 1.0)
     assert flight.policy.score.counts.moves["refused"] == 1
     assert flight.policy.score.ledger.cost == 1.0
     assert flight.policy.gate.wait == 1
@@ -437,7 +437,7 @@ def test_actions_reach_those_they_are_for() -> None:
 def test_the_summary_says_what_happened() -> None:
     flight = Flight().until(Phase.PREDICT)
     judged(flight, kept=True)
-    summary = summary_of(flight.policy, flight.step)
+    summary = account_of(flight.policy, flight.step)
     assert summary["predictability"]["low_noise"] is True
     assert summary["audit"]["exact_moves"] == 1
     assert summary["confidence"]["outcomes"] == flight.policy.confidence.outcomes > 0

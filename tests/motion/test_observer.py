@@ -232,7 +232,7 @@ def test_a_restart_drops_pending_forecasts_and_opens_a_window_here(steps: int) -
     assert run.observer.quality.state_dict() == before
     assert run.predictor.told[told][1] == []
     run.windows(1)
-    assert run.observer.quality.tallies[1].count == before["1"]["count"] + 1
+    assert run.observer.quality.tallies[1].count == before["tallies"][1]["count"] + 1
 
 
 def test_no_horizon_reaches_across_a_move() -> None:

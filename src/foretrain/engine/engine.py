@@ -44,6 +44,8 @@ from foretrain.persist.codec import (
     restore_random_state,
     seed_random,
 )
+from foretrain.persist.form import FORMAT
+from foretrain.persist.stateful import StateError, entry
 
 
 class Engine:
@@ -61,7 +63,7 @@ class Engine:
         self.world = world or World()
         optimizer, config = own.with_named_optimizer(optimizer, config)
         self.config = config
-        self._max_steps_given = "max_steps" in config.model_fields_set
+        self.max_steps_given = "max_steps" in config.model_fields_set
         self.has_end = bool({"max_steps", "schedule"} & config.model_fields_set) and config.epochs is None
         """Somebody said how long the run is: else it goes on for as long as steps are made, and no rate decays."""
         self.device = choose_device(config.device)
@@ -78,7 +80,7 @@ class Engine:
         )
         check_sparse(self.model, self.optimizer)
         self.loss_fn: LossFunction = own_loss if loss_fn is None else own.as_loss(loss_fn, self.device)
-        self._float_type = own.float_type(self.model)
+        self.float_type = own.float_type(self.model)
         self.precision = Precision(config.precision, self.device)
         self.rate = self._rates(scheduler)
         self.clip = config.optimizer.gradient_clip_norm
@@ -314,7 +316,7 @@ class Engine:
 
     def to_device(self, batch: Any) -> Any:
         """The batch as tensors where the model is."""
-        batch = own.as_tensors(batch, self._float_type)
+        batch = own.as_tensors(batch, self.float_type)
         if self.device.type == "cpu":
             return batch
         return map_tensors(batch, lambda tensor: tensor.to(self.device, non_blocking=True))
@@ -388,7 +390,7 @@ class Engine:
             own.check_metrics(metrics)
             batches = list(batches)
             return {"loss": self.evaluate(batches), **self.measure(batches, metrics)}
-        batches = [own.as_tensors(batch, self._float_type) for batch in batches]
+        batches = [own.as_tensors(batch, self.float_type) for batch in batches]
         if not batches:
             raise InputError("evaluation needs at least one held-out batch")
         if not isinstance(self._run_step, GraphedStep):
@@ -496,7 +498,7 @@ class Engine:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that decides how the run goes on. Tensors are referred to, not copied."""
-        return self.changing_state_dict() | {"frozen": self.frozen}
+        return self.changing_state_dict() | {"frozen": self.frozen, "format": FORMAT}
 
     def check_optimizer_state(self) -> None:
         """That it can be saved and taken back. Asked after the first step, when there is one, and not hours later."""
@@ -512,11 +514,9 @@ class Engine:
             "precision": self.precision.state_dict(),
             "rates": self.rate.state_dict(),
             "random": random_state(),
-            "progress": {
-                **self.progress.state_dict(),
-                "seconds": self.clock.seconds,
-                **self.meter.state_dict(),
-            },
+            "progress": self.progress.state_dict(),
+            "meter": self.meter.state_dict(),
+            "seconds": self.clock.seconds,
         }
 
     def weights_state_dict(self) -> dict[str, Any]:
@@ -539,9 +539,8 @@ class Engine:
         self.full_step.changing = True
         rates = self.rate.own_numbers()
         constant = left_out(self.model, state["model"])  # what was unfrozen since may have been added to the snapshot
-        saved, now = state.get("trained"), self.trained.groups()
-        if saved is not None:
-            state = {**state, "optimizer": arranged(state["optimizer"], saved["groups"], self.optimizer, now)}
+        saved, now = state["trained"], self.trained.groups()
+        state = {**state, "optimizer": arranged(state["optimizer"], saved["groups"], self.optimizer, now)}
         self._put_back_training(state, "the snapshot", constant)
         self.rate.put_back(rates)
         self.full_step.changing = False
@@ -560,7 +559,7 @@ class Engine:
         restore_optimizer(self.optimizer, state["optimizer"], origin, keep_settings=keep)
         self.precision.load_state_dict(state["precision"])
         restore_random_state(state["random"])
-        self.rate.load_state_dict(state.get("rates") or {})
+        self.rate.load_state_dict(state["rates"])
         self.rate.forget()
 
     def _put_back_weights(self, state: dict[str, Any], origin: str, constant: Collection[str]) -> None:
@@ -597,22 +596,19 @@ class Engine:
     def put_back(self, state: dict[str, Any], origin: str) -> None:
         """What `state_dict` gave, in place. `freeze_as_saved` follows when all else is there."""
         constant = self._checked(state, origin)
-        saved = state.get("trained")  # not there in older checkpoints
-        if saved is not None:
-            self.trained.hold(saved["groups"], state["optimizer"]["param_groups"])
+        saved = entry(state, "trained", "Engine")
+        self.trained.hold(saved["groups"], state["optimizer"]["param_groups"])
         check_groups(self.optimizer, state["optimizer"]["param_groups"], origin)
-        if saved is not None and self.trained.put_back(saved, self._names_in(state["model"])):
+        if self.trained.put_back(saved, self._names_in(state["model"])):
             self.cover_trained()
         self._put_back_training(state, origin, constant)
-        progress = state["progress"]
-        self.clock = Stopwatch(float(progress["seconds"]))
-        self.meter.load_state_dict(progress)
-        self.progress.load_state_dict(progress)
+        self.clock = Stopwatch(float(entry(state, "seconds", "Engine")))
+        self.meter.load_state_dict(entry(state, "meter", "Engine"))
+        self.progress.load_state_dict(entry(state, "progress", "Engine"))
 
     def freeze_as_saved(self, state: dict[str, Any]) -> None:
         """What was frozen or unfrozen just before the state was saved: the next step notices, as it would have then."""
-        if state.get("trained") is not None:
-            self.trained.want(state["trained"]["wanted"])
+        self.trained.want(state["trained"]["wanted"])
 
 
 @contextmanager
@@ -620,7 +616,7 @@ def as_checkpoint_error(origin: str) -> Iterator[None]:
     """Whatever a state that does not fit leads to is told as one kind of error."""
     try:
         yield
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
+    except (StateError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
         if is_out_of_memory(error):
             raise
         raise CheckpointError(

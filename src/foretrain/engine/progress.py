@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field
 
-_COUNTS = ("global_step", "position", "tokens", "backward_passes", "evaluations_without_best")
-_LOSSES = ("best_val_loss", "last_val_loss", "last_train_loss")
+from foretrain.persist.stateful import Stateful
+
+_COUNTS = ("global_step", "position", "tokens", "rows", "backward_passes", "probe_tokens", "evaluations_without_best")
 HELD_OUT_RECORD = ("best_val_loss", "best_step", "last_val_loss", "evaluations_without_best")
 """What evaluations leave behind; those of weights that were taken back do not count."""
 
 
 @dataclass
-class RunProgress:
+class RunProgress(Stateful):
     """Counts and losses of one run, over all its parts."""
+
+    saved = (
+        *_COUNTS,
+        *("last_train_loss", "last_val_loss", "last_metrics", "best_val_loss", "best_step", "evaluation_due"),
+    )
 
     global_step: int = 0
     """Virtual steps: full steps, and predicted ones as far as they were worth one."""
@@ -37,19 +41,7 @@ class RunProgress:
     evaluation_due: bool = False
     """An evaluation was begun and is not finished: a run that is resumed makes it first."""
 
-    def state_dict(self) -> dict[str, Any]:
-        state = {each.name: getattr(self, each.name) for each in fields(self)}
-        return state | {"metrics": dict(state.pop("last_metrics"))}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.probe_tokens = int(state.get("probe_tokens", 0))
-        self.best_step = state.get("best_step")  # not there in older checkpoints
-        self.evaluation_due = bool(state.get("evaluation_due", False))
-        self.last_metrics = dict(state.get("metrics", {}))
-        self.rows = int(state.get("rows", 0))
+    def after_load(self) -> None:
         for name in _COUNTS:
-            if (count := int(state[name])) < 0:
-                raise ValueError(f"{name} = {count}")
-            setattr(self, name, count)
-        for name in _LOSSES:
-            setattr(self, name, None if state[name] is None else float(state[name]))
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} = {getattr(self, name)}")

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from foretrain.config import Config, changed
+from foretrain.config.paths import value_of
 from foretrain.engine.engine import Engine
 from foretrain.engine.fence import Failure, OwnCodeError
 from foretrain.engine.memory.usage import MemoryMeter
@@ -40,10 +41,6 @@ class Excursions(Protocol):
 
     @property
     def phase(self) -> Phase: ...
-
-    @property
-    def corrections(self) -> int:
-        """Corrections of moves so far: they change weights, and no other count shows them."""
 
     def abandon(self, reason: str) -> Any:
         """Undo the open move, wherever it is. Returns the batch it began with, None if it had not begun."""
@@ -198,8 +195,8 @@ class Rescue:
 
     def _counts(self) -> tuple[int, ...]:
         """Each of them changes with something that a step cannot take back; the position in the data comes first."""
-        progress, corrections = self.engine.progress, 0 if self.excursions is None else self.excursions.corrections
-        return progress.position, progress.global_step, progress.backward_passes, progress.probe_tokens, corrections
+        progress = self.engine.progress
+        return progress.position, progress.global_step, progress.backward_passes, progress.probe_tokens
 
     @property
     def _phase(self) -> Phase:
@@ -260,7 +257,7 @@ class Rescue:
         """What can be changed in mid-run: the parts of a batch always, the blocks of a model only if it is ours."""
         ours = hasattr(self.engine.model, "activation_checkpointing")
         names = [name for name in _KEPT if ours or name != "engine.activation_checkpointing"]
-        return {name: _value(after, name) for name in names if _value(before, name) != _value(after, name)}
+        return {name: value_of(after, name) for name in names if value_of(before, name) != value_of(after, name)}
 
     def _count_failed_move(self, text: str) -> None:
         self.failed_moves += 1
@@ -318,8 +315,3 @@ class Rescue:
         if settings:
             self.settings = changed(self.settings, settings)
             self.engine.use(self.settings)
-
-
-def _value(config: Config, name: str) -> Any:
-    section, _, key = name.rpartition(".")
-    return getattr(getattr(config, section) if section else config, key)

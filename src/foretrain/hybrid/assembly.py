@@ -47,7 +47,6 @@ def equip(
         recent=RecentBatches(engine, observer.trajectory),
         observer=observer,
         trajectory=observer.trajectory,
-        correction=policy.correction,
         counts=policy.score.counts,
         checkup=checkup,
         monitor=policy.monitor,

@@ -18,7 +18,6 @@ from foretrain.events import Moved, Phase, Recovered
 from foretrain.health.guard import Reading
 from foretrain.health.recovery import Action, Kind, Outcome
 from foretrain.hybrid.appraisal import WINDOWS_TO_SCORE, Appraiser
-from foretrain.hybrid.correction import Correction
 from foretrain.hybrid.cycle import Cycle, Transition, View
 from foretrain.hybrid.failures import heed
 from foretrain.hybrid.gate import Answer
@@ -40,7 +39,7 @@ _WINDOWS_AWAKE = 10
 _WATCHED_IN_VAIN = 0.1
 """Share of a run's windows that are watched though nothing will be tried. Chosen: enough to say how predictable the run
 is, at a tenth of what watching costs."""
-_PARTS = ("cycle", "guard", "recovery", "gate", "bandit", "confidence", "correction", "predictability", "slope")
+_PARTS = ("cycle", "guard", "recovery", "gate", "bandit", "confidence", "predictability", "slope")
 _PARTS_OF_MOVES = ("snapshots", "recent", "worth", "unseen")
 
 
@@ -58,7 +57,6 @@ class Policy:
         self.appraiser = Appraiser(config, observer, kind)
         self.gate, self.bandit = self.appraiser.gate, self.appraiser.bandit
         self.confidence, self.predictability = self.appraiser.confidence, self.appraiser.predictability
-        self.correction = Correction(config.correction)
         self.slope = LossSlope()
         self.score = Scorekeeper(self.appraiser)
         self.rest = Rest(config, observer)
@@ -115,7 +113,6 @@ class Policy:
         numbers = list(zip(record.losses, record.gradient_norms, strict=True))
         actions = self.oversight.check_full(record.step - len(numbers) + 1, numbers, fp16)
         for followed, forecast, quality in self.observer.scored:  # would a move by them have been right?
-            self.correction.observe(followed, forecast.at(followed.horizon))
             right = quality.cosine > 0 if self.appraiser.searches else quality.r2 > 0
             self.appraiser.learn(forecast, followed.horizon, right, weight=0.25)
         return self.world.agree(actions)
@@ -154,7 +151,7 @@ class Policy:
         ready, exact = any(kind.ready for kind in self.kinds), any(kind.exact for kind in self.kinds)
         confidence, answer, decision = 0.0, Answer(False, False, "nothing is forecast yet"), None
         if forecast is not None and cycle.phase is Phase.FULL:
-            found = self.appraiser.weigh(forecast, step, steps_left, cycle.predict_steps_left, trend, ready, exact)
+            found = self.appraiser.weigh(forecast, steps_left, cycle.predict_steps_left, trend, ready, exact)
             confidence, answer, decision = found.confidence, found.answer, found.decision
         elif self._watched_enough or not self.observer.trajectory.held:
             dear = self.gate.too_dear(self.appraiser.audit_cost)
@@ -320,7 +317,7 @@ class Policy:
             self.score.note_exact(move, judgement.loss)
         if self.tools.probes.held_out:
             self.tools.worth.remember_held_out(judgement.loss if judgement.kept else move.anchor)
-        transition = self.settled(engine.global_step, move.plan, judgement)
+        transition = self.settled(move.plan, judgement)
         if judgement.kept:
             self.score.kept(move)
             self.tools.count(self.score.audited_credit(move, judgement))
@@ -338,16 +335,16 @@ class Policy:
         actions = [action for action in actions if action.kind is not Kind.ROLL_BACK]
         return actions + self.recovery.cycle_ended(engine.global_step, self.cycle.number, outcome)
 
-    def settled(self, step: int, plan: Plan, judgement: Judgement) -> Transition:
+    def settled(self, plan: Plan, judgement: Judgement) -> Transition:
         """A move was judged: everyone who can learn from it does."""
-        self.score.settled(step, plan, judgement)
+        self.score.settled(plan, judgement)
         transition = self.cycle.next(View(0, worse_than_anchor=not judgement.kept, correct_done=True))
         self.last_reason = transition.reason
         return transition
 
     def _learn_refused(self, move: JudgedMove) -> None:
         """The move was refused: full steps follow, first on its own batch."""
-        self.score.refused(self.tools.engine.global_step, move.plan, move.cost, move.overfits)
+        self.score.refused(move.plan, move.cost, move.overfits)
         self._force_full(move.reason)
         coefficients = move.plan.coefficients
         if coefficients is not None and not np.isfinite(coefficients).all():
@@ -499,7 +496,6 @@ class Policy:
         trained = self.tools.engine.trained
         dtype = basis_type(self.config.hybrid.basis_type, sum(p.numel() for p in trained.parameters))
         self.observer.cover(trained.parameters, trained.names, dtype)
-        self.correction.forget()
         for kind in self.kinds:
             kind.cover()
         self.tools.forks.cover()

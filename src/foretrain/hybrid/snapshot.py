@@ -126,6 +126,7 @@ class Snapshots:
         state = self.engine.changing_state_dict()
         names = ("global_step", "position", *HELD_OUT_RECORD)
         state["progress"] = {name: state["progress"][name] for name in names}
+        del state["meter"], state["seconds"]  # what was spent stays spent
         for name, part in self.covered.items():
             state[name] = part.save() if for_move or part.in_emergencies else None
         state["loader"] = self.loader_state()
@@ -168,8 +169,7 @@ class Snapshots:
         state = put_together(to or self._snapshot())
         self.engine.rewind(state)
         for name in HELD_OUT_RECORD:
-            if name in state["progress"]:  # not there in older checkpoints
-                setattr(self.engine.progress, name, state["progress"][name])
+            setattr(self.engine.progress, name, state["progress"][name])
         for name, part in self.covered.items():
             if state.get(name) is not None:  # else it was switched on since, or is not held in emergencies
                 part.load(state[name])
@@ -216,7 +216,7 @@ class Snapshots:
         self.taken_at = int(state["safe_step"])
         if self.host is not None:
             self.host.lane.finish()  # the memory of the one before is given back
-        self.taken, self.best = self._loaded(state["safe"], device), self._loaded(state.get("best"), device)
+        self.taken, self.best = self._loaded(state["safe"], device), self._loaded(state["best"], device)
         self.wait()
 
     def _loaded(self, state: Any, device: torch.device) -> Snapshot | None:

@@ -17,13 +17,17 @@ from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origi
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from foretrain.errors import CheckpointError, is_out_of_memory
+from foretrain.persist.codec import copy_all
 
 _IN_PLACE = "in place"
 Buffer = Annotated[Tensor, _IN_PLACE]
 """The type of a tensor that others hold on to: loading fills it, and never replaces it."""
+ArrayBuffer = Annotated[NDArray[np.float64], _IN_PLACE]
+"""The same for an array of numpy."""
 
 LARGEST_NUMBER = 2**64
 """No count comes near it. Chosen: larger ones take long to print, and do not fit into a tensor."""
@@ -170,10 +174,8 @@ class _Reader:
         return _atom(base, saved, place)
 
     def fill(self) -> None:
-        if self.fillings:
-            targets, sources = zip(*self.fillings, strict=True)
-            with torch.no_grad():
-                torch._foreach_copy_(list(targets), list(sources))
+        with torch.no_grad():
+            copy_all(self.fillings)
 
     def _one_of(self, kinds: tuple[Any, ...], saved: Any, present: Any, place: str) -> Any:
         """The first of several types that the value has."""
@@ -248,10 +250,11 @@ class _Reader:
         return saved.detach().cpu().numpy().copy()
 
     def _fill_later(self, saved: Any, present: Any, place: str) -> Any:
-        if not isinstance(present, Tensor):
+        target = torch.from_numpy(present) if isinstance(present, np.ndarray) else present
+        if not isinstance(target, Tensor):
             raise StateError(f"{place} was saved, but there is none here")
-        _check_tensor(saved, present, place)
-        self.fillings.append((present, saved))
+        _check_tensor(saved, target, place)
+        self.fillings.append((target, saved))
         return present
 
     def _own_copy(self, saved: Any) -> Any:
@@ -264,11 +267,15 @@ class _Reader:
 
 def kind_of(value: Any) -> str:
     """What a value of a state is, in words."""
-    if isinstance(value, bool):
-        return "true or false"
-    kinds: dict[str, Any] = {"a number": (int, float), "a text": str, "a tensor": Tensor, "a mapping": Mapping}
-    kinds |= {"a list": (list, tuple), "nothing": type(None)}
-    return next((name for name, kind in kinds.items() if isinstance(value, kind)), type(value).__name__)
+    kind: Any = type(value)
+    return _kind_in_words(kind)
+
+
+@cache
+def _kind_in_words(kind: Any) -> str:
+    kinds: dict[str, Any] = {"true or false": bool, "a number": (int, float), "a text": str, "a tensor": Tensor}
+    kinds |= {"a mapping": Mapping, "a list": (list, tuple), "nothing": type(None)}
+    return next((words for words, known in kinds.items() if issubclass(kind, known)), str(kind.__name__))
 
 
 def _atom(kind: Any, saved: Any, place: str) -> Any:

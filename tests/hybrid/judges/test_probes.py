@@ -20,7 +20,7 @@ from foretrain.persist.codec import random_state
 
 def made(away: Any = None, **memory: Any) -> Any:
     hybrid = SimpleNamespace(mode=memory.pop("mode", "rollout"))
-    config = SimpleNamespace(memory=SimpleNamespace(**{"lookahead": 5, **memory}), hybrid=hybrid)
+    config = SimpleNamespace(memory=SimpleNamespace(**{"return_ahead": 5, **memory}), hybrid=hybrid)
     engine: Any = SimpleNamespace(away=away, count=rows_of, config=config)
     snapshots: Any = SimpleNamespace(optimizer_state=lambda: {"state": {}})
     return Probes(engine, snapshots)
@@ -69,16 +69,16 @@ def test_a_held_out_loss_is_worth_what_full_steps_took_to_lower_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "lookahead", "expected"),
+    ("mode", "ahead", "expected"),
     [("rollout", 5, (80, 400)), ("rollout", 2, (80, 160)), ("leap", 5, (80, 80)), ("leap", 0, (math.inf, math.inf))],
 )
 def test_what_leaves_is_what_a_probe_hides_and_can_be_back_in_time(
-    mode: str, lookahead: int, expected: tuple[float, float]
+    mode: str, ahead: int, expected: tuple[float, float]
 ) -> None:
     told: list[Any] = []
     away = SimpleNamespace(begun=False, hidden_bytes=lambda seconds: 40 * seconds, leave=lambda *a: told.append(a))
     away.fetch = told.append
-    probes = made(away=away, mode=mode, lookahead=lookahead)
+    probes = made(away=away, mode=mode, return_ahead=ahead)
     probes.seconds = 2.0
     probes.offload()
     away.begun = True
@@ -87,7 +87,7 @@ def test_what_leaves_is_what_a_probe_hides_and_can_be_back_in_time(
     told.clear()
     for steps_left in (7, 5, 4, 0, -1):
         probes.bring_back(steps_left)
-    assert told == [80] * sum(steps_left < lookahead for steps_left in (7, 5, 4, 0)) + [math.inf]
+    assert told == [80] * sum(steps_left < ahead for steps_left in (7, 5, 4, 0)) + [math.inf]
 
 
 def test_without_offload_nothing_leaves() -> None:

@@ -15,6 +15,7 @@ from foretrain.config.schema import FIRST_RATE
 from foretrain.engine.memory import offload
 from foretrain.events import Event, Notice, RateTrial, RateTried
 from foretrain.hybrid.moves.rate_race import FACTOR, MOST, with_short_warmup
+from foretrain.hybrid.summary import optimizer_in_words
 
 GENERATOR = torch.Generator().manual_seed(3)
 INPUTS = torch.randn(40, 16, 8, generator=GENERATOR)
@@ -101,7 +102,7 @@ def test_what_is_told_after_a_race_is_of_the_rate_that_goes_on() -> None:
     assert max(rates[9:]) <= FIRST_RATE  # not the last rate that was tried
     (said,) = [event.message for event in events if isinstance(event, Notice)]
     assert said == f"the run goes on with a learning rate of {FIRST_RATE:.3g}, the best of 3"
-    assert "lr auto" in trainer.optimizer_in_words
+    assert "lr auto" in optimizer_in_words(trainer.engine)
 
 
 @pytest.mark.parametrize("stop", [3, 9, 10, 11, 25])

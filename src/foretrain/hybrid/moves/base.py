@@ -15,7 +15,6 @@ from foretrain.persist.stateful import Stateful
 
 if TYPE_CHECKING:
     from foretrain.health.checkup import Checkup
-    from foretrain.hybrid.correction import Correction
     from foretrain.hybrid.cycle import Transition, View
     from foretrain.hybrid.judges.audit import Forks, RecentBatches
     from foretrain.hybrid.judges.held_out import Unseen
@@ -45,7 +44,6 @@ class MoveTools:
     observer: Observer
     trajectory: Trajectory
     """The directions that forecasts are made of; the observer's, unless a comparison holds moves still."""
-    correction: Correction
     counts: Counts
     checkup: Checkup
     """Looks at the steps of a chain, as at full steps."""

@@ -21,7 +21,6 @@ from foretrain.hybrid.judges.held_out import HeldOut
 from foretrain.hybrid.judges.judgement import ByProbe, Judge, Judgement, Trusted
 from foretrain.hybrid.moves.base import Move, MoveTools
 from foretrain.hybrid.plan import Plan
-from foretrain.motion.predictors.base import Array
 from foretrain.persist.codec import random_state
 
 
@@ -131,38 +130,12 @@ class JudgedMove(Move):
     # --- CORRECT -----------------------------------------------------------------------------------------------------
 
     def validate(self, batch: Any) -> StepOutput:
-        """A full step that shows what the move did; before the first one the move is corrected."""
-        if self.steps == 0:
-            self.correct()
+        """A full step that shows what the move did."""
         output = self.tools.engine.full(batch)
         self._outputs.extend((output.loss, output.gradient_norm))
         self.steps += 1
         self.judge_of_move.validated(self, batch)
         return output
-
-    def correct(self) -> None:
-        """Correct the move by what residuals of earlier forecasts suggest."""
-        if self.plan.coefficients is None:
-            return
-        coefficients = self.suggestion(self.plan.coefficients * min(1.0, self.share), self.moved)
-        if coefficients.any():
-            engine, trajectory = self.tools.engine, self.tools.trajectory
-            engine.full_step.changing = True
-            trajectory.move(coefficients)
-            if engine.average is not None:
-                engine.average.shift(trajectory.displacement(coefficients), 1.0)
-            self.tools.counts.corrections += 1
-
-    def suggestion(self, coefficients: Array, steps: int) -> Array:
-        """The correction of a displacement, if corrections help lately; zeros otherwise."""
-        tools, situation = self.tools, self.tools.observer.situation
-        if not tools.correction.active or situation is None:
-            return np.zeros_like(coefficients)
-        windows = steps / tools.trajectory.window
-        found = tools.correction.suggest(
-            situation.state, tools.engine.global_step, windows, coefficients, situation.gram
-        )
-        return np.zeros_like(coefficients) if found is None else found.coefficients
 
     @property
     def over(self) -> bool:

@@ -43,18 +43,15 @@ class Rollout(JudgedMove):
         return forward_only(loss if math.isfinite(loss) else arrived)
 
     def _step_ahead(self) -> None:
-        """Move the weights by the next predicted step, corrected now and then."""
+        """Move the weights by the next predicted step."""
         engine, probes, forecast = self.tools.engine, self.tools.probes, self.plan.forecast
         if forecast is None:
             raise RuntimeError("nothing is forecast")  # a rollout is planned with a forecast only
         config, steps_left = engine.config, self.plan.horizon - self.moved - 1
-        if steps_left >= config.memory.lookahead:
+        if steps_left >= config.memory.return_ahead:
             probes.offload()  # it is here after a resumption
         probes.bring_back(steps_left)
         step = forecast.at(self.moved + 1) - forecast.at(self.moved)
-        interval = config.hybrid.correction_interval
-        if interval and (self.moved + 1) % interval == 0:
-            step = step + self.suggestion(step * interval, interval)
         displacement = self.tools.trajectory.displacement(step)
         engine.full_step.changing = True
         add_each(self.tools.trajectory.parameters, displacement)
