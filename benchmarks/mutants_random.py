@@ -32,7 +32,7 @@ MODULES = (
     "hybrid/moves/lookahead.py",
     "motion/predictability.py",
     "motion/quality.py",
-    "motion/slope.py",
+    "motion/losses.py",
     "engine/average.py",
     "persist/checkpoint.py",
     "engine/optim/in_backward.py",

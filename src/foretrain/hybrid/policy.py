@@ -25,7 +25,6 @@ from foretrain.motion.observer import Observer
 from foretrain.motion.predictability import Predictability
 from foretrain.motion.predictors.base import Array, Forecast
 from foretrain.motion.records import HORIZONS_IN_WINDOWS, PhaseRecord, WindowRecord
-from foretrain.motion.slope import LossSlope
 from foretrain.motion.trajectory import LARGEST_FP32_BASIS
 
 _WINDOWS_TO_SCORE = 2
@@ -101,8 +100,8 @@ class Pilot:
         self.bandit = HorizonBandit(hybrid.max_predict_steps, hybrid.window_steps)
         self.confidence = Confidence()
         self.correction = Correction(config.correction)
-        self.predictability = Predictability()
-        self.slope = LossSlope()
+        self.predictability = Predictability(observer.losses)
+        self.slope = observer.losses
         self.ledger = Ledger()
         self.exact = ExactGain()
         self.counts = Counts()
@@ -167,7 +166,6 @@ class Pilot:
     def watch(self, record: WindowRecord, same_batch: bool, fp16: bool) -> list[Action]:
         """Everything a window teaches; what recovery wants done about it."""
         self.predictability.add(record, same_batch)
-        self.slope.add(record.losses)
         self.hold_directions()
         numbers = list(zip(record.losses, record.gradient_norms, strict=True))
         actions = self._check_full(record.step - len(numbers) + 1, numbers, fp16)
@@ -626,7 +624,7 @@ class Pilot:
 
     def _parts(self) -> dict[str, Any]:
         names = ("machine", "guard", "recovery", "gate", "bandit", "confidence", "correction", "predictability")
-        return {name: getattr(self, name) for name in (*names, "slope", "ledger", "exact", "observer")}
+        return {name: getattr(self, name) for name in (*names, "ledger", "exact", "observer")}
 
 
 def _once(actions: list[Action]) -> list[Action]:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from foretrain.engine.fence import Fence
 from foretrain.engine.step import StepOutput
+from foretrain.motion.losses import WindowLosses
 from foretrain.motion.predictors.base import Array, Followed, Forecast, Predictor, Score, Situation, score
 from foretrain.motion.predictors.guarded import GuardedPredictor
 from foretrain.motion.quality import Quality
@@ -21,8 +22,6 @@ from foretrain.motion.records import DIRECTIONS, HORIZONS_IN_WINDOWS, ForecastRe
 from foretrain.motion.samples import Sample, Statistics, bias_corrections
 from foretrain.motion.state import StateEncoder
 from foretrain.motion.trajectory import Motion, Since, Trajectory
-
-_SMOOTHING = 1 / 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +75,9 @@ class Observer:
         self.optimizer = optimizer
         self.window = trajectory.window
         self.sample = Sample(parameters, optimizer)
-        self.encoder = StateEncoder(self.window)
+        self.losses = WindowLosses()
+        self.encoder = StateEncoder(self.window, self.losses)
         self.quality = Quality(self.window)
-        self.smoothed_loss = math.nan
         self.predicted_loss: float | None = None
         """What was said a window ago that the smoothed loss would be now; None where nothing was said of now."""
         self.situation: Situation | None = None
@@ -91,6 +90,11 @@ class Observer:
         self._next: _Pending | None = None
         self._frozen: _Pending | None = None
         self._due: _Due | None = None
+
+    @property
+    def smoothed_loss(self) -> float:
+        """The moving average of the losses of watched windows."""
+        return self.losses.smoothed
 
     @property
     def due(self) -> bool:
@@ -107,7 +111,7 @@ class Observer:
         self.predicted_loss = None
         self.windows = 0
         if new_level:
-            self.smoothed_loss = math.nan
+            self.losses.new_level()
 
     def cover(self, parameters: list[nn.Parameter], names: Sequence[str], dtype: torch.dtype) -> None:
         """Watch others from now on. All that is known of how weights move is forgotten."""
@@ -145,13 +149,13 @@ class Observer:
         self._outputs.clear()
         if not self.trajectory.held:
             record = self._record(self.trajectory.skip(extra), None, moment)
-            self._smooth(record)
+            self.losses.add(record.losses)
             self.scored = []
             self._due = _Due(record, None)
             return
         motion = self.trajectory.close(extra)
         record = self._record(motion.extra, motion, moment)
-        self._smooth(record)
+        self.losses.add(record.losses)
         self._score(motion)
         forecast_record = self._forecast_record(moment)
         state = self.encoder.encode(record, forecast_record, moment.phase)
@@ -172,13 +176,6 @@ class Observer:
         self.windows += 1
         record, self._due = self._due.record, None
         return record
-
-    def _smooth(self, record: WindowRecord) -> None:
-        for loss in record.losses:
-            if math.isfinite(loss):
-                step = _SMOOTHING if math.isfinite(self.smoothed_loss) else 1.0
-                old = self.smoothed_loss if math.isfinite(self.smoothed_loss) else 0.0
-                self.smoothed_loss = old + step * (loss - old)
 
     def _record(self, extra: Sequence[Array], motion: Motion | None, moment: Moment) -> WindowRecord:
         outputs, sampled, weight_norm = extra  # as `close` asked for them
@@ -244,7 +241,7 @@ class Observer:
             "sample": self.sample.state_dict(),
             "encoder": self.encoder.state_dict(),
             "quality": self.quality.state_dict(),
-            "smoothed_loss": self.smoothed_loss,
+            "losses": self.losses.state_dict(),
             "predicted_loss": self.predicted_loss,
             "windows": self.windows,
             "situation": None if self.situation is None else pack(self.situation),
@@ -258,7 +255,7 @@ class Observer:
         self.sample.load_state_dict(state["sample"])
         self.encoder.load_state_dict(state["encoder"])
         self.quality.load_state_dict(state["quality"])
-        self.smoothed_loss = float(state["smoothed_loss"])
+        self.losses.load_state_dict(state["losses"])
         self.predicted_loss, self.windows = state["predicted_loss"], int(state["windows"])
         self.situation = None if state["situation"] is None else unpack(Situation, state["situation"])
         outputs = state["outputs"]
