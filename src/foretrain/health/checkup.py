@@ -13,9 +13,9 @@ from foretrain.engine.described import is_configured
 from foretrain.engine.engine import Engine
 from foretrain.engine.step import StepOutput
 from foretrain.events import Event, HealthFound, HealthMeasured, Tuned
-from foretrain.health.advise import Health, Situation
+from foretrain.health.advise import Health, RunStatus
 from foretrain.health.findings import Ailment, HealthFinding, levers_of, levers_of_own
-from foretrain.health.layers import Array, Look, Measured
+from foretrain.health.layers import Array, LayerMeter, LayerNorms
 from foretrain.health.vitals import Row, Vitals
 from foretrain.hybrid.policy import Pilot
 
@@ -34,7 +34,7 @@ class Checkup:
         self.emit = emit
         self.pilot: Pilot | None = None
         self.interval = engine.config.health.interval
-        self.look = Look(engine.model, engine.full_step.parameters)
+        self.look = LayerMeter(engine.model, engine.full_step.parameters)
         self.levers = levers_of_own(engine.optimizer) if engine.own_optimizer else levers_of(engine.config)
         if not is_configured(engine.model):
             self.levers = replace(self.levers, dropout="dropout in your model")
@@ -52,9 +52,9 @@ class Checkup:
 
     def cover(self) -> None:
         """Others are trained from now on. A look that is not judged yet is made again."""
-        if self.look.looking or self.look.on_its_way:
+        if self.look.measuring or self.look.on_its_way:
             self.next_look = self._looked
-        self.look = Look(self.engine.model, self.engine.full_step.parameters)
+        self.look = LayerMeter(self.engine.model, self.engine.full_step.parameters)
         self.health.cover(self.look.layers)
         self._latest = {}
         self._worst = {layer: self._worst[layer] for layer in self.look.layers if layer in self._worst}
@@ -75,17 +75,17 @@ class Checkup:
             self.next_look = (step // self.interval + 1) * self.interval  # only now: memory may have run out before
 
     def end(self, output: StepOutput) -> None:
-        if self.look.looking:
+        if self.look.measuring:
             self.look.end(self._looked, output)
 
     def taken_back(self, leaps: int) -> None:
         """What a look would have seen was taken back, and so many leaps before it: they say nothing of the run."""
-        if self.look.looking:
+        if self.look.measuring:
             self.look.put_back(None)
             self.next_look = self._looked
         if self.on and leaps:
             self.engine.meter.fetch()
-            self.health.record.forget(leaps)
+            self.health.monitor.forget(leaps)
 
     @property
     def due(self) -> bool:
@@ -114,7 +114,7 @@ class Checkup:
     def _close(self) -> None:
         """All steps before this moment count for this look, and no other. In `fit` they were just read for the log."""
         self.engine.meter.fetch()
-        self.health.record.close()
+        self.health.monitor.close()
 
     def evaluated(self, held_out: float) -> bool:
         if not self.on:
@@ -154,15 +154,15 @@ class Checkup:
     def _peak(self) -> float:
         return self.engine.rate.peak or self.engine.config.optimizer.peak_rate
 
-    def _situation(self, step: int) -> Situation:
+    def _situation(self, step: int) -> RunStatus:
         engine, pilot, config = self.engine, self.pilot, self.engine.config
         now = self.health.effective(self._peak, engine.clip, config.hybrid.full_steps)
         high = engine.schedule(engine.global_step) >= 0.5 * self._peak
         falling = engine.schedule(engine.planned_steps) < 0.5 * self._peak
         if pilot is None:
-            return Situation(step, now, high, falling)
+            return RunStatus(step, now, high, falling)
         moves, recovery = pilot.counts.moves, pilot.recovery
-        return Situation(
+        return RunStatus(
             step,
             now,
             high,
@@ -178,7 +178,7 @@ class Checkup:
 
     # --- what is said ------------------------------------------------------------------------------------------------
 
-    def _event(self, measured: Measured, vitals: Vitals | None) -> HealthMeasured:
+    def _event(self, measured: LayerNorms, vitals: Vitals | None) -> HealthMeasured:
         gradient, weight = _together(measured.gradient), max(_together(measured.weight), 1e-300)
         numbers: dict[str, float | None] = {}
         if vitals is not None:
@@ -196,7 +196,7 @@ class Checkup:
             **numbers,
         )
 
-    def _numbers(self, measured: Measured) -> dict[str, Numbers]:
+    def _numbers(self, measured: LayerNorms) -> dict[str, Numbers]:
         columns = (measured.gradient, measured.gradient_to_weight, measured.update_to_weight)
         rows = zip(*(column.tolist() for column in columns), strict=True)
         return {

@@ -13,10 +13,12 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from foretrain.persist.stateful import Stateful
 
 Array = NDArray[np.float64]
 
@@ -49,13 +51,17 @@ NOISE_KEPT = 0.8
 """Share that the noise ratio keeps per window. Chosen: about the last five windows count."""
 
 
-class LossHistory:
+class LossHistory(Stateful):
     """The first and the last finite losses, the best average, and what can be said by comparing them."""
 
+    saved: ClassVar[tuple[str, ...]] = ("start", "last", "first", "best", "best_sigma")
+    start: list[float]
+    last: deque[float]
+
     def __init__(self) -> None:
-        self.start: list[float] = []
+        self.start = []
         """The losses of the first steps, before anything was learned or ruined."""
-        self.last: deque[float] = deque(maxlen=KEPT)
+        self.last = deque(maxlen=KEPT)
         self.first = math.nan
         """Mean of the first losses."""
         self.best = math.inf
@@ -172,8 +178,12 @@ class WindowFit(NamedTuple):
         return math.sqrt(float(self.rest @ self.rest) / len(self.losses))
 
 
-class WindowLosses:
+class WindowLosses(Stateful):
     """What the losses of the watched windows say. A move lies between windows and is not counted as steps."""
+
+    saved = ("smoothed", "averages", "noise_ratio", "steps", "points", "last_fall", "last_log_fall")
+    averages: list[float]
+    points: list[list[float]]
 
     def __init__(self) -> None:
         self.smoothed = math.nan
@@ -183,7 +193,7 @@ class WindowLosses:
         self.noise_ratio = math.nan
         """Scatter of the losses within a window / their fall over it; a moving average in the logarithm."""
         self.steps = 0
-        self.points: list[list[float]] = []
+        self.points = []
         """[full steps so far, mean loss of the window] of the last windows."""
         self.last_fall = math.nan
         """Fall of the loss per step within the last window."""
@@ -261,17 +271,6 @@ class WindowLosses:
         """Full steps that a gain in loss is worth; nan where the loss does not fall."""
         slope = self.per_step(low_noise)
         return gain / slope if slope > 0 else math.nan
-
-    # --- state -------------------------------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        names = ("smoothed", "averages", "noise_ratio", "steps", "points", "last_fall", "last_log_fall")
-        return {name: getattr(self, name) for name in names} | {"averages": list(self.averages)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name in self.state_dict():
-            setattr(self, name, state[name])
-        self.averages = list(self.averages)
 
 
 def middle(ordered: Sequence[float]) -> float:

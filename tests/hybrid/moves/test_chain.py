@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from foretrain import HybridTrainer
 from foretrain.config import from_mapping
 from foretrain.events import Moved, Phase
-from foretrain.health.recovery import Action, Kind
+from foretrain.health.act import Action, Kind
 from foretrain.hybrid.moves.chain import Chain
 from foretrain.motion.losses import WindowLosses
 from foretrain.persist.codec import put_together, snapshot
