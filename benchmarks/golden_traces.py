@@ -35,7 +35,8 @@ import foretrain
 from foretrain import Followed, Forecast, HybridTrainer, Predictor, Situation, load
 
 Trace = list[str]
-TIMES = {"seconds", "total_seconds", "tokens_per_second", "time", "path", "megabytes", "resident_peak", "eta"}
+TIMES = {"seconds", "total_seconds", "tokens_per_second", "time", "path", "resident_peak", "eta"}
+TIMES |= {"megabytes", "weights_megabytes", "prediction_megabytes"}  # these depend on the form of checkpoints
 SHORT = {
     "device": "cpu",
     "hybrid.warmup_steps": 20,

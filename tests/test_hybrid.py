@@ -361,8 +361,8 @@ def test_all_that_was_seen_is_counted_and_nothing_else(way: str) -> None:
         trainer.step(data(0 if way == "chain" else position))
         position += 1
     assert trainer.pilot.counts.tried
-    assert trainer.tokens + trainer.probe_tokens == seen
-    assert trainer.tokens <= 16 * trainer.backward_passes
+    assert trainer.progress.tokens + trainer.probe_tokens == seen
+    assert trainer.progress.tokens <= 16 * trainer.backward_passes
 
 
 def test_predicted_steps_save_full_ones_where_they_are_worth_it() -> None:
@@ -611,7 +611,7 @@ def test_a_run_without_directions_is_resumed_exactly(reason: int, monkeypatch: p
 
 
 def without_clock(state: Snapshot) -> Snapshot:
-    state.tree["progress"]["seconds"] = 0.0
+    state.tree["seconds"] = 0.0
     return state
 
 

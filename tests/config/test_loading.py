@@ -10,6 +10,7 @@ import pytest
 
 from foretrain import config as configuration
 from foretrain.config import KNOWN, Config, from_mapping, load, settings, to_mapping, to_toml
+from foretrain.config.loading import LoadedConfig
 from foretrain.config.names import BARE_ALIASES, KEY_ALIASES, NICKNAMES, PRESETS, RESERVED
 from foretrain.errors import ConfigError
 
@@ -18,7 +19,7 @@ def value(config: Config, name: str) -> Any:
     return reduce(getattr, name.split("."), config)
 
 
-def load_text(folder: Path, text: str, *overrides: str) -> configuration.Loaded:
+def load_text(folder: Path, text: str, *overrides: str) -> LoadedConfig:
     path = folder / "file.toml"
     path.write_text(text, encoding="utf-8")
     return load(path, overrides)
@@ -794,7 +795,7 @@ def test_what_is_printed_loads_back_equal(tmp_path: Path) -> None:
 
 
 def test_the_defaults_load_back_equal_and_without_notice(tmp_path: Path) -> None:
-    assert load_text(tmp_path, to_toml(Config())) == configuration.Loaded(Config(), ())
+    assert load_text(tmp_path, to_toml(Config())) == LoadedConfig(Config(), ())
 
 
 def test_the_changed_values_alone_load_back_equal(tmp_path: Path) -> None:

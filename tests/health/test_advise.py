@@ -16,8 +16,8 @@ from tests.conftest import TINY, words
 from tests.worlds import Bowl, Net, Regression, still, world
 
 from foretrain import HybridTrainer
-from foretrain.config import from_mapping
-from foretrain.config.schema import GuardConfig, HybridConfig, settings
+from foretrain.config import from_mapping, settings
+from foretrain.config.schema import GuardConfig, HybridConfig
 from foretrain.data.loader import Loader, TokenWindows
 from foretrain.errors import DivergenceError
 from foretrain.events import Event, HealthFound, HealthMeasured, Phase, Tuned
@@ -25,6 +25,7 @@ from foretrain.health.advise import Health, RunStatus
 from foretrain.health.detect import Detector
 from foretrain.health.findings import Ailment, Effective, HealthFinding
 from foretrain.health.signs import Signal, StepReading
+from foretrain.persist.codec import put_together, take_apart
 from foretrain.persist.stateful import from_plain, plain
 from foretrain.recipes import train as run
 
@@ -315,6 +316,20 @@ def test_what_is_known_of_evaluations_and_looks_does_not_grow_with_the_run() -> 
     assert size(400) < size(40) + 20
 
 
+def test_evaluations_before_a_checkpoint_count_after_it() -> None:
+    status = RunStatus(0, Effective(5.0, 1.0, 10))
+    new, old = Health(from_mapping({}), []), Health(from_mapping({}), [])
+    pairs = [(2.0, 2.0), (2.1, 1.5), (2.2, 1.2)]
+    new.note([(5.5, 1.0, 0.0)])
+    for pair in pairs:
+        new.evaluated(status, *pair)
+    old.load_state_dict(put_together(take_apart(new.state_dict())))
+    for health in (new, old):
+        (finding,) = health.evaluated(status, 2.3, 1.0)
+        assert finding.ailment is Ailment.OVERFITTING
+        assert finding.value == pytest.approx(0.3)
+
+
 # --- rare cases ------------------------------------------------------------------------------------------------------
 
 
@@ -348,7 +363,7 @@ def test_a_run_that_is_given_up_says_why(tmp_path: Path) -> None:
 
 def test_a_finding_survives_being_written_down() -> None:
     finding = HealthFinding(Ailment.PLATEAU, 5, "measure", "run", math.nan, "range", "warning", "words", {"a": 1})
-    again = from_plain(HealthFinding, json.loads(json.dumps(plain(finding))), "finding")
+    again = from_plain(HealthFinding, put_together(take_apart(plain(finding))), "findings")
     assert again.record() == finding.record()
     assert math.isnan(again.value)
 

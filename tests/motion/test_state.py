@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ import pytest
 from foretrain.motion.losses import WindowLosses
 from foretrain.motion.records import ForecastRecord, PhaseRecord, WindowRecord
 from foretrain.motion.state import FEATURES, KNOWN_SPREADS, StateEncoder, describe
+from foretrain.persist.codec import put_together, take_apart
 
 Records = tuple[WindowRecord, ForecastRecord, PhaseRecord]
 
@@ -221,9 +221,9 @@ def test_state_survives_a_round_trip() -> None:
     run = list(hybrid_run(steps=600))
     first, second = encoder_alone(), encoder_alone()
     encode_all(first, run[:20])
-    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    second.losses.load_state_dict(json.loads(json.dumps(first.losses.state_dict())))
+    second.load_state_dict(put_together(take_apart(first.state_dict())))
+    second.losses.load_state_dict(put_together(take_apart(first.losses.state_dict())))
     np.testing.assert_array_equal(encode_all(first, run[20:]), encode_all(second, run[20:]))
     fresh = encoder_alone()
-    fresh.load_state_dict(json.loads(json.dumps(encoder_alone().state_dict())))
+    fresh.load_state_dict(put_together(take_apart(encoder_alone().state_dict())))
     np.testing.assert_array_equal(encode_all(fresh, run), encode_all(encoder_alone(), run))

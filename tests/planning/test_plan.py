@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from foretrain.config import Config, from_mapping, to_mapping
 from foretrain.config import given as named
+from foretrain.config.paths import value_of, with_settings
 from foretrain.models.gpt2 import GPT2Shape
 from foretrain.planning.estimate import Target, estimate
-from foretrain.planning.levers import LEVERS, choices, value_of
-from foretrain.planning.plan import NothingFitsError, Plan, plan, toml_lines, with_settings
+from foretrain.planning.levers import LEVERS, choices
+from foretrain.planning.plan import NothingFitsError, Plan, plan, toml_lines
 
 SHAPES = [GPT2Shape(4, 4, 128, 128, 300), GPT2Shape(12, 12, 768, 1024), GPT2Shape(24, 16, 1024, 512)]
 shapes = st.sampled_from(SHAPES)

@@ -12,7 +12,6 @@ from typing import Annotated, Any
 from cyclopts import App, CoercionError, CycloptsError, MissingArgumentError, Parameter, Token, UnusedCliTokensError
 from cyclopts.argument import Argument
 
-from foretrain.cli.bench import bench_app
 from foretrain.cli.evaluate import evaluate
 from foretrain.cli.models import adapters_app, finetune, generate
 from foretrain.cli.options import Overwrite
@@ -61,7 +60,11 @@ app = App(
 )
 config_app = App(name="config", help="Write, show and check configuration files.")
 app.command(config_app)
-app.command(bench_app)
+app.command(  # a package of its own, for developers; it is imported when its command is typed
+    "foretrain_bench.command:bench_app",
+    name="bench",
+    help="Time the hot paths, compare two versions under noise, find steps in a history of results.",
+)
 app.command(finetune)
 app.command(generate)
 app.command(evaluate)

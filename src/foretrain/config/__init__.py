@@ -1,6 +1,7 @@
 """Settings: one schema, read from a TOML file, overrides and presets, with other names for the same things."""
 
-from foretrain.config.loading import KNOWN, changed, from_mapping, given, load, parse_override, to_mapping, to_toml
+from foretrain.config.listing import KNOWN, settings
+from foretrain.config.loading import from_mapping, load, parse_override
 from foretrain.config.schema import (
     Config,
     CorrectionConfig,
@@ -9,8 +10,8 @@ from foretrain.config.schema import (
     OptimizerConfig,
     PrecisionConfig,
     ScheduleConfig,
-    settings,
 )
+from foretrain.config.writing import changed, given, to_mapping, to_toml
 
 __all__ = [
     "KNOWN",

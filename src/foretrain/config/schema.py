@@ -2,52 +2,28 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    field_validator,
-    model_validator,
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from foretrain.config.kinds import (
+    LARGEST,
+    MOST,
+    Amount,
+    Count,
+    CountOrZero,
+    Fraction,
+    Layers,
+    NonNegative,
+    Positive,
+    Rows,
+    Share,
+    Size,
+    Switch,
 )
-
-from foretrain.config.units import parse_size
 from foretrain.errors import ConfigError
 
-MOST, LARGEST = 2**31 - 1, 1e30
-"""No setting is larger, so that what is computed from them overflows nowhere."""
-UNSEEN_LIMITS = (MOST, LARGEST, 2**12, 2**16, 2**20, 2**24)
-"""Nobody comes near these: they keep absurd numbers out, and listings leave them out."""
-Positive = Annotated[float, Field(gt=0, le=LARGEST, allow_inf_nan=False)]
-NonNegative = Annotated[float, Field(ge=0, le=LARGEST, allow_inf_nan=False)]
-Fraction = Annotated[float, Field(ge=0, lt=1)]
-Count = Annotated[int, Field(ge=1, le=MOST)]
-CountOrZero = Annotated[int, Field(ge=0, le=MOST)]
-Layers = Annotated[int, Field(ge=1, le=2**12)]
-Size = Annotated[int, Field(ge=1, le=2**16)]
-"""Of what is allocated."""
-Rows = Annotated[int, Field(ge=1, le=2**24)]
-"""Of what is allocated, many times over."""
-Switch = Literal["auto", True, False]
 Level = Literal["quiet", "normal", "verbose"]
-Share = bool | Annotated[float, Field(ge=0, le=1)]
-
-
-def _amount(value: Any) -> Any:
-    if value != "":
-        parse_size(str(value))  # says what is wrong with it
-    return value
-
-
-Amount = Annotated[str, BeforeValidator(_amount)]
-
-
 FIRST_RATE = 1e-3
 """Where `optimizer.learning_rate = "auto"` begins."""
 
@@ -61,13 +37,11 @@ class Section(BaseModel):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            raise ConfigError(explanations[-1](error, type(self))) from None
+            from foretrain.config.explain import in_python
+
+            raise ConfigError(in_python(error, type(self))) from None
 
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # only what Python code writes comes this way
-
-
-explanations: list[Callable[[ValidationError, type[BaseModel]], str]] = [lambda error, section: str(error)]
-"""The last one says in words what is wrong with a section that Python code makes; `config.py` adds a better one."""
 
 
 class ModelConfig(Section):
@@ -599,48 +573,3 @@ class Config(Section):
                 f"{on} cannot take back a step that overflowed, as fp16's loss scale needs; "
                 "set precision.type = 'bf16' or 'fp32'"
             )
-
-
-@dataclass(frozen=True)
-class Setting:
-    """One setting, for listings."""
-
-    name: str
-    default: Any
-    kind: str
-    meaning: str
-
-
-def settings(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[Setting]:
-    """Every setting in schema order."""
-    for key, info in section.model_fields.items():
-        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
-            yield from settings(info.annotation, f"{prefix}{key}.")
-        else:
-            kind = _describe(info.annotation, info.metadata)
-            yield Setting(prefix + key, info.default, kind, " ".join((info.description or "").split()))
-
-
-def _describe(annotation: Any, metadata: Sequence[Any]) -> str:
-    origin = get_origin(annotation)
-    if origin is Annotated:
-        return _describe(get_args(annotation)[0], annotation.__metadata__)
-    arguments = get_args(annotation)
-    if origin is Literal:
-        return " | ".join(json.dumps(value) for value in arguments)
-    if origin is list and arguments[0] is not str:
-        return f"list of {_describe(arguments[0], metadata)}".replace("integer", "integers")
-    if arguments and origin is not list:
-        kinds = [_describe(part, metadata) for part in arguments if part is not type(None)]
-        return " or ".join(kinds)
-    name = {int: "integer", float: "number", str: "string", bool: "true | false"}.get(annotation)
-    limits = []
-    for item in metadata:
-        for part in getattr(item, "metadata", [item]):
-            for sign, attribute in (("≥", "ge"), (">", "gt"), ("≤", "le"), ("<", "lt")):
-                limit = getattr(part, attribute, None)
-                if limit is not None and not (attribute == "le" and limit in UNSEEN_LIMITS):
-                    limits.append(f"{sign} {limit}")
-    if name is None:
-        name = "list of strings"
-    return f"{name} {', '.join(limits)}".strip()

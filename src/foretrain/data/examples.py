@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foretrain.data import documents, templates
-from foretrain.data.loader import IGNORED
 from foretrain.data.templates import Format
 from foretrain.data.tokenizers import Tokenizer, Tokens
 from foretrain.errors import DataError
+from foretrain.models.loss import IGNORED
 from foretrain.persist.files import from_json
 
 LENGTH_STEP = 16

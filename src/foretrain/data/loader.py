@@ -17,12 +17,9 @@ from torch import Tensor
 from foretrain.data import nested, randomness
 from foretrain.data.order import random_integer, shuffled
 from foretrain.errors import DataError
+from foretrain.models.loss import IGNORED
 
 ORDER_BLOCK = 4096
-IGNORED = -100
-"""Targets with this value do not count in the loss."""
-
-
 _GRACE = 10
 """Seconds that a worker outlives SIGTERM."""
 

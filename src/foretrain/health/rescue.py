@@ -19,16 +19,15 @@ import numpy as np
 import torch
 
 from foretrain.config import Config, changed
+from foretrain.config.paths import value_of
 from foretrain.engine.engine import Engine
 from foretrain.engine.fence import OwnCodeError
 from foretrain.engine.memory.usage import MemoryMeter
 from foretrain.errors import OutOfMemory
 from foretrain.events import Bus, Phase, Recovered
 from foretrain.health import shortage as shortages
-from foretrain.health.checkup import Checkup
 from foretrain.health.shortage import Shortage
 from foretrain.hybrid.mover import Mover
-from foretrain.hybrid.moves.lookahead import LookAhead
 from foretrain.hybrid.policy import Pilot
 
 MOST_FAILED_MOVES = 3
@@ -46,8 +45,6 @@ class Trained(Protocol):
     memory: MemoryMeter
     pilot: Pilot | None
     mover: Mover
-    look_ahead: LookAhead | None
-    checkup: Checkup
 
     @property
     def phase(self) -> Phase: ...
@@ -209,9 +206,7 @@ class Rescue:
 
     def _undo(self, mark: _Mark) -> None:
         """Bit for bit as before the step. Gradients are gone already, and buffers were put back where they changed."""
-        if self.trainer.look_ahead is not None:
-            self.trainer.look_ahead.take_back()
-        self.trainer.checkup.taken_back(leaps=0)  # a look that was begun with the step
+        self.engine.take_back_step()
         self._looked_at = -_LOOK_AT_ALL  # what is done again may fail again
         own, on_device, python, numpy = mark.randomness
         torch.set_rng_state(own)
@@ -260,7 +255,7 @@ class Rescue:
         """What can be changed in mid-run: the parts of a batch always, the blocks of a model only if it is ours."""
         ours = hasattr(self.engine.model, "activation_checkpointing")
         names = [name for name in _KEPT if ours or name != "engine.activation_checkpointing"]
-        return {name: _value(after, name) for name in names if _value(before, name) != _value(after, name)}
+        return {name: value_of(after, name) for name in names if value_of(before, name) != value_of(after, name)}
 
     def _count_failed_move(self, text: str) -> None:
         self.failed_moves += 1
@@ -325,8 +320,3 @@ class Rescue:
         if settings:
             self.settings = changed(self.settings, settings)
             self.engine.use(self.settings)
-
-
-def _value(config: Config, name: str) -> Any:
-    section, _, key = name.rpartition(".")
-    return getattr(getattr(config, section) if section else config, key)

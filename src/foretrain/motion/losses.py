@@ -203,6 +203,10 @@ class WindowLosses(Stateful):
         """The last window; None where fewer than three of its losses were finite."""
         self._shapes: dict[int, tuple[Array, Array]] = {}
 
+    def after_load(self) -> None:
+        if len(self.averages) != len(RATES):
+            raise ValueError(f"{len(self.averages)} averages, not {len(RATES)}")
+
     def new_level(self) -> None:
         """The weights moved so far that no loss from before says anything about those that follow."""
         self.smoothed = math.nan

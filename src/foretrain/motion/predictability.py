@@ -8,6 +8,7 @@ from typing import Any
 from foretrain.motion.losses import WindowLosses
 from foretrain.motion.quality import Quality
 from foretrain.motion.records import HORIZONS_IN_WINDOWS, LAST_WINDOW, WindowRecord
+from foretrain.persist.stateful import Stateful
 
 _KEPT = 0.8
 LOW_NOISE_RATIO = 0.3
@@ -23,8 +24,10 @@ MARGIN = 0.05
 """Shares of the motion that differ by less are alike."""
 
 
-class Predictability:
+class Predictability(Stateful):
     """Signal against noise in displacements, gradients and losses."""
+
+    saved = ("window_cosine", "gradient_cosine", "same_batch", "windows")
 
     def __init__(self, losses: WindowLosses) -> None:
         """losses: they take in every window, too."""
@@ -94,12 +97,6 @@ class Predictability:
             "low_noise": self.low_noise,
             "verdict": self.sentence(quality, held_out),
         }
-
-    def state_dict(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "losses"}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
 
 
 def _fade(old: float, new: float) -> float:

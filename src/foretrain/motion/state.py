@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +10,7 @@ from numpy.typing import NDArray
 from foretrain.motion.features import FEATURES, KNOWN_SPREADS, Feature, describe
 from foretrain.motion.losses import WindowLosses
 from foretrain.motion.records import ForecastRecord, PhaseRecord, WindowRecord
+from foretrain.persist.stateful import Stateful
 
 __all__ = ["FEATURES", "KNOWN_SPREADS", "Feature", "StateEncoder", "describe"]
 
@@ -20,8 +20,13 @@ LARGEST = 10.0
 """Normalised values are clipped to this."""
 
 
-class StateEncoder:
+class StateEncoder(Stateful):
     """Turns records into the normalised state. Every call counts for the running mean and deviation."""
+
+    saved = (
+        *("log_gradient", "log_displacement", "previous_displacement", "previous_weights", "path"),
+        *("last_step", "count", "mean", "square", "last"),
+    )
 
     def __init__(self, window: int, losses: WindowLosses) -> None:
         """losses: they have taken in a window before it is encoded."""
@@ -162,22 +167,6 @@ class StateEncoder:
             window.progress,
             math.log1p(phase.steps_since_move),
         ]
-
-    def state_dict(self) -> dict[str, Any]:
-        state = {
-            name: value for name, value in vars(self).items() if name not in ("window", "losses") and name[0] != "_"
-        }
-        return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in state.items()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name in self.state_dict():
-            known = getattr(self, name)
-            value = state[name]
-            if isinstance(known, np.ndarray):
-                value = np.asarray(value, dtype=float)
-                if value.shape != known.shape:
-                    raise ValueError(f"{name} of the state encoder has shape {value.shape}, not {known.shape}")
-            setattr(self, name, value)
 
 
 def _predictor(forecast: ForecastRecord) -> list[float]:

@@ -10,20 +10,24 @@ import dataclasses
 import sys
 import types
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from enum import Enum
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from foretrain.errors import CheckpointError, is_out_of_memory
+from foretrain.persist.codec import copy_all
 
 _IN_PLACE = "in place"
 Buffer = Annotated[Tensor, _IN_PLACE]
 """The type of a tensor that others hold on to: loading fills it, and never replaces it."""
+ArrayBuffer = Annotated[NDArray[np.float64], _IN_PLACE]
+"""The same for an array of numpy."""
 
 LARGEST_NUMBER = 2**64
 """No count comes near it. Chosen: larger ones take long to print, and do not fit into a tensor."""
@@ -37,7 +41,8 @@ class Stateful:
     """Saves and loads the attributes that `saved` names. One that is itself Stateful is saved as a part of its own.
 
     Attributes that hold None, containers or records need their type on the class: `recent: deque[float]`. `Any` stands
-    for what is plain already. A leading underscore is no part of the name in the state.
+    for what is plain already. A property with a setter may be named, too: it saves something in another form than the
+    object holds it. A leading underscore is no part of the name in the state.
     """
 
     saved: ClassVar[tuple[str, ...]] = ()
@@ -56,7 +61,8 @@ class Stateful:
         values: dict[str, Any] = {}
         reader = _Reader()
         for name, saved in entries:
-            present, place = getattr(self, name, None), f"{own}.{name.lstrip('_')}"
+            place = f"{own}.{name.lstrip('_')}"
+            present = None if isinstance(getattr(kind, name, None), property) else getattr(self, name, None)
             if isinstance(present, Stateful):
                 if not isinstance(saved, Mapping):
                     raise StateError(f"{place} is {kind_of(saved)}, not a mapping")
@@ -64,12 +70,12 @@ class Stateful:
                 continue
             reader.device = _device_of(present) or getattr(self, "device", None)
             values[name] = reader.read(_annotation(kind, name) or type(present), saved, present, place)
-        reader.fill()
-        for name, value in values.items():
-            setattr(self, name, value)
-        for part, saved in parts:
-            part.load_state_dict(saved)
         try:
+            reader.fill()
+            for name, value in values.items():
+                setattr(self, name, value)
+            for part, saved in parts:
+                part.load_state_dict(saved)
             self.after_load()
         except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
             if is_out_of_memory(error):
@@ -104,7 +110,7 @@ def plain(value: Any) -> Any:
         return [plain(item) for item in value]
     if isinstance(value, (set, frozenset)):
         return sorted(plain(item) for item in value)
-    raise TypeError(f"a state may not hold {type(value).__name__}")
+    raise TypeError(f"a state may hold tensors, numbers, strings, lists, tuples and dicts, not {type(value).__name__}")
 
 
 def from_plain(kind: Any, saved: Any, place: str, device: torch.device | None = None) -> Any:
@@ -112,6 +118,15 @@ def from_plain(kind: Any, saved: Any, place: str, device: torch.device | None = 
     None: to that on which they are. Raises StateError that names the place."""
     reader = _Reader(device)
     return reader.read(kind, saved, None, place)
+
+
+def entry(state: Mapping[str, Any], name: str, place: str) -> Any:
+    """One entry of a state that is read by hand."""
+    if not isinstance(state, Mapping):
+        raise StateError(f"{place} is {kind_of(state)}, not a mapping")
+    if name not in state:
+        raise StateError(f"{place}.{name} is missing")
+    return state[name]
 
 
 class _Reader:
@@ -159,10 +174,8 @@ class _Reader:
         return _atom(base, saved, place)
 
     def fill(self) -> None:
-        if self.fillings:
-            targets, sources = zip(*self.fillings, strict=True)
-            with torch.no_grad():
-                torch._foreach_copy_(list(targets), list(sources))
+        with torch.no_grad():
+            copy_all(self.fillings)
 
     def _one_of(self, kinds: tuple[Any, ...], saved: Any, present: Any, place: str) -> Any:
         """The first of several types that the value has."""
@@ -237,10 +250,11 @@ class _Reader:
         return saved.detach().cpu().numpy().copy()
 
     def _fill_later(self, saved: Any, present: Any, place: str) -> Any:
-        if not isinstance(present, Tensor):
+        target = torch.from_numpy(present) if isinstance(present, np.ndarray) else present
+        if not isinstance(target, Tensor):
             raise StateError(f"{place} was saved, but there is none here")
-        _check_tensor(saved, present, place)
-        self.fillings.append((present, saved))
+        _check_tensor(saved, target, place)
+        self.fillings.append((target, saved))
         return present
 
     def _own_copy(self, saved: Any) -> Any:
@@ -272,17 +286,13 @@ def _atom(kind: Any, saved: Any, place: str) -> Any:
     return saved
 
 
-def _entries(state: Any, names: Mapping[str, str], place: str) -> Iterator[tuple[str, Any]]:
+def _entries(state: Any, names: Mapping[str, str], place: str) -> list[tuple[str, Any]]:
     """(attribute, saved value) of every name; nothing may be missing, nor be left over."""
-    if not isinstance(state, Mapping):
-        raise StateError(f"{place} is {kind_of(state)}, not a mapping")
-    for name in names:
-        if name not in state:
-            raise StateError(f"{place}.{name} is missing")
+    found = [(attribute, entry(state, name, place)) for name, attribute in names.items()]
     for name in state:
         if name not in names:
             raise StateError(f"{place}.{name} is not known here")
-    return ((attribute, state[name]) for name, attribute in names.items())
+    return found
 
 
 def _check_tensor(saved: Any, present: Tensor | None, place: str) -> None:
@@ -313,10 +323,13 @@ def _device_of(value: Any) -> torch.device | None:
 
 @cache
 def _annotation(kind: Any, name: str) -> Any:
-    """The type of an attribute as the class, or one that it inherits from, annotates it; None where none does. Others
-    are not looked at: their names may be known to type checkers only."""
+    """The type of an attribute as the class, or one that it inherits from, annotates it, or of a property; None where
+    there is none. Others are not looked at: their names may be known to type checkers only."""
     for one in kind.__mro__:
-        if name in (own := vars(one).get("__annotations__", {})):
-            holder = types.SimpleNamespace(__annotations__={name: own[name]})
+        own = vars(one).get("__annotations__", {}).get(name)
+        if isinstance(found := vars(one).get(name), property) and found.fget is not None:
+            own = found.fget.__annotations__.get("return")
+        if own is not None:
+            holder = types.SimpleNamespace(__annotations__={name: own})
             return get_type_hints(holder, vars(sys.modules[one.__module__]), include_extras=True)[name]
     return None

@@ -12,6 +12,7 @@ from foretrain.config import Config
 from foretrain.engine.graphs import LAUNCH_BOUND_FLOPS
 from foretrain.engine.precision import choose_device, choose_precision
 from foretrain.hybrid.gate import no_audit_is_affordable
+from foretrain.hybrid.moves.obstacles import FEWEST_PAIRS
 from foretrain.hybrid.policy import NEED_A_REASON
 from foretrain.models.gpt2 import GPT2Shape
 from foretrain.motion.hosted import HOSTED_ROWS, elements_at_once
@@ -34,7 +35,6 @@ TOKEN_BYTES = 16
 """A token and its target, 8 bytes each."""
 BATCHES_AT_HAND = 5
 """The batch itself, the last three of a window, and the one that a move is probed on."""
-_FEWEST_PAIRS = 5
 _PHASES = ("full", "predict", "correct", "audit", "evaluate")
 
 
@@ -257,7 +257,7 @@ def _pairs(config: Config, target: Target, learned: int) -> int:
     judged = target.adapters and config.hybrid.probe_examples  # by held-out examples, which search instead
     possible = possible and not (config.engine.update_in_backward or config.hybrid.search is False or judged)
     pairs = min(config.hybrid.secant_pairs, int(config.hybrid.secant_memory_mb * 2**20 / (2 * learned or 1)))
-    return learned * (2 * pairs + 6) if possible and pairs >= _FEWEST_PAIRS else 0
+    return learned * (2 * pairs + 6) if possible and pairs >= FEWEST_PAIRS else 0
 
 
 def _recorded(config: Config, target: Target) -> bool:

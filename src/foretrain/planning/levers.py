@@ -7,6 +7,7 @@ from itertools import product
 from typing import Any
 
 from foretrain.config import Config
+from foretrain.config.paths import value_of
 from foretrain.planning.estimate import Target, tries_nothing
 
 RECOMPUTING = 0.28
@@ -65,13 +66,6 @@ def choices(config: Config, given: frozenset[str], target: Target) -> list[Choic
     combinations = product(*values.values())
     found = [_choice(config, dict(zip(values, combination, strict=True)), target) for combination in combinations]
     return sorted((choice for choice in found if choice is not None), key=lambda one: (one.cost, len(one.settings)))
-
-
-def value_of(config: Config, name: str) -> Any:
-    part: Any = config
-    for key in name.split("."):
-        part = getattr(part, key)
-    return part
 
 
 def _options(config: Config, given: frozenset[str], target: Target) -> dict[str, list[Any]]:

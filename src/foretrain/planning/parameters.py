@@ -9,15 +9,12 @@ from functools import cached_property, lru_cache
 
 from foretrain.config import OptimizerConfig
 from foretrain.config.schema import LoraConfig
+from foretrain.engine.optim.moments import BLOCK, SMALLEST
 from foretrain.models.gpt2 import GPT2Shape
 
 FP32 = 4
 STEP_BYTES = 4
 """AdamW counts its steps in one fp32 number per parameter."""
-NARROW_FROM = 4096
-"""Smaller tensors keep fp32 averages, whatever `optimizer.state_type` is."""
-QUANTIZED_BLOCK = 256
-"""Numbers that share one fp32 scale in 8 bit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +172,6 @@ def _state_of_all(parameters: Parameters, kind: str, state_type: str, still: boo
 
 
 def _average(numel: int, state_type: str) -> int:
-    if state_type == "fp32" or numel < NARROW_FROM:
+    if state_type == "fp32" or numel < SMALLEST:
         return FP32 * numel
-    return 2 * numel if state_type == "bf16" else numel + FP32 * -(-numel // QUANTIZED_BLOCK)
+    return 2 * numel if state_type == "bf16" else numel + FP32 * -(-numel // BLOCK)

@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from foretrain.config import Config
+from foretrain.config.paths import nested, value_of, with_settings
 from foretrain.config.units import format_size
 from foretrain.errors import ConfigError
 from foretrain.planning.estimate import Estimate, Target, estimate
-from foretrain.planning.levers import EXPLANATIONS, LEVERS, Choice, choices, value_of
+from foretrain.planning.levers import EXPLANATIONS, LEVERS, Choice, choices
 
 _NAMED = 3
 """Settings that a message lists."""
@@ -131,27 +132,11 @@ def without_prediction(
     return None
 
 
-def with_settings(config: Config, settings: dict[str, Any]) -> Config:
-    """The same configuration with these settings, quickly: the values are known to be allowed."""
-    update: dict[str, Any] = {}
-    for name, value in settings.items():
-        section, _, key = name.rpartition(".")
-        if section:
-            part = update.get(section, getattr(config, section))
-            update[section] = part.model_copy(update={key: value})
-        else:
-            update[key] = value
-    return config.model_copy(update=update) if update else config
-
-
 def toml_lines(settings: dict[str, Any]) -> str:
     """The lines to put into a configuration file."""
     import tomlkit
 
-    document: dict[str, Any] = {}
-    for name, value in settings.items():
-        section, _, key = name.rpartition(".")
-        (document.setdefault(section, {}) if section else document)[key] = value
+    document = nested(settings)
     plain = {key: value for key, value in document.items() if not isinstance(value, dict)}
     tables = {key: value for key, value in document.items() if isinstance(value, dict)}
     return tomlkit.dumps(plain | tables).strip()

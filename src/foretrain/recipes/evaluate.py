@@ -18,13 +18,14 @@ from foretrain import config as configuration
 from foretrain.config import Config
 from foretrain.data import documents, examples, tokens
 from foretrain.data.examples import EncodedExamples, Example
-from foretrain.data.loader import IGNORED, window_batches, windows_in
+from foretrain.data.loader import window_batches, windows_in
 from foretrain.data.templates import Format
 from foretrain.data.tokenizers import Tokenizer
 from foretrain.engine.precision import Precision, choose_device
 from foretrain.errors import DataError, ForetrainError, InputError
 from foretrain.models.adapter_files import load_adapter
 from foretrain.models.gpt2 import GPT2
+from foretrain.models.loss import IGNORED
 from foretrain.recipes.newest import open_newest
 from foretrain.recipes.open_model import Base, find_folder
 from foretrain.serve.answers import answer_questions

@@ -18,9 +18,9 @@ from pathlib import Path
 import numpy as np
 
 from foretrain.errors import InputError
-from foretrain.measure import formats
-from foretrain.measure.formats import Results
-from foretrain.measure.verdict import ALPHA, DELTA
+from foretrain_bench import formats
+from foretrain_bench.formats import Results
+from foretrain_bench.verdict import ALPHA, DELTA
 
 _FEWEST_FILES = 2
 """On either side of a step."""
@@ -32,7 +32,7 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class LevelStep:
     before: str
     """Last file of the old level."""
     after: str
@@ -42,13 +42,13 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Series:
+class BenchmarkSeries:
     """One benchmark over the files that hold it."""
 
     files: tuple[str, ...]
     dates: tuple[datetime, ...]
     medians: tuple[float, ...]
-    steps: tuple[Step, ...]
+    steps: tuple[LevelStep, ...]
     seconds: bool
 
 
@@ -63,22 +63,22 @@ def read_all(paths: Sequence[Path]) -> list[Results]:
     return sorted(results, key=lambda one: (formats.date_of(one), one.source))
 
 
-def series(results: Sequence[Results]) -> dict[str, Series]:
+def series(results: Sequence[Results]) -> dict[str, BenchmarkSeries]:
     names = dict.fromkeys(name for one in results for name in one.benchmarks)
     return {name: _series(name, [one for one in results if name in one.benchmarks]) for name in names}
 
 
-def _series(name: str, results: Sequence[Results]) -> Series:
+def _series(name: str, results: Sequence[Results]) -> BenchmarkSeries:
     if len({one.seconds for one in results}) > 1:
         raise InputError(f"{name!r} is in seconds in some files and without a unit in others; keep one kind together")
     medians = [float(np.median([np.median(samples) for samples in one.benchmarks[name]])) for one in results]
     files = [Path(one.source).name for one in results]
     steps = [
-        Step(files[place - 1], files[place], math.exp(size), probability)
+        LevelStep(files[place - 1], files[place], math.exp(size), probability)
         for place, size, probability in find_steps(np.log(medians).tolist())
     ]
     dates = tuple(formats.date_of(one) for one in results)
-    return Series(tuple(files), dates, tuple(medians), tuple(steps), results[0].seconds)
+    return BenchmarkSeries(tuple(files), dates, tuple(medians), tuple(steps), results[0].seconds)
 
 
 def find_steps(values: Sequence[float]) -> list[tuple[int, float, float]]:

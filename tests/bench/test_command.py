@@ -17,7 +17,7 @@ from rich.console import Console
 
 import foretrain
 from foretrain.cli import app as cli
-from foretrain.measure import bench_tables
+from foretrain_bench import tables
 
 TIGHT = [1.0, 1.002, 0.998, 1.001, 0.999]
 
@@ -163,9 +163,9 @@ class TestRun:
 
     def test_quiet_is_one_line(self, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         measured = SimpleNamespace(failures={})
-        monkeypatch.setattr("foretrain.measure.bench.run", lambda plan, versions, progress: [measured, measured])
-        monkeypatch.setattr("foretrain.measure.bench.record", lambda *_: {})
-        monkeypatch.setattr("foretrain.cli.bench._write", lambda *_: None)
+        monkeypatch.setattr("foretrain_bench.timing.run", lambda plan, versions, progress: [measured, measured])
+        monkeypatch.setattr("foretrain_bench.timing.record", lambda *_: {})
+        monkeypatch.setattr("foretrain_bench.command._write", lambda *_: None)
         (tmp_path / "old" / "foretrain").mkdir(parents=True)
         (tmp_path / "old" / "foretrain" / "__init__.py").touch()
         for name, factor in (("x.json", 1.3), ("x-against.json", 1.0)):
@@ -181,7 +181,7 @@ class TestRun:
         for terminal in (False, True):
             text = io.StringIO()
             console = Console(file=text, force_terminal=terminal, width=120, color_system=None)
-            with bench_tables.RunProgress(console, level) as progress:
+            with tables.RunProgress(console, level) as progress:
                 for done in range(101):
                     progress(done, 100, "step")
             said = re.findall(r"process \d+/100 \| step", text.getvalue())

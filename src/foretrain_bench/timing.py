@@ -20,9 +20,9 @@ import numpy as np
 import foretrain
 from foretrain import environment
 from foretrain.errors import ForetrainError, InputError
-from foretrain.measure import worker
-from foretrain.measure.formats import FORMAT
-from foretrain.measure.hotpaths import BENCHMARKS
+from foretrain_bench import worker
+from foretrain_bench.formats import FORMAT
+from foretrain_bench.hotpaths import BENCHMARKS
 
 _MOST_SECONDS = 900
 """Of one process."""
@@ -43,7 +43,7 @@ class Version:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class TimingPlan:
     names: tuple[str, ...]
     processes: int
     device: str = "cpu"
@@ -58,7 +58,7 @@ class Plan:
 
 
 @dataclass
-class Measured:
+class TimedVersion:
     """All processes of one version."""
 
     version: Version
@@ -96,12 +96,12 @@ def other_version(path: Path) -> Version:
     )
 
 
-def run(plan: Plan, versions: Sequence[Version], progress: Progress) -> list[Measured]:
+def run(plan: TimingPlan, versions: Sequence[Version], progress: Progress) -> list[TimedVersion]:
     """Rounds over all groups; within each the versions take turns, A B then B A.
 
     What fails in one version is not timed again in any.
     """
-    measured = [Measured(version) for version in versions]
+    measured = [TimedVersion(version) for version in versions]
     groups = plan.groups()
     total, done = plan.processes * len(groups) * len(versions), 0
     for turn in range(plan.processes):
@@ -121,7 +121,7 @@ def run(plan: Plan, versions: Sequence[Version], progress: Progress) -> list[Mea
     return measured
 
 
-def _take(measured: Measured, names: Sequence[str], result: dict[str, Any]) -> None:
+def _take(measured: TimedVersion, names: Sequence[str], result: dict[str, Any]) -> None:
     """A benchmark that failed once is left out: its other processes would be a chosen few."""
     measured.environment = result.get("environment") or measured.environment
     for name in names:
@@ -133,7 +133,7 @@ def _take(measured: Measured, names: Sequence[str], result: dict[str, Any]) -> N
             measured.processes.setdefault(name, []).append(process)
 
 
-def _time(version: Version, names: Sequence[str], plan: Plan) -> dict[str, Any]:
+def _time(version: Version, names: Sequence[str], plan: TimingPlan) -> dict[str, Any]:
     """One process. A failure is a result as well."""
     order = json.dumps({"names": list(names), "device": plan.device, "threads": plan.threads})
     command = [version.python, "-P", str(Path(worker.__file__).resolve()), order]
@@ -164,7 +164,7 @@ def _failed(names: Sequence[str], reason: str) -> dict[str, Any]:
 # --- the record ------------------------------------------------------------------------------------------------------
 
 
-def record(measured: Measured, plan: Plan, command: str, together: str | None = None) -> dict[str, Any]:
+def record(measured: TimedVersion, plan: TimingPlan, command: str, together: str | None = None) -> dict[str, Any]:
     """The result file: how it was made, and every sample. No names of people, machines or folders."""
     return {
         "format": FORMAT,

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foretrain.errors import InputError
-from foretrain.measure.formats import FORMAT, date_of, read
+from foretrain_bench.formats import FORMAT, date_of, read
 
 CRITERION = """\
 Benchmarking fib 20: Collecting 100 samples in estimated 5.0002 s (192k iterations)

@@ -16,8 +16,8 @@ import pytest
 import foretrain
 from foretrain import environment
 from foretrain.errors import ForetrainError, InputError
-from foretrain.measure import bench, worker
-from foretrain.measure.hotpaths import BENCHMARKS, HORIZONS, PREDICTORS
+from foretrain_bench import timing, worker
+from foretrain_bench.hotpaths import BENCHMARKS, HORIZONS, PREDICTORS
 
 
 class Device:
@@ -108,7 +108,7 @@ class TestHotPaths:
             call()
 
     def test_weights_do_not_fade_into_denormal_numbers(self) -> None:
-        from foretrain.measure.hotpaths import _trajectory
+        from foretrain_bench.hotpaths import _trajectory
 
         trajectory, call = _trajectory("cpu")
         for _ in range(200):
@@ -118,16 +118,16 @@ class TestHotPaths:
 
 class TestChoose:
     def test_all(self) -> None:
-        assert bench.choose(None) == tuple(BENCHMARKS)
+        assert timing.choose(None) == tuple(BENCHMARKS)
 
     def test_text_pattern_and_several(self) -> None:
-        assert bench.choose("muon") == ("muon step",)
-        assert bench.choose("forecast linear *") == tuple(f"forecast linear {h}" for h in HORIZONS)
-        assert set(bench.choose("muon, probe")) == {"muon step", "probe"}
+        assert timing.choose("muon") == ("muon step",)
+        assert timing.choose("forecast linear *") == tuple(f"forecast linear {h}" for h in HORIZONS)
+        assert set(timing.choose("muon, probe")) == {"muon step", "probe"}
 
     def test_nothing(self) -> None:
         with pytest.raises(InputError, match="muon step"):
-            bench.choose("no such thing")
+            timing.choose("no such thing")
 
 
 class TestOther:
@@ -136,15 +136,15 @@ class TestOther:
         package.mkdir(parents=True)
         (package / "__init__.py").touch()
         for path in (tmp_path / "old", tmp_path / "old" / "src"):
-            assert bench.other_version(path).source == tmp_path / "old" / "src"
+            assert timing.other_version(path).source == tmp_path / "old" / "src"
 
     def test_python(self) -> None:
-        version = bench.other_version(Path(sys.executable))
+        version = timing.other_version(Path(sys.executable))
         assert (version.source, version.label) == (None, Path(sys.executable).name)
 
     def test_neither(self, tmp_path: Path) -> None:
         with pytest.raises(InputError, match="git worktree"):
-            bench.other_version(tmp_path)
+            timing.other_version(tmp_path)
 
 
 def fake_process(samples: list[float]) -> dict[str, Any]:
@@ -152,20 +152,20 @@ def fake_process(samples: list[float]) -> dict[str, Any]:
 
 
 class TestRun:
-    def versions(self) -> list[bench.Version]:
-        return [bench.Version("old", "python", None), bench.this_version()]
+    def versions(self) -> list[timing.Version]:
+        return [timing.Version("old", "python", None), timing.this_version()]
 
     def test_interleaved(self, monkeypatch: pytest.MonkeyPatch) -> None:
         order: list[tuple[str, str]] = []
 
-        def time(version: bench.Version, names: list[str], plan: bench.Plan) -> dict[str, Any]:
+        def time(version: timing.Version, names: list[str], plan: timing.TimingPlan) -> dict[str, Any]:
             order.append((version.label, names[0]))
             return {"benchmarks": {name: fake_process([1.0]) for name in names}, "environment": {"x": 1}}
 
-        monkeypatch.setattr(bench, "_time", time)
+        monkeypatch.setattr(timing, "_time", time)
         said: list[tuple[int, int]] = []
-        plan = bench.Plan(("probe", "muon step"), 4)
-        measured = bench.run(plan, self.versions(), lambda done, total, what: said.append((done, total)))
+        plan = timing.TimingPlan(("probe", "muon step"), 4)
+        measured = timing.run(plan, self.versions(), lambda done, total, what: said.append((done, total)))
         assert [label for label, name in order if name == "probe"] == ["old", "this", "this", "old"] * 2
         assert [len(one.processes["probe"]) for one in measured] == [4, 4]
         assert said[0] == (0, 16)
@@ -174,16 +174,16 @@ class TestRun:
 
     def test_also_one_that_was_timed_before(self) -> None:
         """Its other processes would be a chosen few."""
-        measured = bench.Measured(bench.this_version())
+        measured = timing.TimedVersion(timing.this_version())
         for process in (fake_process([1.0]), {"error": "broken"}, fake_process([2.0])):
-            bench._take(measured, ["probe"], {"benchmarks": {"probe": process}})
+            timing._take(measured, ["probe"], {"benchmarks": {"probe": process}})
         assert measured.processes == {}
         assert measured.failures == {"probe": "broken"}
 
     def test_a_failure_leaves_the_benchmark_out(self, monkeypatch: pytest.MonkeyPatch) -> None:
         timed_names: list[list[str]] = []
 
-        def time(version: bench.Version, names: list[str], plan: bench.Plan) -> dict[str, Any]:
+        def time(version: timing.Version, names: list[str], plan: timing.TimingPlan) -> dict[str, Any]:
             timed_names.append(names)
             bad = version.label == "old"
             timed = {
@@ -191,8 +191,8 @@ class TestRun:
             }
             return {"benchmarks": timed}
 
-        monkeypatch.setattr(bench, "_time", time)
-        old, this = bench.run(bench.Plan(("probe", "snapshot"), 2), self.versions(), lambda *_: None)
+        monkeypatch.setattr(timing, "_time", time)
+        old, this = timing.run(timing.TimingPlan(("probe", "snapshot"), 2), self.versions(), lambda *_: None)
         assert set(old.processes) == {"snapshot"}
         assert old.failures == {"probe": "no such thing"}
         assert len(this.processes["snapshot"]) == 2
@@ -200,13 +200,15 @@ class TestRun:
 
     def test_nothing_left_is_an_error(self, monkeypatch: pytest.MonkeyPatch) -> None:
         said: list[int] = []
-        monkeypatch.setattr(bench, "_time", lambda version, names, plan: bench._failed(names, "broken"))
+        monkeypatch.setattr(timing, "_time", lambda version, names, plan: timing._failed(names, "broken"))
         with pytest.raises(ForetrainError, match="broken"):
-            bench.run(bench.Plan(("probe",), 5), self.versions(), lambda done, total, what: said.append(done))
+            timing.run(timing.TimingPlan(("probe",), 5), self.versions(), lambda done, total, what: said.append(done))
         assert said == [0]  # at once, not after all rounds
 
     def test_a_process_of_its_own(self) -> None:
-        result = bench._time(bench.this_version(), ["confidence estimate"], bench.Plan(("confidence estimate",), 1))
+        result = timing._time(
+            timing.this_version(), ["confidence estimate"], timing.TimingPlan(("confidence estimate",), 1)
+        )
         process = result["benchmarks"]["confidence estimate"]
         assert all(sample > 0 for sample in process["samples"])
         assert process["loops"] > 1
@@ -218,9 +220,9 @@ class TestRun:
         shutil.copytree(
             Path(foretrain.__file__).parent, source, ignore=shutil.ignore_patterns("__pycache__", "measure")
         )
-        (source / "dynamics" / "confidence.py").write_text("raise ImportError('an old one')\n", encoding="utf-8")
+        (source / "motion" / "confidence.py").write_text("raise ImportError('an old one')\n", encoding="utf-8")
         names = ["confidence estimate", "state encode"]
-        timed = bench._time(bench.other_version(tmp_path), names, bench.Plan(tuple(names), 1))["benchmarks"]
+        timed = timing._time(timing.other_version(tmp_path), names, timing.TimingPlan(tuple(names), 1))["benchmarks"]
         assert "an old one" in timed["confidence estimate"]["error"]
         assert timed["state encode"]["samples"]
 
@@ -228,14 +230,14 @@ class TestRun:
         broken = tmp_path / "python"
         broken.write_text("#!/bin/sh\necho 'No module named torch' >&2\nexit 1\n", encoding="utf-8")
         broken.chmod(0o755)
-        timed = bench._time(bench.other_version(broken), ["probe"], bench.Plan(("probe",), 1))
+        timed = timing._time(timing.other_version(broken), ["probe"], timing.TimingPlan(("probe",), 1))
         assert timed["benchmarks"]["probe"]["error"] == "No module named torch"
 
 
 class TestRecord:
     def test_what_may_have_disturbed(self) -> None:
         processes = [fake_process([1.0] * 9 + [5.0]), *(fake_process([m] * 4) for m in (1.0, 1.1, 1.2))]
-        summary = bench.summary(processes)
+        summary = timing.summary(processes)
         assert summary["process_medians"] == [1.0, 1.0, 1.1, 1.2]
         assert summary["median"] == 1.05
         assert summary["outlier_share"] == 0.025
@@ -243,11 +245,11 @@ class TestRecord:
         assert summary["load"] == 1.5
 
     def test_drift_needs_four(self) -> None:
-        assert bench.drift_percent([1.0, 2.0, 3.0]) is None
+        assert timing.drift_percent([1.0, 2.0, 3.0]) is None
 
     def test_no_names_of_folders_or_people(self) -> None:
-        measured = bench.Measured(bench.this_version(), {"probe": [fake_process([1.0])]})
-        text = json.dumps(bench.record(measured, bench.Plan(("probe",), 1), "foretrain bench run"))
+        measured = timing.TimedVersion(timing.this_version(), {"probe": [fake_process([1.0])]})
+        text = json.dumps(timing.record(measured, timing.TimingPlan(("probe",), 1), "foretrain bench run"))
         assert str(Path.cwd()) not in text
         assert str(Path(foretrain.__file__).parent) not in text
         assert os.sep + "home" not in text

@@ -19,8 +19,7 @@ from typing import Literal
 
 import numpy as np
 
-from foretrain.measure.stats import (
-    benjamini_hochberg,
+from foretrain_bench.stats import (
     bootstrap_ratio,
     mann_whitney,
     noise_of_ratio,
@@ -45,7 +44,7 @@ Word = Literal["regressed", "improved", "equivalent", "inconclusive"]
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class BenchmarkVerdict:
     """What two sides of one benchmark say. Effect, interval and delta are logarithms of ratios."""
 
     verdict: Word
@@ -73,14 +72,16 @@ class Verdict:
         return math.exp(self.low), math.exp(self.high)
 
 
-def judge(sides: Mapping[str, tuple[Side, Side]], delta: float = DELTA) -> dict[str, Verdict]:
+def judge(sides: Mapping[str, tuple[Side, Side]], delta: float = DELTA) -> dict[str, BenchmarkVerdict]:
     """One verdict per benchmark, A against B. The tests are corrected for all of them together."""
     if not sides:
         return {}
+    from scipy.stats import false_discovery_control
+
     medians = {name: (_medians(a), _medians(b)) for name, (a, b) in sides.items()}
     # Two one-sided questions, each asked of every benchmark: is B slower, is it faster?
-    slower = benjamini_hochberg([mann_whitney(a, b) for a, b in medians.values()])
-    faster = benjamini_hochberg([mann_whitney(b, a) for a, b in medians.values()])
+    slower = false_discovery_control([mann_whitney(a, b) for a, b in medians.values()]).tolist()
+    faster = false_discovery_control([mann_whitney(b, a) for a, b in medians.values()]).tolist()
     return {
         name: _judge(sides[name], medians[name], probabilities, delta, len(sides))
         for name, *probabilities in zip(sides, slower, faster, strict=True)
@@ -93,7 +94,7 @@ def _judge(
     probabilities: Sequence[float],
     delta: float,
     benchmarks: int,
-) -> Verdict:
+) -> BenchmarkVerdict:
     (a, b), counts = medians, (len(medians[0]), len(medians[1]))
     ratio = bootstrap_ratio(*sides)
     noise = noise_of_ratio(a, b)
@@ -111,7 +112,7 @@ def _judge(
     needed = None
     if word == "inconclusive":
         needed = runs_needed(ratio.effect, noise, counts, floor, benchmarks)
-    return Verdict(
+    return BenchmarkVerdict(
         word,
         ratio.effect,
         ratio.low,

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foretrain.errors import InputError
-from foretrain.measure.history import find_steps, read_all, series, sparkline, without_spikes
+from foretrain_bench.history import find_steps, read_all, series, sparkline, without_spikes
 
 
 def noisy(levels: list[float], noise: float = 0.005, seed: int = 0) -> list[float]:

@@ -15,11 +15,11 @@ from rich.progress import Progress as ProgressBar
 from rich.table import Table
 
 from foretrain.config.schema import Level
-from foretrain.measure.formats import Results
-from foretrain.measure.history import Series, sparkline
-from foretrain.measure.verdict import FEWEST, MOST_RUNS, Verdict
 from foretrain.show.console import duration
 from foretrain.show.screen import screen
+from foretrain_bench.formats import Results
+from foretrain_bench.history import BenchmarkSeries, sparkline
+from foretrain_bench.verdict import FEWEST, MOST_RUNS, BenchmarkVerdict
 
 _LINES = 20
 _COLOURS = {"regressed": "red", "improved": "green", "equivalent": "default", "inconclusive": "yellow"}
@@ -108,7 +108,9 @@ def _counts(record: Mapping[str, Any]) -> str:
     return " or ".join(str(count) for count in counts)
 
 
-def comparison_table(verdicts: Mapping[str, Verdict], seconds: bool, a: str, b: str, width: int = 120) -> Table:
+def comparison_table(
+    verdicts: Mapping[str, BenchmarkVerdict], seconds: bool, a: str, b: str, width: int = 120
+) -> Table:
     """Narrow terminals get the verdict and the interval before all else."""
     medians, delta = (["A", "B"], ["delta"]) if width >= 100 else ([], [])
     table = _table(f"A = {a}\nB = {b}", ["benchmark"], [*medians, "B / A", "95 % interval", *delta])
@@ -131,14 +133,14 @@ def comparison_table(verdicts: Mapping[str, Verdict], seconds: bool, a: str, b: 
     return table
 
 
-def comparison_line(verdicts: Mapping[str, Verdict]) -> str:
+def comparison_line(verdicts: Mapping[str, BenchmarkVerdict]) -> str:
     """2 of 12 benchmarks regressed: full step, forecast."""
     worse = [name for name, verdict in verdicts.items() if verdict.verdict == "regressed"]
     names = f": {', '.join(worse)}" if worse else ""
     return f"{len(worse)} of {len(verdicts)} benchmarks regressed{names}"
 
 
-def comparison_json(verdicts: Mapping[str, Verdict]) -> dict[str, dict[str, Any]]:
+def comparison_json(verdicts: Mapping[str, BenchmarkVerdict]) -> dict[str, dict[str, Any]]:
     return {
         name: {
             "verdict": verdict.verdict,
@@ -151,7 +153,7 @@ def comparison_json(verdicts: Mapping[str, Verdict]) -> dict[str, dict[str, Any]
     }
 
 
-def comparison_notes(a: Results, b: Results, verdicts: Mapping[str, Verdict]) -> list[str]:
+def comparison_notes(a: Results, b: Results, verdicts: Mapping[str, BenchmarkVerdict]) -> list[str]:
     """What a reader must know besides the table."""
     notes = []
     for one, other in ((a, b), (b, a)):
@@ -169,7 +171,7 @@ def comparison_notes(a: Results, b: Results, verdicts: Mapping[str, Verdict]) ->
     return notes
 
 
-def history_table(history: Mapping[str, Series]) -> Table:
+def history_table(history: Mapping[str, BenchmarkSeries]) -> Table:
     table = _table("by date, oldest first", ["benchmark", "history"], ["first", "last"])
     table.add_column("steps")
     for name, series in history.items():
@@ -179,7 +181,7 @@ def history_table(history: Mapping[str, Series]) -> Table:
     return table
 
 
-def history_json(history: Mapping[str, Series]) -> dict[str, dict[str, Any]]:
+def history_json(history: Mapping[str, BenchmarkSeries]) -> dict[str, dict[str, Any]]:
     return {
         name: {
             "files": list(series.files),

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foretrain.measure.verdict import (
+from foretrain_bench.verdict import (
     DELTA,
     FEWEST,
     MOST_RUNS,
-    Verdict,
+    BenchmarkVerdict,
     fewest_processes,
     judge,
     runs_needed,
@@ -26,7 +26,7 @@ ADAMW = ([1.1533, 1.3587, 1.2731, 1.2132, 1.1289], [1.9212, 4.0189, 1.9528, 1.82
 TIGHT = [1.0, 1.002, 0.998, 1.001, 0.999]
 
 
-def verdict_of(a: list[float], b: list[float], delta: float = DELTA) -> Verdict:
+def verdict_of(a: list[float], b: list[float], delta: float = DELTA) -> BenchmarkVerdict:
     return judge({"x": ([[value] for value in a], [[value] for value in b])}, delta)["x"]
 
 
@@ -108,6 +108,7 @@ class TestRules:
         many = {f"same {number}": (same, same) for number in range(40)}
         verdict = judge({**many, "slow": (same, slow)})["slow"]
         assert verdict.verdict == "inconclusive"  # 1 of 252 arrangements is no surprise among 41 benchmarks
+        assert judge({**many, "fast": (slow, same)})["fast"].verdict == "inconclusive"
         assert verdict.runs_needed == fewest_processes(41)
         enough = fewest_processes(41)
         same, slow = [[v] for v in (TIGHT * 2)[:enough]], [[1.3 * v] for v in (TIGHT * 2)[:enough]]

@@ -58,27 +58,27 @@ def run(
 
     `foretrain bench run --against ../old` says what got slower since that checkout. Exits with 1 if something did.
     """
-    from foretrain.measure import bench, bench_tables, formats
-    from foretrain.measure.verdict import FEWEST, fewest_processes
     from foretrain.show.screen import screen
+    from foretrain_bench import formats, tables, timing
+    from foretrain_bench.verdict import FEWEST, fewest_processes
 
     level = chosen_level(quiet, verbose) or "normal"
-    names = bench.choose(only)
+    names = timing.choose(only)
     if processes is None:
         processes = FEWEST if against is None else fewest_processes(len(names))
     if processes < 1 or threads < 1:
         raise InputError("--processes and --threads are at least 1")
     _check_device(device)
-    versions = [bench.this_version()] if against is None else [bench.other_version(against), bench.this_version()]
+    versions = [timing.this_version()] if against is None else [timing.other_version(against), timing.this_version()]
     out = out or Path("bench") / f"{datetime.now().astimezone():%Y-%m-%dT%H-%M-%S}.json"
     _make_room(out)
-    plan = bench.Plan(names, processes, device, threads)
-    with bench_tables.RunProgress(level=level) as progress:
-        measured = bench.run(plan, versions, progress)
-    together = bench.new_token() if against is not None else None
+    plan = timing.TimingPlan(names, processes, device, threads)
+    with tables.RunProgress(level=level) as progress:
+        measured = timing.run(plan, versions, progress)
+    together = timing.new_token() if against is not None else None
     command = _command(only, processes, device, threads, against)
     files = [out] if against is None else [out.with_name(f"{out.stem}-against{out.suffix}"), out]
-    records = [bench.record(one, plan, command, together) for one in measured]
+    records = [timing.record(one, plan, command, together) for one in measured]
     for file, one, record in zip(files, measured, records, strict=True):
         _write(file, record)
         for name, reason in one.failures.items():
@@ -93,13 +93,13 @@ def run(
         put(f"{len(records[0]['benchmarks'])} benchmarks timed; {wrote}")
     else:
         say(wrote)
-        screen().print(bench_tables.run_table(records[0]))
+        screen().print(tables.run_table(records[0]))
 
 
 @bench_app.command(name="list")
 def list_(*, json_: Json = False) -> None:
     """List the benchmarks and what each of them times; `bench run --only NAME` runs one."""
-    from foretrain.measure.hotpaths import BENCHMARKS
+    from foretrain_bench.hotpaths import BENCHMARKS
 
     if json_:
         put_json([{"name": name, "description": found.description} for name, found in BENCHMARKS.items()])
@@ -123,7 +123,7 @@ def compare(
     Reads files of `foretrain bench run`, plain JSON (`{"name": [median of each process, ...]}`), pytest-benchmark's
     JSON and Criterion's console text. Exits with 1 if something regressed, with 2 if a file cannot be used.
     """
-    from foretrain.measure import formats
+    from foretrain_bench import formats
 
     if not 0 < delta < 1:
         raise InputError(f"--delta {delta}: give a share between 0 and 1, for example 0.02 for 2 %")
@@ -133,15 +133,15 @@ def compare(
 @bench_app.command
 def history(*files: Annotated[Path, Parameter(help="Result files, or folders of them.")], json_: Json = False) -> None:
     """Show how each benchmark went over many result files, and where it stepped."""
-    from foretrain.measure import bench_tables
-    from foretrain.measure.history import read_all, series
     from foretrain.show.screen import screen
+    from foretrain_bench import tables
+    from foretrain_bench.history import read_all, series
 
     found = series(read_all(files))
     if json_:
-        put_json(bench_tables.history_json(found))
+        put_json(tables.history_json(found))
         return
-    screen().print(bench_tables.history_table(found))
+    screen().print(tables.history_table(found))
     most = max(len(one.files) for one in found.values())
     if most < 4:
         say("note: a step needs two files on either side; with fewer than four files none can be found")
@@ -149,9 +149,9 @@ def history(*files: Annotated[Path, Parameter(help="Result files, or folders of 
 
 def _compare(a: Any, b: Any, delta: float | None, json_: bool, level: Level = "normal", wrote: str = "") -> None:
     """wrote: what to say of the files that were made for it."""
-    from foretrain.measure import bench_tables
-    from foretrain.measure.verdict import DELTA, judge
     from foretrain.show.screen import screen
+    from foretrain_bench import tables
+    from foretrain_bench.verdict import DELTA, judge
 
     names = [name for name in a.benchmarks if name in b.benchmarks]
     if not names:
@@ -164,16 +164,16 @@ def _compare(a: Any, b: Any, delta: float | None, json_: bool, level: Level = "n
     if wrote and level != "quiet":
         say(wrote)
     if json_:
-        put_json(bench_tables.comparison_json(verdicts))
+        put_json(tables.comparison_json(verdicts))
     elif level == "quiet":
-        put(f"{bench_tables.comparison_line(verdicts)}; {wrote}")
+        put(f"{tables.comparison_line(verdicts)}; {wrote}")
     else:
         one, other = (Path(side.source).name for side in (a, b))
         if one == other:
             one, other = str(a.source), str(b.source)
         console = screen()
-        console.print(bench_tables.comparison_table(verdicts, a.seconds, one, other, console.width))
-    for note in bench_tables.comparison_notes(a, b, verdicts) if level != "quiet" else ():
+        console.print(tables.comparison_table(verdicts, a.seconds, one, other, console.width))
+    for note in tables.comparison_notes(a, b, verdicts) if level != "quiet" else ():
         say(f"note: {note}")
     if any(verdict.verdict == "regressed" for verdict in verdicts.values()):
         sys.exit(1)
