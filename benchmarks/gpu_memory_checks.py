@@ -30,7 +30,7 @@ def host_memory_equals_device() -> str:
         {"memory.basis": "pinned"},
         {"memory.offload": True},
         {"memory.snapshots": "pinned", "memory.basis": "pinned", "memory.offload": True},
-        {"memory.snapshots": "pinned", "memory.offload": True, "memory.lookahead": 0},
+        {"memory.snapshots": "pinned", "memory.offload": True, "memory.return_ahead": 0},
     )
     told = []
     for mode, optimizer in (("leap", "adamw"), ("rollout", "muon")):

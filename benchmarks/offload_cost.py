@@ -48,13 +48,13 @@ ARMS: dict[str, dict[str, Any]] = {
     "snapshots": {"memory.snapshots": "pinned"},
     "basis": {"memory.basis": "pinned"},
     "offload": {"memory.offload": True},
-    "offload, lookahead 0": {"memory.offload": True, "memory.lookahead": 0},
+    "offload, return_ahead 0": {"memory.offload": True, "memory.return_ahead": 0},
     "everything": {"memory.snapshots": "pinned", "memory.basis": "pinned", "memory.offload": True},
-    "everything, lookahead 0": {
+    "everything, return_ahead 0": {
         "memory.snapshots": "pinned",
         "memory.basis": "pinned",
         "memory.offload": True,
-        "memory.lookahead": 0,
+        "memory.return_ahead": 0,
     },
 }
 CYCLE = {"hybrid.warmup_steps": 20, "hybrid.full_steps": 20, "hybrid.correct_steps": 5, "hybrid.max_predict_steps": 10}

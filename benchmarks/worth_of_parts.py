@@ -379,9 +379,8 @@ def work_through(options: argparse.Namespace) -> list[dict[str, Any]]:
             for name in TASKS:
                 if options.only and options.only not in name:
                     continue
-                for arm in ARMS:
-                    if arm != "product" or name.startswith("adapters"):
-                        results.append(run(name, arm, seed, Path(folder)))
+                arms = [arm for arm in ARMS if arm != "product" or name.startswith("adapters")]
+                results += [run(name, arm, seed, Path(folder)) for arm in arms]
             print(f"seed {seed}: {time.process_time():.0f} s of CPU so far", file=sys.stderr, flush=True)
             options.rows.write_text(json.dumps(results), encoding="utf-8")
     return results

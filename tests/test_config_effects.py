@@ -801,16 +801,16 @@ def _(bench: Bench) -> None:
 @effect("memory.offload")
 def _(bench: Bench) -> None:
     for wanted in (True, False):
-        parked = away_while_probing(bench.patch, memory__offload=wanted, memory__lookahead=0)
+        parked = away_while_probing(bench.patch, memory__offload=wanted, memory__return_ahead=0)
         assert set(parked) == {wanted}
     with pytest.raises(ConfigError, match=r"engine\.cuda_graph = true and memory\.offload = true exclude each other"):
         bench.config(memory__offload=True, engine__cuda_graph=True)
 
 
-@effect("memory.lookahead")
+@effect("memory.return_ahead")
 def _(bench: Bench) -> None:
     for steps in (0, 1, 3):
-        parked = away_while_probing(bench.patch, memory__offload=True, memory__lookahead=steps)
+        parked = away_while_probing(bench.patch, memory__offload=True, memory__return_ahead=steps)
         assert parked[: len(parked) - steps] == [True] * (len(parked) - steps)
         assert parked[len(parked) - steps :] == [False] * steps
 
@@ -1586,7 +1586,7 @@ class Tuning:
 
     bench: Bench
 
-    def parts(self, **changes: Any) -> tuple[tuning.Base, tuning.Split, HybridTrainer]:
+    def parts(self, **changes: Any) -> tuple[tuning.Base, tuning.ExampleSplit, HybridTrainer]:
         config = config_for(write_base(self.bench.folder / "base"), self.colors(), **changes)
         opened = tuning.open_base(config.model.weights)
         split = tuning.prepare(config, opened)

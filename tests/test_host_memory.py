@@ -27,9 +27,9 @@ EACH: dict[str, dict[str, Any]] = {
     "snapshots": {"memory.snapshots": "pinned"},
     "basis": {"memory.basis": "pinned"},
     "offload": {"memory.offload": True},
-    "offload at the end": {"memory.offload": True, "memory.lookahead": 0},
+    "offload at the end": {"memory.offload": True, "memory.return_ahead": 0},
     "everything": ALL,
-    "everything, early": ALL | {"memory.lookahead": 4},
+    "everything, early": ALL | {"memory.return_ahead": 4},
 }
 AUDITED = {"audit.time_budget": 1.0, "audit.steps": 8, "optimizer.learning_rate": 1e-3}
 FULL_HOUSE = {"evaluation.ema_decay": 0.9, "predictor.beta": 0.5}
@@ -112,7 +112,7 @@ def test_a_run_has_the_same_bits_when_its_state_leaves_and_comes_back_in_parts(
     monkeypatch.setattr(OptimizerParking, "hidden_bytes", lambda self, seconds: hidden)
     if name not in plain:
         plain[name] = make(name).run()
-    where = {"memory.offload": True, "memory.lookahead": lookahead, "memory.snapshots": snapshots}
+    where = {"memory.offload": True, "memory.return_ahead": lookahead, "memory.snapshots": snapshots}
     assert_same(make(name, **where).run(), plain[name])
 
 
@@ -121,7 +121,7 @@ def test_no_more_leaves_than_probes_hide_and_can_be_back_in_time(
     snapshots: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(OptimizerParking, "hidden_bytes", lambda self, seconds: 600)
-    where = {"memory.offload": True, "memory.lookahead": 3, "memory.snapshots": snapshots}
+    where = {"memory.offload": True, "memory.return_ahead": 3, "memory.snapshots": snapshots}
     run = make("audited rollout", **where)
     parking = run.trainer.away
     assert parking is not None

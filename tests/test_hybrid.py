@@ -72,12 +72,12 @@ def plain(
 def test_without_moves_it_is_the_plain_loop_to_the_bit(
     optimizer: str, model: dict[str, Any], settings: dict[str, Any], still: dict[str, Any]
 ) -> None:
-    settings = {**settings, "optimizer.type": optimizer, "optimizer.learning_rate": 3e-3, **still}
+    settings = {**settings, "max_steps": 150, "optimizer.type": optimizer, "optimizer.learning_rate": 3e-3, **still}
     hybrid = world(Net(**model), Regression(), settings).run()
     state = torch.get_rng_state()
-    other = plain(Net(**model), Regression(), range(300), settings)
+    other = plain(Net(**model), Regression(), range(150), settings)
     assert hybrid.trainer.pilot is not None
-    assert hybrid.trainer.backward_passes == other.backward_passes == 300
+    assert hybrid.trainer.backward_passes == other.backward_passes == 150
     assert hybrid.moves == []
     assert same_weights(hybrid.trainer.model, other.model)
     assert torch.equal(torch.get_rng_state(), state)

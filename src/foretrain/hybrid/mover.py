@@ -317,7 +317,7 @@ class Mover:
         """One predicted step; forward passes on incoming batches watch it. None when the move is undone."""
         move, config = self.open_move, self.pilot.config.hybrid
         forecast, steps_left = move.plan.forecast, move.plan.horizon - move.moved - 1
-        if steps_left >= self.pilot.config.memory.lookahead:
+        if steps_left >= self.pilot.config.memory.return_ahead:
             self.probes.offload()  # it is here after a resumption
         self.probes.bring_back(steps_left)
         step = forecast.at(move.moved + 1) - forecast.at(move.moved)

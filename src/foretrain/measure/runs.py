@@ -83,7 +83,7 @@ def carry_out(
     trainer, recorder = _trainer(job, spec, config)
     if listener is not None:
         trainer.bus.subscribe(listener)
-    drawn = _Drawn(job.loader, count if trainer.unit == "tokens" else rows_of)
+    drawn = _DrawnBatches(job.loader, count if trainer.unit == "tokens" else rows_of)
     weights = _checksum([p.detach() for p in trainer.full_step.parameters])
     if trainer.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(trainer.device)
@@ -223,7 +223,7 @@ def check_pairing(runs: list[dict[str, Any]]) -> None:
                 )
 
 
-class _Drawn:
+class _DrawnBatches:
     """Hands on a loader's batches and keeps account of them."""
 
     def __init__(self, loader: Any, count: Callable[[Any], int]) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -37,7 +38,14 @@ def check_form(own: Any, saved: Any, place: str = "") -> None:
 
 def _kind(value: Any) -> str:
     """In words. A tensor of one number is as good as a number."""
-    if isinstance(value, (bool, int, float)) or (isinstance(value, Tensor) and not value.ndim):
-        return "a number"
-    kinds: dict[str, Any] = {"a text": str, "a tensor": Tensor, "a mapping": Mapping, "a list": (list, tuple)}
-    return next((name for name, kind in kinds.items() if isinstance(value, kind)), type(value).__name__)
+    if isinstance(value, Tensor):
+        return "a tensor" if value.ndim else "a number"
+    return _kind_of(type(value))
+
+
+def _find_kind(kind: type) -> str:
+    kinds: dict[str, Any] = {"a number": (int, float), "a text": str, "a mapping": Mapping, "a list": (list, tuple)}
+    return next((name for name, kinds in kinds.items() if issubclass(kind, kinds)), kind.__name__)
+
+
+_kind_of: Callable[[type], str] = functools.cache(_find_kind)

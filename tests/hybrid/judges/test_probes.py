@@ -20,7 +20,7 @@ from foretrain.persist.codec import random_state
 def made(passes: int = 0, per_step: float = 0.0, away: Any = None, **memory: Any) -> Any:
     engine = SimpleNamespace(backward_passes=passes, away=away, count=rows_of)
     hybrid = SimpleNamespace(mode=memory.pop("mode", "rollout"))
-    config = SimpleNamespace(memory=SimpleNamespace(**{"lookahead": 5, **memory}), hybrid=hybrid)
+    config = SimpleNamespace(memory=SimpleNamespace(**{"return_ahead": 5, **memory}), hybrid=hybrid)
     slope = SimpleNamespace(per_step=lambda low_noise: per_step)
     safety = SimpleNamespace(optimizer_state=lambda: {"state": {}})
     return Probes(engine, SimpleNamespace(config=config, slope=slope), safety)  # type: ignore[arg-type]
@@ -76,7 +76,7 @@ def test_what_leaves_is_what_a_probe_hides_and_can_be_back_in_time(
     told: list[Any] = []
     away = SimpleNamespace(begun=False, hidden_bytes=lambda seconds: 40 * seconds, leave=lambda *a: told.append(a))
     away.fetch = told.append
-    probes = made(away=away, mode=mode, lookahead=lookahead)
+    probes = made(away=away, mode=mode, return_ahead=lookahead)
     probes.seconds = 2.0
     probes.offload()
     away.begun = True
