@@ -103,12 +103,13 @@ class LossHistory(Stateful):
     def untrained(self, sigma: float) -> float:
         """A typical loss above this is worse than that of the untrained model, beyond the noise of one loss.
 
-        The first loss may have been luck. The highest of three hardly is, unless the second step was ruin already.
+        The very first loss may have been luck, so the middle one of three counts, unless that is ruin already.
         """
         if not self.start:
             return math.inf
-        first, highest = self.start[0], max(self.start)
-        return min(first + max(RUIN * abs(first), 3 * sigma), highest + max(RUIN * abs(highest), 2 * sigma))
+        highest = _ruin(self.start[0], sigma)
+        typical = sorted(self.start)[len(self.start) // 2]
+        return _ruin(typical, sigma) if typical <= highest else highest
 
     @property
     def ruined(self) -> bool:
@@ -289,3 +290,8 @@ def detrended(values: Sequence[float]) -> Array:
     time = np.arange(len(data)) - (len(data) - 1) / 2
     data = data - data.sum() / len(data)
     return np.asarray(data - time * (time @ data / (time @ time)))
+
+
+def _ruin(loss: float, sigma: float) -> float:
+    """The loss at which a model that began with this one is ruined."""
+    return loss + max(RUIN * abs(loss), 3 * sigma)
