@@ -75,7 +75,7 @@ def model_of(store: Path, state: dict[str, Any], config: Config) -> GPT2:
     model = gpt2.build(config.model, config.seed)
     trainer = HybridTrainer(model, config=configuration.changed(config, {"device": "cpu", "hybrid.mode": "off"}))
     trainer.load_weights(state, str(store))
-    if trainer.average is not None:
+    if trainer.engine.average is not None:
         with trainer.averaged_weights():
             averaged = {name: value.clone() for name, value in model.state_dict().items()}
         model.load_state_dict(averaged)
@@ -86,7 +86,7 @@ def read_checkpoint(source: str | Path) -> tuple[Path, dict[str, Any], Config]:
     """Return path, state and configuration of the newest checkpoint of a run folder, or of one checkpoint folder."""
     source = Path(source)
     store = source if is_checkpoint(source) else _newest(source)
-    state = checkpoint.read(store)
+    state = checkpoint.read_weights(store)
     meta = state.get("meta")
     if not isinstance(meta, dict) or not isinstance(meta.get("config"), dict):
         raise CheckpointError(f"{store}: no run of `fit` has saved it; name a run folder or one of its checkpoints")
