@@ -26,8 +26,8 @@ from foretrain.engine.rates import FollowedRates
 from foretrain.engine.step import StepOutput
 from foretrain.errors import ConfigError, DivergenceError
 from foretrain.events import Bus, Listener, Notice, Phase, PhaseChanged, Recovered
+from foretrain.health.act import Action, Kind
 from foretrain.health.checkup import Checkup
-from foretrain.health.recovery import Action, Kind
 from foretrain.health.rescue import Rescue
 from foretrain.hybrid import summary as summaries
 from foretrain.hybrid.assembly import equip

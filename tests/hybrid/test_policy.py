@@ -14,7 +14,7 @@ from torch import nn
 from foretrain.config import from_mapping
 from foretrain.engine.step import StepOutput
 from foretrain.events import Phase
-from foretrain.health.recovery import Action, Kind, Outcome
+from foretrain.health.act import Action, Kind, Outcome
 from foretrain.hybrid.account import account_of
 from foretrain.hybrid.cycle import View
 from foretrain.hybrid.judges.exact import Exact

@@ -43,7 +43,7 @@ class Appraiser:
         self.gate = Gate(config.max_steps, config.audit.time_budget, kind)
         self.bandit = HorizonBandit(hybrid.max_predict_steps, hybrid.window_steps)
         self.confidence = Confidence()
-        self.predictability = Predictability()
+        self.predictability = Predictability(observer.losses)
         self.falls_once = config.schedule.type in ("wsd", "cosine")
         """The learning rate falls once, to the end of the run."""
         self.held_out = False

@@ -7,7 +7,7 @@ from typing import Any
 
 from foretrain.engine.fence import Failure
 from foretrain.events import Phase
-from foretrain.health.advise import Situation
+from foretrain.health.advise import RunStatus
 from foretrain.hybrid.policy import Policy
 
 
@@ -40,7 +40,7 @@ class Emergencies:
         self.policy.observer.trajectory.release()
         self.policy.rest.steps = max(self.policy.rest.steps, self.policy.tools.engine.planned_steps)
 
-    def add_to(self, situation: Situation) -> Situation:
+    def add_to(self, situation: RunStatus) -> RunStatus:
         """What health has to know of moves."""
         counts, recovery = self.policy.score.counts, self.policy.recovery
         return replace(

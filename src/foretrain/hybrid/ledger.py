@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from foretrain.events import Phase
-from foretrain.health.recovery import Kind
+from foretrain.health.act import Kind
 from foretrain.persist.stateful import Stateful
 
 _TWO_SIDED_95 = 0.975

@@ -15,8 +15,8 @@ from foretrain.engine.hooks import StepHook
 from foretrain.engine.step import StepOutput
 from foretrain.engine.world import World
 from foretrain.events import Moved, Phase, Recovered
-from foretrain.health.guard import Reading
-from foretrain.health.recovery import Action, Kind, Outcome
+from foretrain.health.act import Action, Kind, Outcome
+from foretrain.health.signs import StepReading
 from foretrain.hybrid.appraisal import WINDOWS_TO_SCORE, Appraiser
 from foretrain.hybrid.cycle import Cycle, Transition, View
 from foretrain.hybrid.failures import heed
@@ -30,7 +30,6 @@ from foretrain.hybrid.resting import Rest
 from foretrain.hybrid.scorekeeper import Scorekeeper
 from foretrain.motion.observer import Observer
 from foretrain.motion.records import PhaseRecord, WindowRecord
-from foretrain.motion.slope import LossSlope
 from foretrain.motion.trajectory import basis_type
 from foretrain.persist.stateful import entry, from_plain, plain
 
@@ -39,7 +38,7 @@ _WINDOWS_AWAKE = 10
 _WATCHED_IN_VAIN = 0.1
 """Share of a run's windows that are watched though nothing will be tried. Chosen: enough to say how predictable the run
 is, at a tenth of what watching costs."""
-_PARTS = ("cycle", "guard", "recovery", "gate", "bandit", "confidence", "predictability", "slope")
+_PARTS = ("cycle", "guard", "recovery", "gate", "bandit", "confidence", "predictability")
 _PARTS_OF_MOVES = ("snapshots", "recent", "worth", "unseen")
 
 
@@ -57,7 +56,7 @@ class Policy:
         self.appraiser = Appraiser(config, observer, kind)
         self.gate, self.bandit = self.appraiser.gate, self.appraiser.bandit
         self.confidence, self.predictability = self.appraiser.confidence, self.appraiser.predictability
-        self.slope = LossSlope()
+        self.slope = observer.losses
         self.score = Scorekeeper(self.appraiser)
         self.rest = Rest(config, observer)
         self.kinds: list[MoveKind] = []
@@ -108,7 +107,6 @@ class Policy:
     def watch(self, record: WindowRecord, same_batch: bool, fp16: bool) -> list[Action]:
         """Learn everything that a window teaches. Returns what recovery wants done about it."""
         self.predictability.add(record, same_batch)
-        self.slope.add(record.losses)
         self.hold_directions()
         numbers = list(zip(record.losses, record.gradient_norms, strict=True))
         actions = self.oversight.check_full(record.step - len(numbers) + 1, numbers, fp16)
@@ -288,7 +286,7 @@ class Policy:
             confidence = self.appraiser.estimate(plan.forecast, plan.horizon)
             threshold = min(self.recovery.threshold, plan.confidence)
             exit_to, actions = self.oversight.check_predicted(
-                Reading(step, Phase.PREDICT, loss, None, expected, confidence, threshold)
+                StepReading(step, Phase.PREDICT, loss, None, expected, confidence, threshold)
             )
             for action in self.world.agree(actions):
                 if action.kind is Kind.RESET_PREDICTOR:  # it comes last: a rollback would bring the old one back

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from foretrain.engine.engine import Engine
-from foretrain.motion.slope import LossSlope
+from foretrain.motion.losses import WindowLosses
 from foretrain.persist.stateful import Stateful
 
 MOST_PER_STEP = 10.0
@@ -24,7 +24,7 @@ class Worth(Stateful):
 
     saved = ("_passes", "_held_out_loss", "_held_out_pace")
 
-    def __init__(self, engine: Engine, slope: LossSlope) -> None:
+    def __init__(self, engine: Engine, slope: WindowLosses) -> None:
         self.engine = engine
         self.slope = slope
         self._passes = 0

@@ -13,7 +13,7 @@ from torch import Tensor
 from foretrain.engine.batch import map_tensors
 from foretrain.engine.step import StepOutput
 from foretrain.events import Phase
-from foretrain.health.guard import Reading
+from foretrain.health.signs import StepReading
 from foretrain.hybrid.cycle import View
 from foretrain.hybrid.judges.audit import Audited
 from foretrain.hybrid.judges.exact import Exact
@@ -141,13 +141,13 @@ class JudgedMove(Move):
     def over(self) -> bool:
         return self.steps >= self.plan.correct_steps
 
-    def readings(self) -> list[Reading]:
-        """Loss and gradient norm of the validating steps. Reading them waits for the device."""
+    def readings(self) -> list[StepReading]:
+        """Loss and gradient norm of the validating steps. StepReading them waits for the device."""
         numbers = self.tools.engine.world.to_host(torch.stack([value.float() for value in self._outputs]))
         self._outputs.clear()
         first = self.tools.engine.global_step - self.steps + 1
         pairs = enumerate(zip(numbers[::2], numbers[1::2], strict=True), start=first)
-        return [Reading(step, Phase.CORRECT, loss, norm) for step, (loss, norm) in pairs]
+        return [StepReading(step, Phase.CORRECT, loss, norm) for step, (loss, norm) in pairs]
 
     def judge(self) -> Judgement:
         return self.judge_of_move.judge(self)
