@@ -16,13 +16,14 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from foretrain.config import Config
 from foretrain.config.schema import Level
-from foretrain.engine.engine import Engine, as_checkpoint_error
+from foretrain.engine.engine import Engine
 from foretrain.engine.explain import HandedIn, first_failure, past_the_end
 from foretrain.engine.fence import Ordered
 from foretrain.engine.hooks import StepHook
 from foretrain.engine.memory.usage import MemoryMeter
 from foretrain.engine.own import Measure, OptimizerLike, check_processes
 from foretrain.engine.rates import FollowedRates
+from foretrain.engine.state import as_checkpoint_error
 from foretrain.engine.step import StepOutput
 from foretrain.errors import ConfigError, DivergenceError
 from foretrain.events import Bus, Listener, Notice, Phase, PhaseChanged, Recovered
@@ -228,7 +229,9 @@ class HybridTrainer:
         metrics: functions of (model, batch) or (output, target) by name; then the result is a dict of the loss and
         their means over all rows.
         """
-        return self.engine.evaluate(batches) if metrics is None else self.engine.evaluate(batches, metrics)
+        return (
+            self.engine.forward.evaluate(batches) if metrics is None else self.engine.forward.evaluate(batches, metrics)
+        )
 
     def averaged_weights(self) -> AbstractContextManager[None]:
         """The model at averaged weights inside the block, if `evaluation.ema_decay` is set."""

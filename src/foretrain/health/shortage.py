@@ -23,9 +23,9 @@ _PARTS = {
     "GraphedStep._record": "the recording of a CUDA graph",
     "GraphedGradient._record": "the recording of a CUDA graph",
     "GraphedLoss._record": "the recording of a CUDA graph",
-    "Engine.probe": "a probe",
-    "Engine.probe_all": "a probe",
-    "Engine.evaluate": "an evaluation",
+    "Forward.probe": "a probe",
+    "Forward.probe_all": "a probe",
+    "Forward.evaluate": "an evaluation",
     "Snapshots.take": "a snapshot",
     "Trajectory.displacement": "a predicted displacement",
     "Observer.measure": "the end of a window",
@@ -33,7 +33,7 @@ _PARTS = {
     "QuasiNewton.leap": "a quasi-Newton leap",
     "Secant.gradient_known": "the memory of quasi-Newton leaps",
     "CheckpointStore.save": "a checkpoint",
-    "Engine.load_state_dict": "the loading of a state",
+    "HybridTrainer.load_state_dict": "the loading of a state",
 }
 """What a function does, in words. The outermost and the innermost of them say what was going on."""
 RECORDING = _PARTS["GraphedStep._record"]
