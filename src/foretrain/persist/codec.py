@@ -38,6 +38,15 @@ def real_view(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
+def form_of(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
+    """What two tensors have in common that can be copied into each other without loss."""
+    return tensor.shape, tensor.dtype
+
+
+def form_in_words(value: Any) -> str:
+    return f"{list(value.shape)} {value.dtype}" if isinstance(value, Tensor) else "no tensor"
+
+
 def take_apart(state: Any) -> Snapshot:
     """Separate tensors from everything else. Tensors are referred to, not copied."""
     tensors: dict[str, Tensor] = {}
@@ -118,7 +127,7 @@ def snapshot(state: Any, into: Snapshot | None = None) -> Snapshot:
     sources: list[Tensor] = []
     for name, tensor in parts.tensors.items():
         memory = old.get(name)
-        if memory is not None and _place(memory) == _place(tensor):
+        if memory is not None and memory.device == tensor.device and form_of(memory) == form_of(tensor):
             targets.append(memory)
             sources.append(tensor)
             copies[name] = memory
@@ -127,10 +136,6 @@ def snapshot(state: Any, into: Snapshot | None = None) -> Snapshot:
     if targets:
         torch._foreach_copy_(targets, sources)  # a few launches instead of one per tensor
     return Snapshot(copies, parts.tree)
-
-
-def _place(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
-    return tensor.shape, tensor.dtype, tensor.device
 
 
 # --- random states ---------------------------------------------------------------------------------------------------
@@ -194,7 +199,7 @@ def checksum(tensors: Mapping[str, Tensor]) -> str:
         place = torch.arange(1, len(flat) + 1, device=flat.device, dtype=torch.int64)
         sums.append((flat * place).sum())  # wraps around, everywhere alike
     totals = torch.stack(sums).tolist() if sums else []
-    forms = [f"{name} {_form(tensor)}" for name, tensor in tensors.items()]
+    forms = [f"{name} {form_in_words(tensor)}" for name, tensor in tensors.items()]
     return hashlib.sha256(repr(list(zip(forms, totals, strict=True))).encode()).hexdigest()
 
 
@@ -213,10 +218,11 @@ def check_model(model: nn.Module, saved: Mapping[str, Any], origin: str, constan
             raise CheckpointError(
                 f"{origin}: it belongs to another model ({name} is not in {where}); use the same [model] settings"
             )
-        if _form(own[name]) != _form(saved[name]):
+        ours, theirs = form_in_words(own[name]), form_in_words(saved[name])
+        if ours != theirs:
             raise CheckpointError(
-                f"{origin}: it belongs to another model ({name} is {_form(saved[name])} there, {_form(own[name])} "
-                "here); use the same [model] settings"
+                f"{origin}: it belongs to another model ({name} is {theirs} there, {ours} here); use the same [model] "
+                "settings"
             )
     return own
 
@@ -241,10 +247,6 @@ def copy_all(pairs: list[tuple[Tensor, Tensor]]) -> None:
     if targets:
         on_device = all(target.is_cuda for target in targets)  # there the order of the stream is enough
         torch._foreach_copy_(targets, [source for _, source in pairs], non_blocking=on_device)
-
-
-def _form(value: Any) -> str:
-    return f"{list(value.shape)} {value.dtype}" if isinstance(value, Tensor) else "no tensor"
 
 
 _OF_SCHEDULES = {"peak_lr"}

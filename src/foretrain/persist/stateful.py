@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foretrain.errors import CheckpointError, is_out_of_memory
-from foretrain.persist.codec import copy_all
+from foretrain.persist.codec import copy_all, form_in_words, form_of
 
 _IN_PLACE = "in place"
 Buffer = Annotated[Tensor, _IN_PLACE]
@@ -302,9 +302,8 @@ def _entries(state: Any, names: Mapping[str, str], place: str) -> list[tuple[str
 def _check_tensor(saved: Any, present: Tensor | None, place: str) -> None:
     if not isinstance(saved, Tensor):
         raise StateError(f"{place} is {kind_of(saved)}, not a tensor")
-    if isinstance(present, Tensor) and (saved.shape, saved.dtype) != (present.shape, present.dtype):
-        theirs, ours = (f"{str(one.dtype).removeprefix('torch.')} {list(one.shape)}" for one in (saved, present))
-        raise StateError(f"{place} is {theirs}, not {ours}")
+    if isinstance(present, Tensor) and form_of(saved) != form_of(present):
+        raise StateError(f"{place} is {form_in_words(saved)}, not {form_in_words(present)}")
 
 
 def _one(kinds: tuple[Any, ...], place: str) -> Any:
