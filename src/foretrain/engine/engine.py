@@ -32,19 +32,17 @@ from foretrain.engine.step import FullStep, LossFunction, StepOutput
 from foretrain.engine.trained import Change, TrainedWeights, arranged
 from foretrain.engine.world import World
 from foretrain.errors import CheckpointError, ConfigError, InputError, is_out_of_memory
-from foretrain.persist.codec import (
+from foretrain.persist.codec import random_state, restore_random_state, seed_random
+from foretrain.persist.form import FORMAT, check_form, check_format
+from foretrain.persist.model_state import (
     changing_state,
     check_groups,
     check_model,
     checksum,
     left_out,
-    random_state,
     restore_model,
     restore_optimizer,
-    restore_random_state,
-    seed_random,
 )
-from foretrain.persist.form import FORMAT, check_form, check_format
 from foretrain.persist.stateful import StateError, entry
 
 

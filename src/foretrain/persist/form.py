@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from foretrain.errors import CheckpointError
-from foretrain.persist.stateful import LARGEST_NUMBER, kind_of
+from foretrain.persist.typed import LARGEST_NUMBER, kind_of
 
 FORMAT = 2
 """Of states and checkpoints. 1: development versions before 0.1.0."""
