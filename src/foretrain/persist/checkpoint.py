@@ -310,11 +310,11 @@ def read(folder: str | Path) -> dict[str, Any]:
 
 def read_weights(folder: str | Path) -> dict[str, Any]:
     """Weights, averages, step and configuration of a checkpoint folder, in earlier formats, too."""
-    return _read(Path(folder), WITH_READABLE_WEIGHTS, _WEIGHTS)
+    state = _read(Path(folder), WITH_READABLE_WEIGHTS)
+    return {name: state[name] for name in _WEIGHTS if name in state}
 
 
-def _read(folder: Path, formats: tuple[int, ...], parts: tuple[str, ...] | None = None) -> dict[str, Any]:
-    """parts: of the state; None: all."""
+def _read(folder: Path, formats: tuple[int, ...]) -> dict[str, Any]:
     try:
         manifest = _verified(folder, formats)
         content = from_json(_read_limited(folder / _STATE))
@@ -322,12 +322,9 @@ def _read(folder: Path, formats: tuple[int, ...], parts: tuple[str, ...] | None 
             raise CheckpointError(f"{folder / _STATE} does not belong to this checkpoint")
         tensors: dict[str, Tensor] = {}
         for name in manifest.files:
-            if name.endswith(".safetensors") and (parts is None or name.removesuffix(".safetensors") in parts):
+            if name.endswith(".safetensors"):
                 tensors.update(_read_tensors(folder / name))
-        tree = content["state"]
-        if parts is not None and isinstance(tree, dict):
-            tree = {name: tree[name] for name in parts if name in tree}
-        state = put_together(Snapshot(tensors, tree))
+        state = put_together(Snapshot(tensors, content["state"]))
         if not isinstance(state, dict):
             raise CheckpointError(f"{folder / _STATE} holds no state")
     except (ValueError, KeyError, TypeError, RecursionError, SafetensorError, OSError) as error:
