@@ -687,22 +687,22 @@ class HybridTrainer:
         trained, settings = set(self.engine.trained.names), described.optimizer_settings(self.engine.optimizer)
         self.engine.put_back(state, origin)
         self._tell_put_back(trained, settings)
-        if self.look_ahead is not None and state.get("look_ahead") is not None:
+        if self.look_ahead is not None and state["look_ahead"] is not None:
             self.look_ahead.load_state_dict(state["look_ahead"])
-        self.checkup.load_state_dict(state.get("checkup", {}))
-        hybrid = state.get("hybrid")
+        self.checkup.load_state_dict(state["checkup"])
+        hybrid = state["hybrid"]
         if self.pilot is None or hybrid is None:  # switched on or off since: the hybrid part starts anew
-            self.rescue.load_state_dict(state.get("rescue", {}))
+            self.rescue.load_state_dict(state["rescue"])
             return
         self.pilot.load_state_dict(hybrid["pilot"])
         self.observer.guarded.load_state_dict(hybrid["predictor"])
         self.pilot.off = self.observer.guarded.off
-        if hybrid["predictor"].get("strikes", 0) >= MOST_FAILURES and not self.pilot.off:
+        if hybrid["predictor"]["strikes"] >= MOST_FAILURES and not self.pilot.off:
             self.pilot.rest_steps = min(1, self.pilot.rest_steps)  # another one is watched with at once
         self.mover.load_state_dict(hybrid["mover"])
         self.race.load_state_dict(hybrid["race"])
         self._said = dict(hybrid["said"])
-        self.rescue.load_state_dict(state.get("rescue", {}))
+        self.rescue.load_state_dict(state["rescue"])
         heed(self.pilot, self.engine.global_step, self.bus.emit)
 
     def _tell_put_back(self, trained: set[str], settings: dict[str, Any]) -> None:
