@@ -1,8 +1,7 @@
-"""The whole state of a run, in one definition: used for snapshots in memory and for checkpoints on disk.
+"""Takes states apart into named tensors and plain JSON, for snapshots in memory and for checkpoints on disk.
 
-A state is a tree of dicts, lists, tuples, numbers, strings and tensors. It is taken apart into named tensors (which
-become safetensors files) and a plain JSON tree that refers to them, and put together again without loss: integer keys,
-tuples and non-finite numbers survive.
+A state is a tree of dicts, lists, tuples, numbers, strings and tensors. Its tensors become safetensors files, the rest
+becomes a JSON tree that refers to them. Nothing is lost: integer keys, tuples and non-finite numbers survive.
 """
 
 from __future__ import annotations
@@ -20,19 +19,19 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Named tensors and the tree that refers to them; equal to what is on disk, tensor for tensor."""
+    """Holds named tensors and the tree that refers to them, as they are on disk."""
 
     tensors: dict[str, Tensor]
     tree: Any
 
 
 def real_view(tensor: Tensor) -> Tensor:
-    """The tensor itself; of complex numbers their parts, in the same memory: [..., 2]."""
+    """Return the tensor itself, or the parts [..., 2] of complex numbers in the same memory."""
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def form_of(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
-    """What two tensors have in common that can be copied into each other without loss."""
+    """Return what two tensors must have in common to be copied into each other without loss."""
     return tensor.shape, tensor.dtype
 
 
@@ -47,7 +46,7 @@ def take_apart(state: Any) -> Snapshot:
 
 
 def put_together(snapshot: Snapshot) -> Any:
-    """The inverse of `take_apart`."""
+    """Return the state that `take_apart` was given."""
     return _decode(snapshot.tree, snapshot.tensors)
 
 
@@ -112,7 +111,7 @@ def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def snapshot(state: Any, into: Snapshot | None = None) -> Snapshot:
-    """A copy in memory that later steps do not touch. `into`: an older one, whose memory is used again."""
+    """Copy a state in memory, so that later steps do not touch it. `into`: an older copy whose memory is used again."""
     parts = take_apart(state)
     old = into.tensors if into is not None else {}
     copies: dict[str, Tensor] = {}
@@ -132,7 +131,7 @@ def snapshot(state: Any, into: Snapshot | None = None) -> Snapshot:
 
 
 def own_copy(state: Any, device: torch.device | None = None) -> Any:
-    """A state with tensors of its own: loaded ones may be views of a mapped file, or a part of a snapshot.
+    """Return the state with tensors of its own: loaded ones may be views of a mapped file, or a part of a snapshot.
 
     device: where they are to be; None: where they are.
     """
@@ -144,7 +143,7 @@ def own_copy(state: Any, device: torch.device | None = None) -> Any:
 
 
 def copy_all(pairs: list[tuple[Tensor, Tensor]]) -> None:
-    """Every second tensor into its first, in a few launches."""
+    """Copy every second tensor into its first, in a few launches."""
     targets = [target for target, _ in pairs]
     if targets:
         on_device = all(target.is_cuda for target in targets)  # there the order of the stream is enough
@@ -162,7 +161,7 @@ def seed_random(seed: int) -> None:
 
 
 def random_state() -> dict[str, Any]:
-    """Every generator a model, a loss function or a data set may draw from."""
+    """Return the states of all generators that a model, a loss function or a data set may draw from."""
     kind, words, place, has_gauss, gauss = np.random.get_state()  # noqa: NPY002 - user code may use it
     version, internal, gauss_next = random.getstate()
     return {

@@ -14,12 +14,12 @@ from foretrain.errors import CheckpointError
 from foretrain.persist.codec import copy_all, form_in_words, own_copy, real_view, take_apart
 
 SCALE = "_scale"
-"""Follows the name of a moment in 8 bits, for its scales."""
+"""The scales of a moment in 8 bits are saved under its name with this ending."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def changing_state(model: nn.Module, constant: Collection[str]) -> dict[str, Any]:
-    """The model's state without weights that stay what they are."""
+    """Return the model's state without weights that never change."""
     return {name: value for name, value in model.state_dict().items() if name not in constant}
 
 
@@ -29,7 +29,7 @@ def frozen_weights(model: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def checksum(tensors: Mapping[str, Tensor]) -> str:
-    """Of names, forms and bits, the same on every device. The device is waited for once."""
+    """Return a checksum of names, forms and bits, which is the same on every device. The device is waited for once."""
     sums = []
     for tensor in tensors.values():
         numbers = real_view(tensor.detach()).contiguous()
@@ -42,13 +42,15 @@ def checksum(tensors: Mapping[str, Tensor]) -> str:
 
 
 def left_out(model: nn.Module, saved: Mapping[str, Any]) -> dict[str, nn.Parameter]:
-    """Parameters that a state of the model does not hold, under all their names."""
+    """Return the parameters that a state of the model does not hold, under all their names."""
     return {name: p for name, p in model.named_parameters(remove_duplicate=False) if name not in saved}
 
 
 def check_model(model: nn.Module, saved: Mapping[str, Any], origin: str, constant: Collection[str]) -> dict[str, Any]:
-    """Refuse weights and buffers that are not this model's; what they are to be copied to. constant: names of weights
-    that were not to be saved."""
+    """Refuse weights and buffers that are not this model's, and return those of the model that they belong to.
+
+    constant: names of weights that were not to be saved.
+    """
     own = changing_state(model, constant)
     for name in [*own, *saved]:
         if name not in saved or name not in own:
@@ -82,7 +84,7 @@ def restore_model(
 _OF_SCHEDULES = {"peak_lr"}
 """What a schedule of the configuration leaves in an optimizer's groups."""
 _TOGETHER = ({"momentum_buffer"}, {"step", "exp_avg", "exp_avg_sq"})
-"""Beside scales of 8-bit numbers."""
+"""Optimizers of this package save these together, beside scales of 8-bit numbers."""
 
 
 def restore_optimizer(
@@ -137,7 +139,7 @@ def check_groups(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]], origi
 
 
 def _check_complete(optimizer: Optimizer, saved: Mapping[int, Mapping[str, Any]], origin: str) -> None:
-    """What optimizers of ours keep of a parameter belongs together, and has its size."""
+    """Refuse a state in which a part is missing of what our optimizers keep for a parameter, or has another size."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for number, kept in saved.items():
         names = {name for name, value in kept.items() if value is not None and not name.endswith(SCALE)}
@@ -148,7 +150,7 @@ def _check_complete(optimizer: Optimizer, saved: Mapping[int, Mapping[str, Any]]
 
 
 def _put_back_others(optimizer: Optimizer, saved: Mapping[Any, Any]) -> None:
-    """What of a state is no tensor, exactly: torch takes texts apart, and casts tensors inside of lists."""
+    """Put back exactly what is no tensor: torch takes texts apart, and casts tensors inside of lists."""
     numbers = optimizer.state_dict()["param_groups"]
     places = zip(numbers, optimizer.param_groups, strict=True)
     parameters = {number: p for one, other in places for number, p in zip(one["params"], other["params"], strict=True)}
@@ -159,14 +161,14 @@ def _put_back_others(optimizer: Optimizer, saved: Mapping[Any, Any]) -> None:
 
 
 def _same_tensors(current: Any, saved: Any) -> bool:
-    """Whether both optimizer states hold the same tensors by name and shape."""
+    """Say whether both optimizer states hold the same tensors by name and shape."""
     ours = take_apart(current["state"]).tensors
     theirs = take_apart(saved["state"]).tensors
     return bool(ours) and {k: v.shape for k, v in ours.items()} == {k: v.shape for k, v in theirs.items()}
 
 
 def _fill(target: Any, source: Any) -> list[tuple[Tensor, Tensor]]:
-    """Put every number of `source` into the equal tree `target`; (target, source) of every tensor."""
+    """Put every number of `source` into the equal tree `target`, and return (target, source) of every tensor."""
     tensors: list[tuple[Tensor, Tensor]] = []
     for key, value in source.items():
         if isinstance(value, Tensor):

@@ -43,7 +43,7 @@ class Stateful:
     saved: ClassVar[tuple[str, ...]] = ()
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that decides how the object goes on. Tensors are referred to, not copied."""
+        """Return everything that decides how the object goes on. Tensors are referred to, not copied."""
         return {name.lstrip("_"): plain(getattr(self, name)) for name in self.saved}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -78,11 +78,11 @@ class Stateful:
             raise StateError(f"{own} cannot use it ({type(error).__name__}: {error})") from error
 
     def after_load(self) -> None:
-        """For what follows from the loaded attributes. It may raise ValueError where they do not belong together."""
+        """Derive what follows from the loaded attributes. It may raise ValueError where they do not belong together."""
 
 
 def plain(value: Any) -> Any:
-    """The value as a state holds it. Containers are new, tensors are referred to."""
+    """Return the value as a state holds it. Containers are new, tensors are referred to."""
     if value is None or (isinstance(value, (bool, int, float, str)) and not isinstance(value, (Enum, np.generic))):
         return value
     if isinstance(value, Tensor):
@@ -109,7 +109,7 @@ def plain(value: Any) -> Any:
 
 
 def from_plain(kind: Any, saved: Any, place: str, device: torch.device | None = None) -> Any:
-    """The inverse of `plain` for a value of that type (a class, or any annotation). Tensors are copied to the device;
-    None: to that on which they are. Raises StateError that names the place."""
+    """Return the value of that type (a class, or any annotation) that `plain` was given. Tensors are copied to the
+    device (None: they stay where they are). Raises StateError that names the place."""
     reader = Reader(device)
     return reader.read(kind, saved, None, place)

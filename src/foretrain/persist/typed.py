@@ -1,4 +1,4 @@
-"""Values of a saved state, read by the types that the attributes of an object have; what does not fit is named."""
+"""Reads values of a saved state by the types that the attributes of an object have, and names what does not fit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _IN_PLACE = "in place"
 Buffer = Annotated[Tensor, _IN_PLACE]
 """The type of a tensor that others hold on to: loading fills it, and never replaces it."""
 ArrayBuffer = Annotated[NDArray[np.float64], _IN_PLACE]
-"""The same for an array of numpy."""
+"""The type of an array of numpy that is filled in place."""
 
 LARGEST_NUMBER = 2**64
 """No count comes near it. Chosen: larger ones take long to print, and do not fit into a tensor."""
@@ -34,7 +34,7 @@ class StateError(CheckpointError):
 
 
 def entry(state: Mapping[str, Any], name: str, place: str) -> Any:
-    """One entry of a state that is read by hand."""
+    """Return one entry of a state that is read by hand; it must be there."""
     if not isinstance(state, Mapping):
         raise StateError(f"{place} is {kind_of(state)}, not a mapping")
     if name not in state:
@@ -50,7 +50,7 @@ class Reader:
         self.fillings: list[tuple[Tensor, Tensor]] = []
 
     def read(self, kind: Any, saved: Any, present: Any, place: str) -> Any:
-        """present: what is there now, None if nothing; it says the length of a deque, the form of an array."""
+        """Read one value. present: what is there now, or None; it says the length of a deque, the form of an array."""
         origin, arguments = get_origin(kind), get_args(kind)
         if kind is Any or kind is object:
             return own_copy(saved, self.device)
@@ -91,7 +91,7 @@ class Reader:
             copy_all(self.fillings)
 
     def _one_of(self, kinds: tuple[Any, ...], saved: Any, present: Any, place: str) -> Any:
-        """The first of several types that the value has."""
+        """Read a value by the first of several types that fits."""
         if saved is None and type(None) in kinds:
             return None
         kinds = tuple(kind for kind in kinds if kind is not type(None))
@@ -172,7 +172,7 @@ class Reader:
 
 
 def kind_of(value: Any) -> str:
-    """What a value of a state is, in words."""
+    """Say in words what a value of a state is."""
     kind: Any = type(value)
     return _kind_in_words(kind)
 
@@ -197,7 +197,7 @@ def _atom(kind: Any, saved: Any, place: str) -> Any:
 
 
 def entries_of(state: Any, names: Mapping[str, str], place: str) -> list[tuple[str, Any]]:
-    """(attribute, saved value) of every name; nothing may be missing, nor be left over."""
+    """Return (attribute, saved value) of every name. Nothing may be missing, and nothing may be left over."""
     found = [(attribute, entry(state, name, place)) for name, attribute in names.items()]
     for name in state:
         if name not in names:
@@ -223,7 +223,7 @@ def _is_buffer(kind: Any) -> bool:
 
 
 def device_of(value: Any) -> torch.device | None:
-    """That of the first tensor in it."""
+    """Return the device of the first tensor in the value."""
     if isinstance(value, Tensor):
         return value.device
     items = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple, deque)) else ()
@@ -232,8 +232,8 @@ def device_of(value: Any) -> torch.device | None:
 
 @cache
 def annotation(kind: Any, name: str) -> Any:
-    """The type of an attribute as the class, or one that it inherits from, annotates it, or of a property; None where
-    there is none. Others are not looked at: their names may be known to type checkers only."""
+    """Return the type of an attribute as the class or one of its bases annotates it, or that of a property; None where
+    there is none. Other annotations are not evaluated: their names may be known to type checkers only."""
     for one in kind.__mro__:
         own = vars(one).get("__annotations__", {}).get(name)
         if isinstance(found := vars(one).get(name), property) and found.fget is not None:
