@@ -588,20 +588,20 @@ class HybridTrainer:
         self.engine.put_back(state, origin)
         for text in handed_in.differences(self.engine):
             self.bus.emit(Notice(text, level="info"))
-        if self.look_ahead is not None and state.get("look_ahead") is not None:
+        if self.look_ahead is not None and state["look_ahead"] is not None:
             self.look_ahead.load_state_dict(state["look_ahead"])
-        self.checkup.load_state_dict(state.get("checkup", {}))
-        hybrid = state.get("hybrid")
+        self.checkup.load_state_dict(state["checkup"])
+        hybrid = state["hybrid"]
         if self.policy is None or hybrid is None:  # switched on or off since: the hybrid part starts anew
-            self.rescue.load_state_dict(state.get("rescue", {}))
+            self.rescue.load_state_dict(state["rescue"])
             return
         self.policy.load_state_dict(hybrid["policy"])
         self.observer.guarded.load_state_dict(hybrid["predictor"])
-        if hybrid["predictor"].get("strikes", 0) >= MOST_FAILURES and not self.policy.off:
+        if hybrid["predictor"]["strikes"] >= MOST_FAILURES and not self.policy.off:
             self.policy.rest.steps = min(1, self.policy.rest.steps)  # another one is watched with at once
         self.race.load_state_dict(hybrid["race"])
         self._said = dict(hybrid["said"])
-        self.rescue.load_state_dict(state.get("rescue", {}))
+        self.rescue.load_state_dict(state["rescue"])
         self.policy.heed()
 
     # --- a whole run -------------------------------------------------------------------------------------------------
