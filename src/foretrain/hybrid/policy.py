@@ -14,7 +14,7 @@ from foretrain.events import Phase
 from foretrain.health import shortage
 from foretrain.health.act import Action, Context, Kind, Outcome, Recovery
 from foretrain.health.detect import Detector
-from foretrain.health.signs import Diagnosis, Severity, StepReading
+from foretrain.health.signs import Severity, StepDiagnosis, StepReading
 from foretrain.hybrid.correction import Correction
 from foretrain.hybrid.cycle import Machine, Transition, View
 from foretrain.hybrid.exact_gain import ExactGain
@@ -195,7 +195,7 @@ class Pilot:
         losses, norms = [loss for loss, _ in numbers], [norm for _, norm in numbers]
         if self.guard.check_calmly(losses, norms):
             for _ in losses:  # what was taken from the run is given back in time
-                self._decide(Diagnosis(step, Severity.NORMAL))
+                self._decide(StepDiagnosis(step, Severity.NORMAL))
             return []
         return _once(self._check_full(step - len(numbers) + 1, numbers, fp16))
 
@@ -210,7 +210,7 @@ class Pilot:
                 break
         return actions
 
-    def _decide(self, verdict: Diagnosis, move_open: bool = False, predicted: bool = False) -> list[Action]:
+    def _decide(self, verdict: StepDiagnosis, move_open: bool = False, predicted: bool = False) -> list[Action]:
         context = Context(self.machine.phase, move_open, predicted, skipped=self.config.guard.nan_check)
         return self.recovery.decide(verdict, context)
 
@@ -558,7 +558,7 @@ class Pilot:
         verdicts = [self.guard.check(reading) for reading in readings]
         return self._decide(max(verdicts, key=lambda verdict: verdict.level), move_open=True)
 
-    def check_move(self, reading: StepReading) -> tuple[Diagnosis, list[Action]]:
+    def check_move(self, reading: StepReading) -> tuple[StepDiagnosis, list[Action]]:
         """A number of a predicted step, a probe, or a validating step."""
         verdict = self.guard.check(reading)
         return verdict, self._decide(verdict, move_open=True, predicted=reading.gradient_norm is None)

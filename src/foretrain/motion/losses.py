@@ -23,7 +23,7 @@ from foretrain.persist.stateful import Stateful
 Array = NDArray[np.float64]
 
 KEPT = 64
-"""Losses that are kept. Chosen: their median has about an eighth of the noise of one loss."""
+"""Losses that are kept. Chosen: their median has about a sixth of the noise of one loss."""
 ENOUGH = 32
 """Losses (or gradient norms) before anything is called unusual. Chosen: a spread of 32 values is known to some 20 %."""
 START = 3
