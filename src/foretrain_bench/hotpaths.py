@@ -170,7 +170,7 @@ def _loss_history(device: str) -> Call:
 
 
 def _trainer(device: str, **settings: Any) -> tuple[Any, Any]:
-    """A small GPT (0.4M parameters) and a batch of 8 x 64 tokens."""
+    """Make a trainer of a small GPT (0.4M parameters) and a batch of 8 x 64 tokens."""
     import torch
 
     from foretrain.config import from_mapping
@@ -239,7 +239,7 @@ def _parameters(device: str) -> list[Any]:
 
 
 def _trajectory(device: str) -> tuple[Any, Call]:
-    """A trajectory, and a call that moves the weights and closes a window."""
+    """Make a trajectory, and a call that moves the weights and closes a window."""
     import torch
 
     from foretrain.motion.trajectory import Trajectory
@@ -303,7 +303,7 @@ def _small_gpt(device: str) -> Any:
 
 
 def _registry(device: str) -> tuple[Any, Any]:
-    """Two adapters of rank 8 on a small GPT."""
+    """Make two adapters of rank 8 on a small GPT."""
     from foretrain.models import lora
     from foretrain.models.adapter_files import adapter_of
     from foretrain.serve.adapters import AdapterRegistry

@@ -25,10 +25,6 @@ class Emergencies:
     def phase(self) -> Phase:
         return self.pilot.machine.phase
 
-    @property
-    def corrections(self) -> int:
-        return self.pilot.counts.corrections
-
     def abandon(self, reason: str) -> Any:
         return self.mover.abandon(reason)
 

@@ -6,10 +6,10 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from foretrain.config.units import clock, loss_text
 from foretrain.motion.losses import WindowLosses
 from foretrain.motion.records import WindowRecord
 from foretrain.persist.stateful import Stateful
-from foretrain.show.numbers import clock, loss_text
 
 _MOST_WORTH = 5.0
 """Steps of the optimizer that a step of a move counts here at the most. After a chain the optimizer's own steps lower
