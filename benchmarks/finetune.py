@@ -62,7 +62,7 @@ def run(options: argparse.Namespace, arm: str, rate: float | str, seed: int) -> 
     seconds, look_at = 0.0, BETWEEN
     curve: list[tuple[int, float, float]] = []
     first = next(batches)
-    trainer.engine.forward_loss([trainer.engine.to_device(first)])  # what is compiled and loaded only once
+    trainer.engine.forward.forward_loss([trainer.engine.to_device(first)])  # what is compiled and loaded only once
     started = clock(trainer.device)
     while trainer.global_step < options.steps or trainer.judging:
         trainer.step(first if first is not None else next(batches))
@@ -70,10 +70,10 @@ def run(options: argparse.Namespace, arm: str, rate: float | str, seed: int) -> 
         if trainer.global_step >= look_at:
             look_at += BETWEEN
             seconds += clock(trainer.device) - started
-            curve.append((trainer.global_step, seconds, float(trainer.engine.forward_loss(held_out))))
+            curve.append((trainer.global_step, seconds, float(trainer.engine.forward.forward_loss(held_out))))
             started = clock(trainer.device)
     seconds += clock(trainer.device) - started
-    loss = float(trainer.engine.forward_loss(held_out))
+    loss = float(trainer.engine.forward.forward_loss(held_out))
     moves = dict(trainer.policy.score.counts.moves) if trainer.policy is not None else {}
     return {
         "arm": arm,

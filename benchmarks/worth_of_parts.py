@@ -274,9 +274,9 @@ def run(name: str, arm: str, seed: int, folder: Path) -> dict[str, Any]:
     try:
         if name.startswith("adapters"):
             trainer, batch, fixed = adapters(seed, {**task.settings, **changes}, folder)
-            work = Work(trainer.full_step.loss)
-            trainer.full_step.loss = work  # type: ignore[method-assign]
-            judge: Callable[[], float] = lambda: float(trainer.forward_loss(fixed))  # noqa: E731
+            work = Work(trainer.engine.full_step.loss)
+            trainer.engine.full_step.loss = work  # type: ignore[method-assign]
+            judge: Callable[[], float] = lambda: float(trainer.engine.forward.forward_loss(fixed))  # noqa: E731
         else:
             model, batch, judged = task.build(seed)
             work = Work(model.loss)

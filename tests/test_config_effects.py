@@ -24,7 +24,7 @@ from torch import nn
 from foretrain.config import from_mapping, load, settings, to_mapping
 from foretrain.data import tokens
 from foretrain.engine import precision, schedule
-from foretrain.engine.engine import Engine
+from foretrain.engine.forward import Forward
 from foretrain.engine.memory.host import host_bytes
 from foretrain.engine.optim.muon import Muon
 from foretrain.errors import ConfigError, DataError, DivergenceError, OutOfMemory
@@ -853,13 +853,13 @@ def _(bench: Bench) -> None:
 @effect("evaluation.batches")
 def _(bench: Bench) -> None:
     seen: list[int] = []
-    original = Engine.evaluate
+    original = Forward.evaluate
 
-    def counted(engine: Engine, batches: Any) -> float:
+    def counted(forward: Forward, batches: Any) -> float:
         seen.append(len(batches))
-        return original(engine, batches)
+        return original(forward, batches)
 
-    bench.patch.setattr(Engine, "evaluate", counted)
+    bench.patch.setattr(Forward, "evaluate", counted)
     for wanted in (1, 3):
         bench.train(max_steps=1, evaluation__batches=wanted)
     assert seen == [1, 3]
@@ -879,7 +879,7 @@ def _(bench: Bench) -> None:
 def _(bench: Bench) -> None:
     for patience, steps in ((0, 6), (1, 2), (3, 4)):
         rising = iter(range(1, 100))
-        bench.patch.setattr(Engine, "evaluate", lambda engine, batches, rising=rising: float(next(rising)))
+        bench.patch.setattr(Forward, "evaluate", lambda forward, batches, rising=rising: float(next(rising)))
         changes = {"evaluation__interval": 1, "evaluation__early_stopping_patience": patience}
         assert bench.train(**changes)[0]["global_step"] == steps
 

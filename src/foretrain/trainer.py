@@ -16,13 +16,14 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from foretrain.config import Config
 from foretrain.config.schema import Level
-from foretrain.engine.engine import Engine, as_checkpoint_error
+from foretrain.engine.engine import Engine
 from foretrain.engine.explain import HandedIn, first_failure, past_the_end
 from foretrain.engine.fence import Ordered
 from foretrain.engine.hooks import StepHook
 from foretrain.engine.memory.usage import MemoryMeter
 from foretrain.engine.own import Measure, OptimizerLike, check_processes
 from foretrain.engine.rates import FollowedRates
+from foretrain.engine.state import as_checkpoint_error
 from foretrain.engine.step import StepOutput
 from foretrain.errors import ConfigError, DivergenceError
 from foretrain.events import Bus, Listener, Notice, Phase, PhaseChanged, Recovered
@@ -228,7 +229,9 @@ class HybridTrainer:
         metrics: functions of (model, batch) or (output, target) by name; then the result is a dict of the loss and
         their means over all rows.
         """
-        return self.engine.evaluate(batches) if metrics is None else self.engine.evaluate(batches, metrics)
+        return (
+            self.engine.forward.evaluate(batches) if metrics is None else self.engine.forward.evaluate(batches, metrics)
+        )
 
     def averaged_weights(self) -> AbstractContextManager[None]:
         """The model at averaged weights inside the block, if `evaluation.ema_decay` is set."""
@@ -585,20 +588,20 @@ class HybridTrainer:
         self.engine.put_back(state, origin)
         for text in handed_in.differences(self.engine):
             self.bus.emit(Notice(text, level="info"))
-        if self.look_ahead is not None and state.get("look_ahead") is not None:
+        if self.look_ahead is not None and state["look_ahead"] is not None:
             self.look_ahead.load_state_dict(state["look_ahead"])
-        self.checkup.load_state_dict(state.get("checkup", {}))
-        hybrid = state.get("hybrid")
+        self.checkup.load_state_dict(state["checkup"])
+        hybrid = state["hybrid"]
         if self.policy is None or hybrid is None:  # switched on or off since: the hybrid part starts anew
-            self.rescue.load_state_dict(state.get("rescue", {}))
+            self.rescue.load_state_dict(state["rescue"])
             return
         self.policy.load_state_dict(hybrid["policy"])
         self.observer.guarded.load_state_dict(hybrid["predictor"])
-        if hybrid["predictor"].get("strikes", 0) >= MOST_FAILURES and not self.policy.off:
+        if hybrid["predictor"]["strikes"] >= MOST_FAILURES and not self.policy.off:
             self.policy.rest.steps = min(1, self.policy.rest.steps)  # another one is watched with at once
         self.race.load_state_dict(hybrid["race"])
         self._said = dict(hybrid["said"])
-        self.rescue.load_state_dict(state.get("rescue", {}))
+        self.rescue.load_state_dict(state["rescue"])
         self.policy.heed()
 
     # --- a whole run -------------------------------------------------------------------------------------------------

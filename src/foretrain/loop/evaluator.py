@@ -57,7 +57,7 @@ class Evaluator:
             started = time.perf_counter()
             loss = self._held_out_loss()
             try:
-                progress.last_metrics = engine.measure(self.held_out, self.metrics, self._metric_failed)
+                progress.last_metrics = engine.forward.measure(self.held_out, self.metrics, self._metric_failed)
             except Ordered:  # the run stops here, and is resumed with this evaluation
                 return False
             seconds = time.perf_counter() - started
@@ -88,7 +88,7 @@ class Evaluator:
         freed = False
         while True:
             try:
-                return self.engine.evaluate(self.held_out)
+                return self.engine.forward.evaluate(self.held_out)
             except (RuntimeError, MemoryError) as error:
                 found = shortage.look_at(error)
                 if found is None:

@@ -87,13 +87,13 @@ def fit(
     """A whole run; returns its summary."""
     engine, out = trainer.engine, options.out
     options.check(engine.config, held_out)
-    engine.check_recording()
+    engine.execution.check()
     trainer.stopping = False
     _set_length(trainer, loader, options.epochs)
     random = random_state()  # a DataLoader draws from it when it is read
     held = [as_tensors(batch, engine.float_type) for batch in held_out] if held_out is not None else []
     check_scheduler(engine.rate, engine.config.max_steps, bool(held))
-    engine.measure(held[:1], options.metrics)  # a metric that fails does so before anything is trained
+    engine.forward.measure(held[:1], options.metrics)  # a metric that fails does so before anything is trained
     restore_random_state(random)
     config, bus, level = engine.config, trainer.bus, options.console_level(engine.config)
     with ExitStack() as stack:

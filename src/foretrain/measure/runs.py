@@ -17,7 +17,6 @@ import torch
 
 from foretrain.config import Config, changed, to_mapping
 from foretrain.engine.batch import count, rows_of, tensors_of
-from foretrain.engine.graphs import GraphedStep
 from foretrain.errors import CheckpointError, ConfigError, DataError, ForetrainError, SaveError
 from foretrain.events import Bus, Evaluated, Event, Listener, Moved, Notice, PhaseChanged, Progress
 from foretrain.measure.controls import RepeatLast, hold_still
@@ -98,7 +97,7 @@ def carry_out(
     if summary["reason"] == "interrupted":
         raise KeyboardInterrupt
     test_loss = trainer.evaluate(job.test)
-    graphed = isinstance(trainer.engine._run_step, GraphedStep)  # inside a graph nobody can count
+    graphed = trainer.engine.execution.records  # inside a graph nobody can count
     account = {
         "drawn_tokens": drawn.tokens,
         "updates": None if graphed else updates[0],
