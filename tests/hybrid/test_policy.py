@@ -17,12 +17,12 @@ from foretrain.events import Phase
 from foretrain.health.act import Action, Kind, Outcome
 from foretrain.hybrid.account import account_of
 from foretrain.hybrid.cycle import View
+from foretrain.hybrid.deliberation import Deliberation
 from foretrain.hybrid.judges.exact import Exact
 from foretrain.hybrid.judges.judgement import Judgement
 from foretrain.hybrid.judges.worth import Worth
 from foretrain.hybrid.ledger import Audit
 from foretrain.hybrid.plan import Decision, Plan
-from foretrain.hybrid.policy import Policy
 from foretrain.motion.observer import Moment, Observer
 from foretrain.motion.predictors.base import Forecast
 from foretrain.motion.predictors.momentum import MomentumPredictor
@@ -52,7 +52,7 @@ class Flight:
         trajectory = Trajectory(self.parameters, window=WINDOW)
         predictor = MomentumPredictor()
         self.observer = Observer(trajectory, predictor, self.parameters, optimizer)
-        self.policy = Policy(self.config, self.observer, kind)
+        self.policy = Deliberation(self.config, self.observer, kind)
         self.noise, self.step = noise, 0
         self.draw = torch.Generator().manual_seed(0)
         self.actions: list[Action] = []
@@ -346,7 +346,7 @@ def test_a_disaster_is_measured_by_the_noise() -> None:
     noisy = Flight(noise=3.0).steps(80).policy
     decision = Decision("toy", 5, False, 5, "")
 
-    def limit(policy: Policy, anchor: float) -> float:
+    def limit(policy: Deliberation, anchor: float) -> float:
         return policy.appraiser.plan(decision, policy.oversight.tolerance).disaster_limit(anchor)
 
     assert limit(noisy, 2.0) == pytest.approx(2.0 + 3.0 * noisy.guard.losses.sigma)
