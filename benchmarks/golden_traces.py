@@ -39,6 +39,8 @@ GONE = {"correction", "corrections", "correction_interval"}
 """Settings and entries of the summary that some of the commits compared do not have."""
 TIMES = {"seconds", "total_seconds", "tokens_per_second", "time", "path", "resident_peak", "eta"}
 TIMES |= {"megabytes", "weights_megabytes", "prediction_megabytes"}  # these depend on the form of checkpoints
+RENAMED = {"lookahead": "return_ahead"}
+"""Settings by the name that they had, as the summary lists them: a new name is no other behaviour."""
 SHORT = {
     "device": "cpu",
     "hybrid.warmup_steps": 20,
@@ -179,7 +181,8 @@ class Kept:
 def plain(value: Any) -> Any:
     """JSON without times and paths; numbers as their exact digits."""
     if isinstance(value, Mapping):
-        return {str(key): plain(entry) for key, entry in value.items() if key not in TIMES | GONE}
+        kept = {key: entry for key, entry in value.items() if key not in TIMES | GONE}
+        return {RENAMED.get(str(key), str(key)): plain(entry) for key, entry in kept.items()}
     if isinstance(value, list | tuple):
         return [plain(entry) for entry in value]
     if isinstance(value, float) and not math.isfinite(value):

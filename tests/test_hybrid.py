@@ -72,19 +72,20 @@ def plain(
 def test_without_moves_it_is_the_plain_loop_to_the_bit(
     optimizer: str, model: dict[str, Any], settings: dict[str, Any], still: dict[str, Any]
 ) -> None:
-    settings = {**settings, "optimizer.type": optimizer, "optimizer.learning_rate": 3e-3, **still}
+    settings = {**settings, "max_steps": 150, "optimizer.type": optimizer, "optimizer.learning_rate": 3e-3, **still}
     hybrid = world(Net(**model), Regression(), settings).run()
     state = torch.get_rng_state()
-    other = plain(Net(**model), Regression(), range(300), settings)
+    other = plain(Net(**model), Regression(), range(150), settings)
     assert hybrid.trainer.pilot is not None
-    assert hybrid.trainer.backward_passes == other.backward_passes == 300
+    assert hybrid.trainer.backward_passes == other.backward_passes == 150
     assert hybrid.moves == []
     assert same_weights(hybrid.trainer.model, other.model)
     assert torch.equal(torch.get_rng_state(), state)
-    if other.average is not None:
-        assert hybrid.trainer.average is not None
+    if other.engine.average is not None:
+        assert hybrid.trainer.engine.average is not None
         assert all(
-            torch.equal(a, b) for a, b in zip(hybrid.trainer.average.average, other.average.average, strict=True)
+            torch.equal(a, b)
+            for a, b in zip(hybrid.trainer.engine.average.average, other.engine.average.average, strict=True)
         )
 
 
@@ -321,8 +322,8 @@ def test_every_step_is_counted_once(way: str, how: str, monkeypatch: pytest.Monk
     run = world(make(), data, settings, how)
     trainer = run.trainer
     passes: list[Tensor] = []
-    inner = trainer.full_step._backward
-    monkeypatch.setattr(trainer.full_step, "_backward", lambda loss: (inner(loss), passes.append(loss.detach())))
+    inner = trainer.engine.full_step._backward
+    monkeypatch.setattr(trainer.engine.full_step, "_backward", lambda loss: (inner(loss), passes.append(loss.detach())))
     last = 0
     while trainer.global_step < trainer.config.max_steps or trainer.judging:
         result = run.step()
@@ -360,8 +361,8 @@ def test_all_that_was_seen_is_counted_and_nothing_else(way: str) -> None:
         trainer.step(data(0 if way == "chain" else position))
         position += 1
     assert trainer.pilot.counts.tried
-    assert trainer.progress.tokens + trainer.probe_tokens == seen
-    assert trainer.progress.tokens <= 16 * trainer.backward_passes
+    assert trainer.engine.progress.tokens + trainer.engine.progress.probe_tokens == seen
+    assert trainer.engine.progress.tokens <= 16 * trainer.backward_passes
 
 
 def test_predicted_steps_save_full_ones_where_they_are_worth_it() -> None:
@@ -401,7 +402,7 @@ def test_a_kept_move_carries_the_average_along() -> None:
     settings = {**AUDITED, "evaluation.ema_decay": 0.9}
     run = before_a_move(world(Net(), Regression(), settings, "repeat"))
     trainer = run.trainer
-    assert trainer.average is not None
+    assert trainer.engine.average is not None
 
     def averaged() -> list[Tensor]:
         with trainer.averaged_weights():
@@ -443,8 +444,8 @@ def test_monitor_interval_is_how_often_a_forward_pass_looks(interval: int) -> No
     run = rolled(hybrid__monitor_interval=interval)
     plan, trainer = run.trainer.pilot.plan(), run.trainer
     probed: list[int] = []
-    inner = trainer.probe
-    trainer.probe = lambda batch: (probed.append(trainer.mover.open_move.moved), inner(batch))[1]  # type: ignore[method-assign]
+    inner = trainer.engine.probe
+    trainer.engine.probe = lambda batch: (probed.append(trainer.mover.open_move.moved), inner(batch))[1]  # type: ignore[method-assign]
     losses = [run.step().loss for _ in range(plan.horizon)]
     looked = [number for number in range(1, plan.horizon + 1) if number % interval == 0 or number == plan.horizon]
     assert probed == [0, *looked, plan.horizon]  # the anchor first, the same tokens again last
@@ -593,7 +594,7 @@ def test_nan_during_a_rest_is_noticed() -> None:
     assert "skip_batch" in kinds
     rolled_back = next(event for event in run.events if isinstance(event, Recovered) and event.action == "roll_back")
     assert "learning rate x 0.1" in rolled_back.text
-    assert 0.1 <= run.trainer.rate_factor < 1.0  # noticed at once, so a part may have been given back by now
+    assert 0.1 <= run.trainer.engine.rate_factor < 1.0  # noticed at once, so a part may have been given back by now
     assert all(torch.isfinite(p).all() for p in run.trainer.model.parameters())
 
 
@@ -682,7 +683,7 @@ def test_a_predictor_of_ones_own_is_saved_and_resumed(stop: int, tmp_path: Path)
     with pytest.raises(OSError, match="the disk is gone"):
         run("broken", stop, resume=False)
     resumed = run("broken", 10**9, resume=True)
-    assert resumed.clock.seconds > 0
+    assert resumed.engine.clock.seconds > 0
     assert whole.summary()["moves"]["kept"] + whole.summary()["moves"]["shrunk"] >= 1
     assert same_weights(whole.model, resumed.model)
     assert whole.summary()["moves"] == resumed.summary()["moves"]

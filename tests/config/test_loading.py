@@ -845,3 +845,12 @@ def test_trackers_are_a_list_or_names_with_commas() -> None:
         load(overrides=["log.trackers=comet"])
     listed = {setting.name: setting for setting in settings()}
     assert listed["log.trackers"].kind == 'list of "tensorboard" | "wandb" | "mlflow" | "trackio"'
+
+
+def test_the_old_name_of_return_ahead_loads_and_the_new_one_is_printed(tmp_path: Path) -> None:
+    config = load_text(tmp_path, "[memory]\nlookahead = 2\n").config
+    assert config.memory.return_ahead == load(None, ["memory.lookahead=2"]).config.memory.return_ahead == 2
+    assert "return_ahead = 2" in to_toml(config)
+    assert "lookahead" not in to_toml(config)
+    with pytest.raises(ConfigError, match=r"did you mean memory=\{'return_ahead': 3\}\?"):
+        Config(memory={"lookahead": 3})

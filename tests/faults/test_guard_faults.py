@@ -94,7 +94,7 @@ def plain_held_out(steps: int, kind: str, rate: float, clip: float) -> float:
 def test_without_a_fault_nothing_is_done() -> None:
     run = faulty(healthy).run()
     assert told(run) == []
-    assert run.trainer.rate_factor == 1.0
+    assert run.trainer.engine.rate_factor == 1.0
     assert run.trainer.summary()["recoveries"] == {}
     assert ends_well(run, within=0.0)
 
@@ -105,8 +105,8 @@ def test_without_a_fault_nothing_is_done() -> None:
 def test_one_bad_batch_is_skipped() -> None:
     run = faulty(between(200, 201, nan)).run()
     assert told(run) == ["skip_batch"]
-    assert run.trainer.rate_factor == 1.0
-    run.trainer.meter.read()
+    assert run.trainer.engine.rate_factor == 1.0
+    run.trainer.engine.meter.read()
     assert run.trainer.summary()["skipped_steps"] == 1
     assert ends_well(run)
 
@@ -124,13 +124,13 @@ def test_bad_batches_in_a_row_roll_back_with_a_tenth_of_the_rate() -> None:
     run.run(lambda: "roll_back" in told(run))
     trainer = run.trainer
     assert run.position <= 210
-    assert trainer.rate_factor == pytest.approx(0.1)
+    assert trainer.engine.rate_factor == pytest.approx(0.1)
     assert trainer.global_step < run.position
     rate = trainer.optimizer.param_groups[0]["lr"]
     run.step()
     assert float(trainer.optimizer.param_groups[0]["lr"]) == pytest.approx(0.1 * float(rate), rel=0.01)
     run.run()
-    assert trainer.rate_factor > 0.1  # given back bit by bit
+    assert trainer.engine.rate_factor > 0.1  # given back bit by bit
     assert trainer.global_step == STEPS == sum(trainer.summary()["steps"].values())
     assert ends_well(run, within=0.1)
 
@@ -139,10 +139,10 @@ def test_the_rate_comes_back_in_a_rest_too() -> None:
     """50 good steps double it; in a rest they are looked at together, up to 100 steps later."""
     run = faulty(between(200, 203, nan), {"max_steps": 800})
     run.run(lambda: "roll_back" in told(run))
-    assert run.trainer.rate_factor == pytest.approx(0.1)
+    assert run.trainer.engine.rate_factor == pytest.approx(0.1)
     for _ in range(340):
         run.step()
-    assert run.trainer.rate_factor == 1.0
+    assert run.trainer.engine.rate_factor == 1.0
 
 
 def test_harmed_weights_are_rolled_back() -> None:
@@ -158,22 +158,22 @@ def test_harmed_weights_are_rolled_back() -> None:
 
 def test_an_exploding_gradient_halves_the_rate_and_clips() -> None:
     run = faulty(between(200, 206, larger(12.0)), SGD)
-    run.run(lambda: run.trainer.rate_factor < 1 or run.position > 240)
+    run.run(lambda: run.trainer.engine.rate_factor < 1 or run.position > 240)
     trainer = run.trainer
-    assert trainer.rate_factor == 0.5
-    assert trainer.full_step.clip == 1.0
+    assert trainer.engine.rate_factor == 0.5
+    assert trainer.engine.clip_limit == 1.0
     event = next(event for event in run.events if isinstance(event, Recovered) and "0.5" in event.text)
     assert event.action == "force_full"
     assert "gradient norm" in event.text
     run.run()
-    assert (trainer.rate_factor, trainer.full_step.clip) == (1.0, 0.0)
+    assert (trainer.engine.rate_factor, trainer.engine.clip_limit) == (1.0, 0.0)
     assert ends_well(run)
 
 
 def test_a_spiked_learning_rate_is_recovered_from() -> None:
     run = faulty(healthy, {"optimizer.gradient_clip_norm": 0.0})
-    schedule = run.trainer.rate.at
-    run.trainer.rate.at = lambda step: schedule(step) * (300.0 if 200 <= step < 204 else 1.0)
+    schedule = run.trainer.engine.rate.at
+    run.trainer.engine.rate.at = lambda step: schedule(step) * (300.0 if 200 <= step < 204 else 1.0)
     run.run(lambda: run.trainer.global_step >= STEPS or run.position > 900)
     assert {"roll_back", "force_full"} & set(told(run))
     assert run.trainer.global_step == STEPS
@@ -182,7 +182,7 @@ def test_a_spiked_learning_rate_is_recovered_from() -> None:
 
 def test_one_spike_is_no_explosion() -> None:
     run = faulty(between(200, 201, larger(12.0))).run()
-    assert run.trainer.rate_factor == 1.0
+    assert run.trainer.engine.rate_factor == 1.0
     assert "roll_back" not in told(run)
     assert ends_well(run)
 
@@ -203,7 +203,7 @@ def test_ruin_in_the_first_steps_is_rolled_back_to_the_beginning() -> None:
     before = [p.detach().clone() for p in run.trainer.model.parameters()]
     run.run(lambda: "roll_back" in told(run))
     assert run.trainer.global_step == 0
-    assert run.trainer.rate_factor == pytest.approx(0.1)
+    assert run.trainer.engine.rate_factor == pytest.approx(0.1)
     assert all(torch.equal(a, b) for a, b in zip(before, run.trainer.model.parameters(), strict=True))
 
 
@@ -218,8 +218,8 @@ def test_auto_tune_keeps_the_lower_rate_of_a_rollback() -> None:
     assert tuned[0].change == {"optimizer.learning_rate": pytest.approx(0.07), "optimizer.gradient_clip_norm": 1.0}
     assert run.trainer.global_step == 150
     assert run.trainer.pilot.recovery.rate_factor == 1.0
-    assert run.trainer.rate_factor <= 0.1
-    assert run.trainer.full_step.clip == 1.0
+    assert run.trainer.engine.rate_factor <= 0.1
+    assert run.trainer.engine.clip_limit == 1.0
     assert DATA.held_out(run.trainer.model) < 1.0
     before_first_look = [event for event in tuned if event.step <= 100]
     assert len(before_first_look) == told(run).count("roll_back")  # the look does not do once more what was just done
@@ -274,7 +274,7 @@ def test_a_vanishing_gradient_stops_prediction() -> None:
     assert "gradient norm" in event.text
     assert run.trainer.pilot.guard.recent_divergence
     run.run()
-    assert run.trainer.rate_factor == 1.0
+    assert run.trainer.engine.rate_factor == 1.0
     assert ends_well(run)
 
 
@@ -284,7 +284,7 @@ def test_an_oscillating_loss_lowers_the_rate() -> None:
     event = next(event for event in run.events if isinstance(event, Recovered) and "0.3" in event.text)
     assert event.action == "force_full"
     assert "up and down" in event.text
-    assert run.trainer.rate_factor == 1.0  # it ended, and so did the caution
+    assert run.trainer.engine.rate_factor == 1.0  # it ended, and so did the caution
     assert ends_well(run)
 
 
@@ -389,7 +389,7 @@ def test_a_diverging_rollout_is_undone_and_must_be_surer_next_time() -> None:
     assert pilot.counts.recoveries["raise_threshold"] >= 1
     assert pilot.counts.recoveries["shorten_horizon"] >= 1
     assert pilot.counts.recoveries["roll_back"] >= 1
-    assert run.trainer.rate_factor == 1.0  # no fault of the learning rate
+    assert run.trainer.engine.rate_factor == 1.0  # no fault of the learning rate
     run.run()
     assert loss_of(run) <= 1.01 * plain_loss()
 
@@ -422,8 +422,8 @@ def test_a_rising_anchor_is_drift() -> None:
     run.run(lambda: run.trainer.phase is Phase.PREDICT)
     now = pilot.guard.losses.fast
     pilot.guard.anchors = [now * (0.90 + 0.02 * index) for index in range(7)]
-    inner = run.trainer.probe
-    run.trainer.probe = lambda batch: inner(batch) + (0.04 * now if len(pilot.guard.anchors) == 7 else 0.0)
+    inner = run.trainer.engine.probe
+    run.trainer.engine.probe = lambda batch: inner(batch) + (0.04 * now if len(pilot.guard.anchors) == 7 else 0.0)
     needed = pilot.machine.full_steps_needed
     run.step()
     assert pilot.counts.recoveries["force_full"] >= 1

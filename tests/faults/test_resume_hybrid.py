@@ -7,7 +7,6 @@ import functools
 import json
 import os
 import signal
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -376,7 +375,7 @@ def recovered() -> tuple[HybridTrainer, list[Event], dict[int, Any]]:
         if position >= 69:
             states[position + 1] = saved(straight)
         if position == 65:
-            assert (straight.rate_factor, straight.full_step.clip) == (0.5, 1.0)
+            assert (straight.engine.rate_factor, straight.engine.clip_limit) == (0.5, 1.0)
     return straight, events, states
 
 
@@ -391,8 +390,8 @@ def test_a_lowered_rate_and_a_clip_are_resumed(stop: int) -> None:
         resumed.step(explosion(position))
         if position % 3 == 1:  # 199 among them
             assert_same_state(saved(resumed), states[position + 1])
-    assert resumed.full_step.clip == straight.full_step.clip
-    assert resumed.rate_factor == straight.rate_factor == straight.pilot.recovery.rate_factor == 1.0
+    assert resumed.engine.clip_limit == straight.engine.clip_limit
+    assert resumed.engine.rate_factor == straight.engine.rate_factor == straight.pilot.recovery.rate_factor == 1.0
 
 
 def broken(position: int) -> Tensor:
@@ -514,10 +513,11 @@ STOPS = {
 }
 
 
-@functools.cache
-def never_stopped(mode: str, loader: str) -> tuple[HybridTrainer, dict[str, Any], list[Event]]:
-    with tempfile.TemporaryDirectory() as folder:
-        return fit(Path(folder) / "straight", mode, loader)
+@pytest.fixture(scope="session")
+def never_stopped(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[str, str], tuple[HybridTrainer, dict[str, Any], list[Event]]]:
+    return functools.cache(lambda mode, loader: fit(tmp_path_factory.mktemp("straight") / "run", mode, loader))
 
 
 @pytest.mark.parametrize(
@@ -530,7 +530,7 @@ def never_stopped(mode: str, loader: str) -> tuple[HybridTrainer, dict[str, Any]
     ],
 )
 def test_a_run_interrupted_in_any_phase_ends_as_if_nothing_had_been(
-    mode: str, stop: tuple[str, int], loader: str, tmp_path: Path
+    mode: str, stop: tuple[str, int], loader: str, tmp_path: Path, never_stopped: Callable[..., Any]
 ) -> None:
     """In PREDICT and CORRECT the rollback that follows the resumption goes back to data before it."""
     straight, summary, events = never_stopped(mode, loader)

@@ -75,7 +75,7 @@ def evaluate(
         tokenizer=tokenizer,
         vocabulary=vocabulary,
         say=say,
-        report=Progress(),
+        report=EvaluationProgress(),
     )
     if json_:
         put_json(found)
@@ -102,7 +102,7 @@ def result_lines(found: dict[str, Any]) -> list[str]:
     return lines
 
 
-class Progress:
+class EvaluationProgress:
     """Says how far long work has come, and the time left, every ten seconds."""
 
     def __init__(self) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from foretrain.config.listing import KNOWN, settings
+from foretrain.config.names import KEY_ALIASES
 from foretrain.config.paths import section_of
 from foretrain.config.resolving import nearest
 from foretrain.config.schema import Config
@@ -63,6 +64,7 @@ def in_python(error: ValidationError, section: type[BaseModel]) -> str:
         return _say(problems, origin, {})
     section_name, _, key = name.rpartition(".")
     near = nearest(name, section_name, key)
+    near = KEY_ALIASES[near][0] if near in KEY_ALIASES else near
     hint = f"; did you mean {_as_arguments(near, first['input'])}?" if near else "; `foretrain config show` lists all"
     return f"{origin}: unknown setting {name}{hint}"
 

@@ -30,6 +30,7 @@ KEY_ALIASES: dict[str, tuple[str, ...]] = {
     "schedule.max_lr": ("optimizer.learning_rate",),
     "guard.nan_check_enabled": ("guard.nan_check",),
     "data.num_examples": ("data.max_documents",),
+    "memory.lookahead": ("memory.return_ahead",),
     "model.hidden_dim": ("model.width",),
     "model.num_layers": ("model.layers",),
     "model.num_heads": ("model.heads",),

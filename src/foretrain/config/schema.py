@@ -273,11 +273,11 @@ class MemoryConfig(Section):
     offload: bool = False
     """The optimizer's state leaves the device for pinned host memory while steps are predicted, and the gradients are
     dropped. Switches `engine.cuda_graph = "auto"` off, because a recorded step needs them where they were."""
-    lookahead: CountOrZero = 5
-    """With `offload`: predicted steps before its end at which the state begins to come back, a part beside each probe;
-    only so much of it leaves as can leave and be back without being waited for. A leap is one step. 0: all of it leaves
-    at once and comes back after the last predicted step; slower, but only so the peak of PREDICT is lower by all of
-    the state."""
+    return_ahead: CountOrZero = 5
+    """With `offload`: so many predicted steps before the end of PREDICT the state begins to return, a part beside each
+    probe. No more of it leaves than can leave and return without making a step wait. A leap is one step. 0: all of it
+    leaves at once and returns after the last predicted step, which is slower but lowers the peak of PREDICT by the
+    whole state."""
     on_out_of_memory: Literal["stop", "retry"] = "stop"
     """`stop`: the run ends with exit code 3, says what to change, and can be resumed. `retry`: the same batch is done
     again in smaller parts (twice the `accumulation_steps`, then `engine.activation_checkpointing`), and a move that

@@ -196,7 +196,7 @@ def _encode_turns(
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
+class _EncodedRow:
     prompt: Tokens
     said: tuple[tuple[int, int], ...]
     """First and last place, the last not included, of what is said in the prompt."""
@@ -205,13 +205,13 @@ class _Row:
     def __len__(self) -> int:
         return len(self.prompt) + len(self.answer)
 
-    def cut_to(self, length: int) -> _Row:
+    def cut_to(self, length: int) -> _EncodedRow:
         """Without the front of the prompt, where it is too long."""
         lost = len(self) - length
         if lost <= 0:
             return self
         said = tuple((max(first - lost, 0), last - lost) for first, last in self.said if last > lost)
-        return _Row(self.prompt[lost:], said, self.answer)
+        return _EncodedRow(self.prompt[lost:], said, self.answer)
 
 
 class EncodedExamples:
@@ -235,7 +235,9 @@ class EncodedExamples:
         answers = tokenizer.encode_batch([example.answer for example in examples])
         # The end is a target but no input; a prompt keeps one token at least, or the answer's first were no target.
         fitting = [
-            _Row(*prompt, answer) for prompt, answer in zip(prompts, answers, strict=True) if len(answer) < context
+            _EncodedRow(*prompt, answer)
+            for prompt, answer in zip(prompts, answers, strict=True)
+            if len(answer) < context
         ]
         if not fitting:
             raise DataError(
@@ -256,7 +258,7 @@ class EncodedExamples:
         self.answer_tokens = int((self._targets != IGNORED).sum())
         """Targets that count in the loss."""
 
-    def _fill(self, rows: list[_Row], dtype: np.dtype[Any]) -> None:
+    def _fill(self, rows: list[_EncodedRow], dtype: np.dtype[Any]) -> None:
         self._tokens = np.full((len(rows), self.length), self.end_of_text, dtype)
         self._targets = np.full((len(rows), self.length), IGNORED, np.int32)
         digest = hashlib.sha256()

@@ -18,7 +18,6 @@ from foretrain.health.advise import Health, Situation
 from foretrain.health.findings import Ailment, HealthFinding, levers_of, levers_of_own
 from foretrain.health.layers import Array, Look, Measured
 from foretrain.health.vitals import Row, Vitals
-from foretrain.hybrid.policy import Pilot
 
 IDEAL_RATIO = 1e-3
 """Gradient/weight ratio of which a layer's worst look is farthest."""
@@ -33,7 +32,8 @@ class Checkup(StepHook):
     def __init__(self, engine: Engine, emit: Callable[[Event], None]) -> None:
         self.engine = engine
         self.emit = emit
-        self.pilot: Pilot | None = None
+        self.known_of_moves: Callable[[Situation], Situation] = lambda situation: situation
+        """Adds to a situation what is known of moves."""
         self.interval = engine.config.health.interval
         self.look = Look(engine.model, engine.full_step.parameters)
         self.levers = levers_of_own(engine.optimizer) if engine.own_optimizer else levers_of(engine.config)
@@ -159,26 +159,11 @@ class Checkup(StepHook):
         return self.engine.rate.peak or self.engine.config.optimizer.peak_rate
 
     def _situation(self, step: int) -> Situation:
-        engine, pilot, config = self.engine, self.pilot, self.engine.config
+        engine, config = self.engine, self.engine.config
         now = self.health.effective(self._peak, engine.clip, config.hybrid.full_steps)
         high = engine.schedule(engine.global_step) >= 0.5 * self._peak
         falling = engine.schedule(engine.planned_steps) < 0.5 * self._peak
-        if pilot is None:
-            return Situation(step, now, high, falling)
-        moves, recovery = pilot.counts.moves, pilot.recovery
-        return Situation(
-            step,
-            now,
-            high,
-            falling,
-            recovery.loops,
-            moves["rolled_back"],
-            pilot.counts.tried,
-            recovery.distrusts,
-            recovery.lacking,
-            recovery.threshold,
-            leaps=pilot.exact.chains > 0,
-        )
+        return self.known_of_moves(Situation(step, now, high, falling))
 
     # --- what is said ------------------------------------------------------------------------------------------------
 

@@ -31,6 +31,7 @@ from foretrain.hybrid.judges.probes import Probes
 from foretrain.hybrid.ledger import Audit
 from foretrain.hybrid.moves import leap
 from foretrain.hybrid.moves.chain import EXACT, Chain
+from foretrain.hybrid.moves.lookahead import LookAhead
 from foretrain.hybrid.moves.move import Move, unpack_move
 from foretrain.hybrid.moves.obstacles import in_words, not_repeatable
 from foretrain.hybrid.moves.products import Products
@@ -52,14 +53,16 @@ _LONGEST_CHAIN = 10
 
 
 class Mover:
-    """Acts for the trainer in PREDICT and CORRECT. `engine` is the trainer itself."""
+    """Acts in PREDICT and CORRECT."""
 
-    def __init__(self, engine: Engine, pilot: Pilot, emit: Callable[[Event], None]) -> None:
+    def __init__(
+        self, engine: Engine, pilot: Pilot, emit: Callable[[Event], None], look_ahead: LookAhead | None = None
+    ) -> None:
         self.engine = engine
         self.pilot = pilot
         self.emit = emit
         self.trajectory = pilot.observer.trajectory
-        self.safety = Safety(engine, pilot)
+        self.safety = Safety(engine, pilot, look_ahead)
         self.probes = Probes(engine, pilot, self.safety)
         self.unseen = Unseen(engine, pilot, self.safety)
         self.forks = Forks(engine, pilot, self.safety, lambda batch: self._probe(batch))  # noqa: PLW0108 - looked up anew, as benchmarks replace it
@@ -316,7 +319,7 @@ class Mover:
         """One predicted step; forward passes on incoming batches watch it. None when the move is undone."""
         move, config = self.open_move, self.pilot.config.hybrid
         forecast, steps_left = move.plan.forecast, move.plan.horizon - move.moved - 1
-        if steps_left >= self.pilot.config.memory.lookahead:
+        if steps_left >= self.pilot.config.memory.return_ahead:
             self.probes.offload()  # it is here after a resumption
         self.probes.bring_back(steps_left)
         step = forecast.at(move.moved + 1) - forecast.at(move.moved)
@@ -623,8 +626,7 @@ class Mover:
         self.chain.load_state_dict(state["chain"])
         self._recent = [self.own(batch) for batch in state["recent"]]
         self.probes.load_state_dict(state["held_out"])
-        if "unseen" in state:  # not there in older checkpoints
-            self.unseen.load_state_dict(state["unseen"])
+        self.unseen.load_state_dict(state["unseen"])
         outputs = state["outputs"]
         self._outputs = [] if outputs is None else list(outputs.to(device).clone().unbind())
         self.move = None if state["move"] is None else unpack_move(state["move"], self.own)

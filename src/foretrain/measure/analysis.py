@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from foretrain.measure.plan import PLAIN, SAME_PASSES, SAME_SECONDS, Arm, Plan, Result
+from foretrain.measure.plan import PLAIN, SAME_PASSES, SAME_SECONDS, Arm, ComparisonPlan, Result
 from foretrain.measure.stats import Interval, paired_interval, smallest_detectable
 
 _FARTHEST = 1.25
@@ -46,7 +46,7 @@ class Curve:
         return float(np.exp(np.clip(guess, 0.0, x.max() + math.log(_FARTHEST)))), False
 
 
-def analyse(plan: Plan) -> dict[str, Any]:
+def analyse(plan: ComparisonPlan) -> dict[str, Any]:
     """Everything that the page and the table show."""
     curve = plain_curve(plan)
     compared = [PLAIN, *plan.claims, *plan.controls]
@@ -66,7 +66,7 @@ def analyse(plan: Plan) -> dict[str, Any]:
     }
 
 
-def plain_curve(plan: Plan) -> Curve | None:
+def plain_curve(plan: ComparisonPlan) -> Curve | None:
     """Mean over seeds; None while fewer than three budgets are there for any seed."""
     losses: dict[int, list[float]] = {}
     for seed in plan.seeds:
@@ -78,17 +78,17 @@ def plain_curve(plan: Plan) -> Curve | None:
     return Curve([(steps, float(np.mean(values))) for steps, values in losses.items()]) if len(losses) > 2 else None
 
 
-def seconds_per_step(plan: Plan, seed: int) -> float:
+def seconds_per_step(plan: ComparisonPlan, seed: int) -> float:
     """Of the plain loop in the round of this seed: all its runs together."""
     return float(np.median(_plain_times(plan, seed)))
 
 
-def _plain_times(plan: Plan, seed: int) -> list[float]:
+def _plain_times(plan: ComparisonPlan, seed: int) -> list[float]:
     results = [plan.find(spec) for spec in plan.curve(seed) + plan.derived(seed)]
     return [r["seconds"] / r["backward_passes"] for r in results if r is not None and r["loss"] is not None]
 
 
-def _results(plan: Plan, arm: Arm, derived: Any = None) -> dict[int, Result]:
+def _results(plan: ComparisonPlan, arm: Arm, derived: Any = None) -> dict[int, Result]:
     """seed -> result, those that failed included."""
     found = {}
     for seed in plan.seeds:
@@ -102,7 +102,7 @@ def _results(plan: Plan, arm: Arm, derived: Any = None) -> dict[int, Result]:
     return found
 
 
-def _arm(plan: Plan, arm: Arm, curve: Curve | None, derived: Any = None) -> dict[str, Any]:
+def _arm(plan: ComparisonPlan, arm: Arm, curve: Curve | None, derived: Any = None) -> dict[str, Any]:
     tried = _results(plan, arm, derived)
     results = {seed: result for seed, result in tried.items() if result["loss"] is not None}
     plain = {seed: result for seed, result in _results(plan, PLAIN).items() if result["loss"] is not None}
@@ -166,12 +166,12 @@ def _equal(one: Result, other: Result) -> bool:
     return all(one.get(name) == other.get(name) for name in ("loss", "held_out_loss", "backward_passes", "tokens"))
 
 
-def _moves(plan: Plan, arm: Arm) -> bool:
+def _moves(plan: ComparisonPlan, arm: Arm) -> bool:
     """Whether the arm is one that may make predicted moves."""
     return plan.spec(arm, plan.seeds[0]).config(plan.base).hybrid.mode != "off"
 
 
-def _doubts(plan: Plan, arm: Arm, compared: list[int]) -> list[str]:
+def _doubts(plan: ComparisonPlan, arm: Arm, compared: list[int]) -> list[str]:
     """What speaks against the figures of an arm: how it was tuned, and how steady the machine was."""
     doubts, rates = [], plan.rates()
     if arm.swept:
@@ -186,7 +186,7 @@ def _doubts(plan: Plan, arm: Arm, compared: list[int]) -> list[str]:
     return doubts
 
 
-def _verdict(plan: Plan, claim: dict[str, Any] | None) -> tuple[str, str]:
+def _verdict(plan: ComparisonPlan, claim: dict[str, Any] | None) -> tuple[str, str]:
     missing = [spec for spec in plan.specs() if plan.find(spec) is None]
     if missing or plan.next():
         return "incomplete", "Not finished: run the same command again to go on."
@@ -222,7 +222,7 @@ def _count(number: int, word: str) -> str:
     return f"{number} {word}" if number == 1 else f"{number} {word}s"
 
 
-def _budget_points(plan: Plan) -> list[dict[str, Any]]:
+def _budget_points(plan: ComparisonPlan) -> list[dict[str, Any]]:
     points = []
     if plan.best_rate(PLAIN) is None:
         return []
@@ -242,7 +242,7 @@ def _budget_points(plan: Plan) -> list[dict[str, Any]]:
     return points
 
 
-def _sweep_points(plan: Plan) -> list[dict[str, Any]]:
+def _sweep_points(plan: ComparisonPlan) -> list[dict[str, Any]]:
     points = []
     for spec in plan.sweep():
         result = plan.find(spec)
@@ -253,7 +253,7 @@ def _sweep_points(plan: Plan) -> list[dict[str, Any]]:
     return points
 
 
-def _ladder(plan: Plan, arms: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _ladder(plan: ComparisonPlan, arms: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Every rung's time to its loss, against the plain loop's; a rung over the one below is the ratio of the two."""
     rungs = [arm for arm in plan.claims if arm.rung]
     by_name = {arm["arm"]: arm for arm in arms}

@@ -16,7 +16,7 @@ from foretrain.errors import ConfigError, InputError
 from foretrain.events import Event
 from foretrain.measure import stored
 from foretrain.measure.analysis import analyse
-from foretrain.measure.plan import Options, Plan, Result
+from foretrain.measure.plan import ComparisonPlan, Options, Result
 from foretrain.measure.runs import Spec, carry_out, check_pairing
 from foretrain.measure.tasks import Task
 from foretrain.persist.files import explain_failed_write, make_folder, write_atomic
@@ -38,7 +38,7 @@ class Watcher(Protocol):
     def ended(self, spec: Spec, result: Result) -> None: ...
 
 
-class Comparison:
+class ComparisonRunner:
     """A folder with one file per finished run. Whatever is there is not run again."""
 
     def __init__(self, task: Task, base: Config, options: Options, folder: Path) -> None:
@@ -50,7 +50,7 @@ class Comparison:
         self._runs = folder / "runs"
         self._results: dict[str, Result] = {}
         self._keys: dict[str, str] = {}
-        self.plan = Plan(base, options, self.find)
+        self.plan = ComparisonPlan(base, options, self.find)
         self._claim_folder(options)
 
     def _claim_folder(self, options: Options) -> None:
@@ -174,7 +174,7 @@ def compare(
 
     A run that is already in the folder is not run again, so several short calls add up to one comparison.
     """
-    comparison = Comparison(task, config, options or Options(), Path(folder))
+    comparison = ComparisonRunner(task, config, options or Options(), Path(folder))
     try:
         comparison.run(watcher, minutes)
     finally:  # also after Ctrl-C: what is there is shown

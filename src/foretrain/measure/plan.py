@@ -80,7 +80,7 @@ class Options:
             raise InputError("--budgets must contain 1, the length of the run itself")
 
 
-class Plan:
+class ComparisonPlan:
     """The runs of a comparison. `find` returns the result of a run, or None."""
 
     def __init__(self, base: Config, options: Options, find: Callable[[Spec], Result | None]) -> None:

@@ -59,14 +59,6 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
             path += "'"
         tensors[path] = real_view(value.detach())
         return {"$complex" if value.is_complex() else "$tensor": path}
-    if isinstance(value, (dict, Mapping)):  # `dict` alone is told faster
-        if all(isinstance(key, str) and not key.startswith("$") for key in value):
-            return {
-                key: item if type(item) in _AS_THEY_ARE else _encode(item, _join(path, key), tensors)
-                for key, item in value.items()
-            }
-        entries = [[_plain(key), _encode(item, _join(path, key), tensors)] for key, item in value.items()]
-        return {"$entries": entries}
     if isinstance(value, (list, tuple)):
         items = [
             item
@@ -75,6 +67,14 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
             for index, item in enumerate(value)
         ]
         return items if isinstance(value, list) else {"$tuple": items}
+    if isinstance(value, (dict, Mapping)):  # `dict` alone is told faster
+        if all(isinstance(key, str) and key[:1] != "$" for key in value):
+            return {
+                key: item if type(item) in _AS_THEY_ARE else _encode(item, f"{path}.{key}" if path else key, tensors)
+                for key, item in value.items()
+            }
+        entries = [[_plain(key), _encode(item, _join(path, key), tensors)] for key, item in value.items()]
+        return {"$entries": entries}
     return _plain(value)
 
 

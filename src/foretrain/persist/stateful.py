@@ -267,11 +267,15 @@ class _Reader:
 
 def kind_of(value: Any) -> str:
     """What a value of a state is, in words."""
-    if isinstance(value, bool):
-        return "true or false"
-    kinds: dict[str, Any] = {"a number": (int, float), "a text": str, "a tensor": Tensor, "a mapping": Mapping}
-    kinds |= {"a list": (list, tuple), "nothing": type(None)}
-    return next((name for name, kind in kinds.items() if isinstance(value, kind)), type(value).__name__)
+    kind: Any = type(value)
+    return _kind_in_words(kind)
+
+
+@cache
+def _kind_in_words(kind: Any) -> str:
+    kinds: dict[str, Any] = {"true or false": bool, "a number": (int, float), "a text": str, "a tensor": Tensor}
+    kinds |= {"a mapping": Mapping, "a list": (list, tuple), "nothing": type(None)}
+    return next((words for words, known in kinds.items() if issubclass(kind, known)), str(kind.__name__))
 
 
 def _atom(kind: Any, saved: Any, place: str) -> Any:

@@ -11,7 +11,7 @@ from foretrain import config as configuration
 from foretrain.config import Config
 from foretrain.config.units import format_size, parse_size
 from foretrain.engine.precision import choose_device
-from foretrain.planning.estimate import Target
+from foretrain.planning.estimate import PlanTarget
 from foretrain.planning.plan import changed_values, plan, without_prediction
 
 CHANGE_RESULTS = {"optimizer.state_type", "optimizer.gradient_clip_norm"}
@@ -19,7 +19,7 @@ CHANGE_RESULTS = {"optimizer.state_type", "optimizer.gradient_clip_norm"}
 
 
 def within_budget(
-    config: Config, target: Target, given: frozenset[str], say: Callable[[str], None] = lambda _: None
+    config: Config, target: PlanTarget, given: frozenset[str], say: Callable[[str], None] = lambda _: None
 ) -> Config:
     """The configuration with the plan's settings, and a capped allocator; as it was where there is no budget.
 

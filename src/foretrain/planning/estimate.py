@@ -39,7 +39,7 @@ _PHASES = ("full", "predict", "correct", "audit", "evaluate")
 
 
 @dataclass(frozen=True)
-class Target:
+class PlanTarget:
     """What is planned for: a model's shape, a device, and what the configuration does not say."""
 
     shape: GPT2Shape
@@ -95,23 +95,23 @@ class Estimate:
 
 def target_of(
     config: Config, shape: GPT2Shape, *, length: int | None = None, adapters: bool = False, evaluated_rows: int = 0
-) -> Target:
+) -> PlanTarget:
     """For the device that the configuration chooses here."""
     device = choose_device(config.device)
     precision = choose_precision(config.precision.type, device)
-    return Target(shape, device.type == "cuda", precision, length or shape.context, adapters, evaluated_rows)
+    return PlanTarget(shape, device.type == "cuda", precision, length or shape.context, adapters, evaluated_rows)
 
 
-def all_parameters(config: Config, target: Target) -> Parameters:
+def all_parameters(config: Config, target: PlanTarget) -> Parameters:
     return adapted_parameters(target.shape, config.lora) if target.adapters else parameters_of(target.shape)
 
 
-def compiles(config: Config, target: Target) -> bool:
+def compiles(config: Config, target: PlanTarget) -> bool:
     wanted = config.engine.compile
     return target.cuda if wanted == "auto" else bool(wanted)
 
 
-def pass_of(config: Config, target: Target, precision: str = "same", rows: int = 0) -> Pass:
+def pass_of(config: Config, target: PlanTarget, precision: str = "same", rows: int = 0) -> Pass:
     """A micro-batch through the model."""
     return Pass(
         target.shape,
@@ -129,7 +129,7 @@ def pass_of(config: Config, target: Target, precision: str = "same", rows: int =
     )
 
 
-def tries_nothing(config: Config, target: Target) -> bool:
+def tries_nothing(config: Config, target: PlanTarget) -> bool:
     """Nothing will be predicted, as far as can be known before the run: directions are not even kept.
 
     (Where every batch gives the same loss the run finds out that moves can be judged, and makes room for them.)
@@ -141,7 +141,7 @@ def tries_nothing(config: Config, target: Target) -> bool:
     return large and not judged and no_audit_is_affordable(config, config.max_steps)
 
 
-def estimate(config: Config, target: Target) -> Estimate:
+def estimate(config: Config, target: PlanTarget) -> Estimate:
     """All phases. Nothing of the size of the model is made."""
     parameters = all_parameters(config, target)
     in_backward, hybrid = config.engine.update_in_backward, config.hybrid.mode != "off"
@@ -177,7 +177,7 @@ def estimate(config: Config, target: Target) -> Estimate:
     if tries:
         rest = dict(always)
         leaves = target.cuda and config.memory.offload
-        if leaves and not config.memory.lookahead:  # else it comes back beside the last probe
+        if leaves and not config.memory.return_ahead:  # else it comes back beside the last probe
             rest["optimizer state"] = 0
         left = 0 if leaves else gradients
         phases["predict"] = rest | {"gradients": left, "activations": alone, "move": _move(config, target, parameters)}
@@ -206,7 +206,7 @@ def _snapshot(config: Config, learned: int, state: int) -> int:
     return size + (2 * learned if config.predictor.beta > 0 else 0)
 
 
-def _host(config: Config, target: Target, parameters: Parameters, snapshot: int, state: int, tries: bool) -> int:
+def _host(config: Config, target: PlanTarget, parameters: Parameters, snapshot: int, state: int, tries: bool) -> int:
     """What `memory.snapshots`, `memory.basis` and `memory.offload` keep in main memory."""
     size = 0
     if config.memory.basis == "pinned" and tries:
@@ -225,7 +225,7 @@ def row_size(parameters: Parameters) -> tuple[int, int]:
     return layout.size, layout._membership.numel() * layout._membership.element_size()
 
 
-def _basis(config: Config, target: Target, parameters: Parameters, held: bool) -> int:
+def _basis(config: Config, target: PlanTarget, parameters: Parameters, held: bool) -> int:
     """The directions, if they are kept, and on the device, and the matrix that sums their groups."""
     if not parameters.trained:
         return 0
@@ -241,7 +241,7 @@ def _directions(config: Config, parameters: Parameters, rows: int) -> int:
     return row_size(parameters)[0] * (rows * number + 2 * FP32)
 
 
-def _move(config: Config, target: Target, parameters: Parameters) -> int:
+def _move(config: Config, target: PlanTarget, parameters: Parameters) -> int:
     """What making a move needs: a direction in fp32, and with an average the way that was gone."""
     number = basis_type(config.hybrid.basis_type, parameters.elements).itemsize
     way = parameters.learned if config.evaluation.ema_decay else 0
@@ -251,7 +251,7 @@ def _move(config: Config, target: Target, parameters: Parameters) -> int:
     return way + (FP32 * row_size(parameters)[0] if parameters.trained and number != FP32 else 0)
 
 
-def _pairs(config: Config, target: Target, learned: int) -> int:
+def _pairs(config: Config, target: PlanTarget, learned: int) -> int:
     """Only where the loss may be exact: without weight decay and loss scale."""
     possible = config.hybrid.mode == "leap" and not config.optimizer.decay and target.precision != "fp16"
     judged = target.adapters and config.hybrid.probe_examples  # by held-out examples, which search instead
@@ -260,7 +260,7 @@ def _pairs(config: Config, target: Target, learned: int) -> int:
     return learned * (2 * pairs + 6) if possible and pairs >= FEWEST_PAIRS else 0
 
 
-def _recorded(config: Config, target: Target) -> bool:
+def _recorded(config: Config, target: PlanTarget) -> bool:
     """The step will be a CUDA graph."""
     wanted, elements = config.engine.cuda_graph, all_parameters(config, target).elements
     if wanted == "auto":
@@ -269,6 +269,6 @@ def _recorded(config: Config, target: Target) -> bool:
     return target.cuda and bool(wanted)
 
 
-def _pool(config: Config, target: Target, step: Mapping[str, int]) -> int:
+def _pool(config: Config, target: PlanTarget, step: Mapping[str, int]) -> int:
     """A recorded step keeps its activations and buffers for the next replay."""
     return sum(step.values()) - step["gradients"] if _recorded(config, target) else 0

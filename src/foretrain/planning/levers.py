@@ -8,7 +8,7 @@ from typing import Any
 
 from foretrain.config import Config
 from foretrain.config.paths import value_of
-from foretrain.planning.estimate import Target, tries_nothing
+from foretrain.planning.estimate import PlanTarget, tries_nothing
 
 RECOMPUTING = 0.28
 """Of the part of a step that is spent in blocks, when all of them are recomputed. One more forward pass would be 1/3;
@@ -26,7 +26,7 @@ COSTS: dict[str, dict[Any, float]] = {
     "engine.update_in_backward": {True: 0.04},  # 0.03 to 0.04 at 124M on an H200
     "memory.snapshots": {"pinned": 0.005},  # a copy over the bus per move
     "memory.offload": {True: 0.01},  # a copy out and back per move, mostly hidden; 0.007 at 124M on an H200
-    "memory.lookahead": {0: 0.005},  # the way back is hidden by the next step only
+    "memory.return_ahead": {0: 0.005},  # the way back is hidden by the next step only
 }
 """Share of a step's time, measured where it says so and assumed elsewhere. Where two plans fit, the one with the lower
 sum is proposed."""
@@ -44,13 +44,13 @@ EXPLANATIONS = {
     "memory.snapshots": "what a move is taken back to waits in main memory",
     "memory.basis": "the stored directions live in main memory",
     "memory.offload": "optimizer state and gradients leave the device while moves are predicted",
-    "memory.lookahead": "the optimizer state comes back only after the last predicted step",
+    "memory.return_ahead": "the optimizer state comes back only after the last predicted step",
 }
 LEVERS = tuple(EXPLANATIONS)
 
 
 @dataclass(frozen=True)
-class Choice:
+class LeverChoice:
     """Settings that differ from the configuration's, and what they cost."""
 
     settings: dict[str, Any]
@@ -60,7 +60,7 @@ class Choice:
     """The same, setting by setting."""
 
 
-def choices(config: Config, given: frozenset[str], target: Target) -> list[Choice]:
+def choices(config: Config, given: frozenset[str], target: PlanTarget) -> list[LeverChoice]:
     """All allowed combinations, the fastest first. Settings that were given stay as they are."""
     values = _options(config, given, target)
     combinations = product(*values.values())
@@ -68,7 +68,7 @@ def choices(config: Config, given: frozenset[str], target: Target) -> list[Choic
     return sorted((choice for choice in found if choice is not None), key=lambda one: (one.cost, len(one.settings)))
 
 
-def _options(config: Config, given: frozenset[str], target: Target) -> dict[str, list[Any]]:
+def _options(config: Config, given: frozenset[str], target: PlanTarget) -> dict[str, list[Any]]:
     """What each lever may be, its present value first."""
     divisors = [n for n in range(config.accumulation_steps, config.batch_size + 1) if config.batch_size % n == 0]
     kept = target.cuda and config.hybrid.mode != "off"  # without a GPU there is only main memory
@@ -87,7 +87,7 @@ def _options(config: Config, given: frozenset[str], target: Target) -> dict[str,
         "memory.snapshots": ["pinned"] if kept else [],
         "memory.basis": ["pinned"] if leaves else [],
         "memory.offload": [True] if leaves and config.engine.cuda_graph is not True else [],
-        "memory.lookahead": [0] if leaves else [],
+        "memory.return_ahead": [0] if leaves else [],
     }
     found = {}
     for name, options in wanted.items():
@@ -96,11 +96,11 @@ def _options(config: Config, given: frozenset[str], target: Target) -> dict[str,
     return found
 
 
-def _choice(config: Config, values: dict[str, Any], target: Target) -> Choice | None:
+def _choice(config: Config, values: dict[str, Any], target: PlanTarget) -> LeverChoice | None:
     parts, in_backward = values["accumulation_steps"], values["engine.update_in_backward"]
     if in_backward and parts > 1:
         return None  # nothing keeps the gradients that parts of a batch would add up to
-    if values["memory.lookahead"] != config.memory.lookahead and not values["memory.offload"]:
+    if values["memory.return_ahead"] != config.memory.return_ahead and not values["memory.offload"]:
         return None  # nothing has left that could come back
     settings = {name: value for name, value in values.items() if value != value_of(config, name)}
     if in_backward and config.optimizer.gradient_clip_norm > 0:
@@ -108,10 +108,10 @@ def _choice(config: Config, values: dict[str, Any], target: Target) -> Choice | 
     if "engine.loss_rows" in settings and not values["engine.fused_loss"]:
         return None  # there are no slices
     costs = {name: _cost(config, name, value, target) for name, value in settings.items()}
-    return Choice(settings, sum(costs.values()), costs)
+    return LeverChoice(settings, sum(costs.values()), costs)
 
 
-def _cost(config: Config, name: str, value: Any, target: Target) -> float:
+def _cost(config: Config, name: str, value: Any, target: PlanTarget) -> float:
     length = target.length
     if name == "accumulation_steps":
         return _slowness(config, value, length) / _slowness(config, config.accumulation_steps, length) - 1
@@ -123,7 +123,7 @@ def _cost(config: Config, name: str, value: Any, target: Target) -> float:
     return COSTS.get(name, {}).get(value, 0.0)
 
 
-def _share_of_blocks(target: Target) -> float:
+def _share_of_blocks(target: PlanTarget) -> float:
     """Of the multiplications of a pass, attention aside."""
     blocks = 12 * target.shape.layers * target.shape.width
     return blocks / (blocks + target.shape.padded_vocab_size)

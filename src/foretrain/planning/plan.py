@@ -10,8 +10,8 @@ from foretrain.config import Config
 from foretrain.config.paths import nested, value_of, with_settings
 from foretrain.config.units import format_size
 from foretrain.errors import ConfigError
-from foretrain.planning.estimate import Estimate, Target, estimate
-from foretrain.planning.levers import EXPLANATIONS, LEVERS, Choice, choices
+from foretrain.planning.estimate import Estimate, PlanTarget, estimate
+from foretrain.planning.levers import EXPLANATIONS, LEVERS, LeverChoice, choices
 
 _NAMED = 3
 """Settings that a message lists."""
@@ -22,17 +22,17 @@ _WORTH_SAYING = 0.02
 class NothingFitsError(ConfigError):
     """No combination of settings fits the budget."""
 
-    def __init__(self, text: str, smallest: Plan) -> None:
+    def __init__(self, text: str, smallest: MemoryPlan) -> None:
         super().__init__(text)
         self.smallest = smallest
 
 
 @dataclass(frozen=True)
-class Plan:
+class MemoryPlan:
     """Settings, and the memory a run with them will need."""
 
     config: Config
-    choice: Choice
+    choice: LeverChoice
     estimate: Estimate
     before: Estimate
     """Of the configuration as it was."""
@@ -57,7 +57,7 @@ class Plan:
         }
 
 
-def plan(config: Config, target: Target, budget: int, given: frozenset[str]) -> Plan:
+def plan(config: Config, target: PlanTarget, budget: int, given: frozenset[str]) -> MemoryPlan:
     """The fastest allowed settings whose estimate is within the budget. Raises NothingFitsError otherwise.
 
     Where it does not fit as it is and prediction does not pay, that is the first to go.
@@ -73,26 +73,26 @@ def plan(config: Config, target: Target, budget: int, given: frozenset[str]) -> 
     return _with(off, found, config, target)
 
 
-def gives_up_prediction(config: Config, target: Target, given: frozenset[str]) -> bool:
+def gives_up_prediction(config: Config, target: PlanTarget, given: frozenset[str]) -> bool:
     """Whether a plan may switch prediction off. It has paid for no language model at full weights (docs/results.md);
     adapters' leaps are judged on held-out examples and need little memory."""
     return config.hybrid.mode != "off" and "hybrid.mode" not in given and not target.adapters
 
 
-def _with(off: dict[str, Any], found: Plan, config: Config, target: Target) -> Plan:
+def _with(off: dict[str, Any], found: MemoryPlan, config: Config, target: PlanTarget) -> MemoryPlan:
     """The plan, as one of the configuration before `off`, which costs nothing."""
     choice = found.choice
-    whole = Choice(off | choice.settings, choice.cost, dict.fromkeys(off, 0.0) | choice.costs)
+    whole = LeverChoice(off | choice.settings, choice.cost, dict.fromkeys(off, 0.0) | choice.costs)
     return replace(found, choice=whole, before=estimate(config, target))
 
 
-def with_prediction(config: Config, target: Target, budget: int, given: frozenset[str]) -> Plan:
+def with_prediction(config: Config, target: PlanTarget, budget: int, given: frozenset[str]) -> MemoryPlan:
     """The same with `hybrid.mode` as it is."""
     before = estimate(config, target)
-    smallest: Plan | None = None
+    smallest: MemoryPlan | None = None
     for choice in choices(config, given, target):
         changed = with_settings(config, choice.settings)
-        found = Plan(changed, choice, estimate(changed, target), before, budget)
+        found = MemoryPlan(changed, choice, estimate(changed, target), before, budget)
         if found.estimate.needed <= budget:
             return found
         if smallest is None or found.estimate.needed < smallest.estimate.needed:
@@ -113,7 +113,7 @@ def with_prediction(config: Config, target: Target, budget: int, given: frozense
 
 
 def without_prediction(
-    config: Config, target: Target, budget: int, given: frozenset[str], cost: float = math.inf
+    config: Config, target: PlanTarget, budget: int, given: frozenset[str], cost: float = math.inf
 ) -> str | None:
     """What the plain loop, which has neither directions nor snapshots, would need; None unless it fits at a lower cost.
 

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from foretrain.config.units import format_size
 from foretrain.planning.estimate import RESERVE, Estimate
-from foretrain.planning.plan import Plan
+from foretrain.planning.plan import MemoryPlan
 
 _TITLES = {
     "full": "WARMUP, FULL",
@@ -33,7 +33,7 @@ def component_table(estimate: Estimate) -> Table:
     return table
 
 
-def lever_table(plan: Plan) -> Table:
+def lever_table(plan: MemoryPlan) -> Table:
     """Every setting that was changed, what it costs, and why."""
     table = Table("setting", "value", "step time", "what it does", box=None, pad_edge=False)
     for row in plan.rows:

@@ -12,9 +12,9 @@ from foretrain.models import lora
 from foretrain.models.adapter_files import adapter_of
 from foretrain.persist.checkpoint import CheckpointStore
 from foretrain.persist.files import from_json
+from foretrain.recipes.export import is_checkpoint, model_of, read_checkpoint, run_of, step_of
 from foretrain.recipes.finetune import restore_adapter
 from foretrain.recipes.open_model import Base, find_folder, find_tokenizer, open_base
-from foretrain.recipes.train import is_checkpoint, model_of, read_checkpoint, run_of, step_of
 
 
 def open_newest(

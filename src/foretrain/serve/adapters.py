@@ -23,7 +23,7 @@ NONE = 0
 """The slot of the base model; it holds zeros."""
 
 
-class Choice(nn.Module):
+class AdapterChoice(nn.Module):
     """Which slot each row of a batch uses: one module that all layers share."""
 
     one: Tensor
@@ -54,7 +54,7 @@ class ResidentLinear(lora.AdaptedLinear):
     a: Tensor
     b: Tensor
 
-    def __init__(self, base: nn.Module, choice: Choice, slots: int, max_rank: int, dtype: torch.dtype) -> None:
+    def __init__(self, base: nn.Module, choice: AdapterChoice, slots: int, max_rank: int, dtype: torch.dtype) -> None:
         super().__init__(base)
         inputs, outputs = lora.layer_size(base)
         device = cast("Tensor", base.weight).device
@@ -157,7 +157,7 @@ class AdapterRegistry:
         self.model = model
         self.capacity = capacity
         self.max_rank = max_rank
-        self._choice = Choice(max_rows, devices.pop())
+        self._choice = AdapterChoice(max_rows, devices.pop())
         self._layers: dict[str, ResidentLinear] = {}
         for path, base in bases.items():
             kind = dtype or (weights[path].dtype if weights[path].is_floating_point() else torch.float32)

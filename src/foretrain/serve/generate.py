@@ -146,7 +146,7 @@ class TextGenerator:
             return self.model.decode(tokens, cache)
 
 
-class _Row:
+class _GeneratedRow:
     """One prompt and what has been made of it so far."""
 
     def __init__(self, sampling: Sampling, room: int, text: TextStream, end_of_text: int) -> None:
@@ -203,7 +203,7 @@ class _Request:
         self._generator = generator
         self._adapters = adapters
         self._prompts = [tokens.tolist() for tokens in tokenizer.encode_batch(prompts)]
-        self.rows: list[_Row] = []
+        self.rows: list[_GeneratedRow] = []
         for number, (prompt, sampling) in enumerate(zip(self._prompts, samplings, strict=True), 1):
             room = context + 1 - max(1, len(prompt))
             if room < 1:
@@ -211,7 +211,7 @@ class _Request:
                     f"prompt {number} of {len(prompts)} has {len(prompt)} tokens, {1 - room} more than "
                     f"model.context = {context}; shorten it"
                 )
-            self.rows.append(_Row(sampling, room, generator.new_text(sampling), tokenizer.end_of_text))
+            self.rows.append(_GeneratedRow(sampling, room, generator.new_text(sampling), tokenizer.end_of_text))
         self._steps = max(row.limit for row in self.rows)
         self._made = 0
         self._next: Tensor | None = None
