@@ -37,8 +37,8 @@ from foretrain.engine.trained import Change
 from foretrain.engine.weights import write_weights
 from foretrain.errors import ConfigError, DivergenceError, InputError
 from foretrain.events import Bus, Listener, Notice, Phase, PhaseChanged, Recovered
+from foretrain.health.act import Action, Kind
 from foretrain.health.checkup import Checkup
-from foretrain.health.recovery import Action, Kind
 from foretrain.health.rescue import Rescue
 from foretrain.hybrid.emergencies import Emergencies
 from foretrain.hybrid.failures import heed

@@ -167,14 +167,14 @@ class OptimizerConfig(Section):
 
     @property
     def peak_rate(self) -> float:
-        """The learning rate, also where none is set."""
+        """Return the learning rate, also where none is set."""
         if self.learning_rate == "auto":
             return FIRST_RATE
         return self.learning_rate or (6e-3 if self.type == "muon" else 2e-3)
 
     @property
     def decay(self) -> float:
-        """The weight decay, also where none is set."""
+        """Return the weight decay, also where none is set."""
         if self.weight_decay is not None:
             return self.weight_decay
         return 0.1 if self.type in ("adamw", "muon") else 0.0

@@ -8,7 +8,7 @@ from typing import Any
 from foretrain.engine.engine import Engine
 from foretrain.engine.fence import Failure
 from foretrain.events import Phase
-from foretrain.health.advise import Situation
+from foretrain.health.advise import RunStatus
 from foretrain.hybrid.mover import Mover
 from foretrain.hybrid.policy import Pilot
 
@@ -44,7 +44,7 @@ class Emergencies:
         self.pilot.observer.trajectory.release()
         self.pilot.rest_steps = max(self.pilot.rest_steps, self.engine.planned_steps)
 
-    def add_to(self, situation: Situation) -> Situation:
+    def add_to(self, situation: RunStatus) -> RunStatus:
         """What health has to know of moves."""
         counts, recovery = self.pilot.counts, self.pilot.recovery
         return replace(

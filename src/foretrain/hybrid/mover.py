@@ -19,8 +19,8 @@ from foretrain.engine.hooks import StepHook
 from foretrain.engine.memory.host import add_each, copy_each
 from foretrain.engine.step import StepOutput
 from foretrain.events import Event, Moved, Notice, Phase, Recovered
-from foretrain.health.guard import Reading
-from foretrain.health.recovery import Action, Kind
+from foretrain.health.act import Action, Kind
+from foretrain.health.signs import StepReading
 from foretrain.hybrid.cycle import View
 from foretrain.hybrid.exact_gain import Point
 from foretrain.hybrid.failures import heed
@@ -196,7 +196,7 @@ class Mover:
             return move
         self.probes.watch(move.anchor)
         drift = self.pilot.guard.anchor(self.engine.global_step, move.anchor)
-        for action in self.pilot.recovery.decide(drift, self.pilot.context()) if drift.findings else []:
+        for action in self.pilot.recovery.decide(drift, self.pilot.context()) if drift.symptoms else []:
             self.pilot.apply(action, self.engine.global_step)
         self.safety.wait()
         if chains:
@@ -340,7 +340,7 @@ class Mover:
             confidence = self.pilot.estimate(forecast, move.plan.horizon)
             threshold = min(self.pilot.recovery.threshold, move.plan.confidence)
             verdict, actions = self.pilot.check_move(
-                Reading(self.engine.global_step, Phase.PREDICT, loss, None, expected, confidence, threshold)
+                StepReading(self.engine.global_step, Phase.PREDICT, loss, None, expected, confidence, threshold)
             )
             for action in actions:
                 reset = reset or action.kind is Kind.RESET_PREDICTOR
@@ -503,7 +503,8 @@ class Mover:
         self._outputs.clear()
         first = self.engine.global_step - move.steps + 1
         numbers = enumerate(zip(losses[::2], losses[1::2], strict=True), start=first)
-        actions = pilot.check_validation([Reading(step, Phase.CORRECT, loss, norm) for step, (loss, norm) in numbers])
+        readings = [StepReading(step, Phase.CORRECT, loss, norm) for step, (loss, norm) in numbers]
+        actions = pilot.check_validation(readings)
         if move.chained and move.loss < move.anchor and not self._validated_well(move):
             self.chain.return_to_end()  # the optimizer's own steps are too long here
         harmed = not move.chained and any(action.kind is Kind.ROLL_BACK for action in actions)

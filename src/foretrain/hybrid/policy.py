@@ -12,8 +12,9 @@ import numpy as np
 from foretrain.config import Config
 from foretrain.events import Phase
 from foretrain.health import shortage
-from foretrain.health.guard import Guard, Level, Reading, Verdict
-from foretrain.health.recovery import Action, Context, Kind, Outcome, Recovery
+from foretrain.health.act import Action, Context, Kind, Outcome, Recovery
+from foretrain.health.detect import Detector
+from foretrain.health.signs import Diagnosis, Severity, StepReading
 from foretrain.hybrid.cycle import Machine, Transition, View
 from foretrain.hybrid.exact_gain import ExactGain
 from foretrain.hybrid.gate import Answer, Ask, Gate, cost_of_audit, no_audit_is_affordable, steps_of_audit
@@ -24,7 +25,6 @@ from foretrain.motion.observer import Observer
 from foretrain.motion.predictability import Predictability
 from foretrain.motion.predictors.base import Array, Forecast
 from foretrain.motion.records import PhaseRecord, WindowRecord
-from foretrain.motion.slope import LossSlope
 from foretrain.motion.trajectory import LARGEST_FP32_BASIS
 from foretrain.persist.stateful import entry
 
@@ -94,13 +94,13 @@ class Pilot:
         self.observer = observer
         hybrid = config.hybrid
         self.machine = Machine(hybrid)
-        self.guard = Guard(hybrid, config.guard)
+        self.guard = Detector(hybrid, config.guard)
         self.recovery = Recovery(hybrid, config.guard)
         self.gate = Gate(config.max_steps, config.audit.time_budget, kind)
         self.bandit = HorizonBandit(hybrid.max_predict_steps, hybrid.window_steps)
         self.confidence = Confidence()
-        self.predictability = Predictability()
-        self.slope = LossSlope()
+        self.predictability = Predictability(observer.losses)
+        self.slope = observer.losses
         self.ledger = Ledger()
         self.exact = ExactGain()
         self.counts = Counts()
@@ -165,7 +165,6 @@ class Pilot:
     def watch(self, record: WindowRecord, same_batch: bool, fp16: bool) -> list[Action]:
         """Everything a window teaches; what recovery wants done about it."""
         self.predictability.add(record, same_batch)
-        self.slope.add(record.losses)
         self.hold_directions()
         numbers = list(zip(record.losses, record.gradient_norms, strict=True))
         actions = self._check_full(record.step - len(numbers) + 1, numbers, fp16)
@@ -193,7 +192,7 @@ class Pilot:
         losses, norms = [loss for loss, _ in numbers], [norm for _, norm in numbers]
         if self.guard.check_calmly(losses, norms):
             for _ in losses:  # what was taken from the run is given back in time
-                self._decide(Verdict(step, Level.NORMAL))
+                self._decide(Diagnosis(step, Severity.NORMAL))
             return []
         return _once(self._check_full(step - len(numbers) + 1, numbers, fp16))
 
@@ -203,12 +202,12 @@ class Pilot:
         for step, (loss, norm) in enumerate(numbers, start=first):
             if fp16 and not (math.isfinite(loss) and math.isfinite(norm)):
                 continue  # the loss scale finds its level by overflowing
-            actions += self._decide(self.guard.check(Reading(step, self.machine.phase, loss, norm)))
+            actions += self._decide(self.guard.check(StepReading(step, self.machine.phase, loss, norm)))
             if actions and actions[-1].kind in (Kind.ROLL_BACK, Kind.ABORT):
                 break
         return actions
 
-    def _decide(self, verdict: Verdict, move_open: bool = False, predicted: bool = False) -> list[Action]:
+    def _decide(self, verdict: Diagnosis, move_open: bool = False, predicted: bool = False) -> list[Action]:
         context = Context(self.machine.phase, move_open, predicted, skipped=self.config.guard.nan_check)
         return self.recovery.decide(verdict, context)
 
@@ -542,12 +541,12 @@ class Pilot:
         self.gate.spend(0.0 if plan.low_noise else cost)
         self.ledger.exact_moves += 1
 
-    def check_validation(self, readings: list[Reading]) -> list[Action]:
+    def check_validation(self, readings: list[StepReading]) -> list[Action]:
         """The validating steps of a move, judged together by the worst of them."""
         verdicts = [self.guard.check(reading) for reading in readings]
         return self._decide(max(verdicts, key=lambda verdict: verdict.level), move_open=True)
 
-    def check_move(self, reading: Reading) -> tuple[Verdict, list[Action]]:
+    def check_move(self, reading: StepReading) -> tuple[Diagnosis, list[Action]]:
         """A number of a predicted step, a probe, or a validating step."""
         verdict = self.guard.check(reading)
         return verdict, self._decide(verdict, move_open=True, predicted=reading.gradient_norm is None)
@@ -613,7 +612,7 @@ class Pilot:
 
     def _parts(self) -> dict[str, Any]:
         names = ("machine", "guard", "recovery", "gate", "bandit", "confidence", "predictability")
-        return {name: getattr(self, name) for name in (*names, "slope", "ledger", "exact", "observer")}
+        return {name: getattr(self, name) for name in (*names, "ledger", "exact", "observer")}
 
 
 def _once(actions: list[Action]) -> list[Action]:
