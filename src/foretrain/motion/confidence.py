@@ -50,7 +50,9 @@ class ConfidenceFeatures:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class JudgedMove:
+    """A move as it looked beforehand, and what became of it."""
+
     features: tuple[float, float, float, float, float]
     kept: bool
     weight: float
@@ -63,7 +65,7 @@ class Confidence(Stateful):
 
     saved = ("weights", "outcomes", "history")
     weights: list[float]
-    history: deque[Outcome]
+    history: deque[JudgedMove]
 
     def __init__(self) -> None:
         self.weights = list(PRIOR)
@@ -80,7 +82,7 @@ class Confidence(Stateful):
         """Take in an outcome. A weight below 1 is for evidence of lesser worth, such as a move that was only tried."""
         if not 0 < weight < math.inf:
             return
-        self.history.append(Outcome(features.vector(), kept, weight, self.estimate(features)))
+        self.history.append(JudgedMove(features.vector(), kept, weight, self.estimate(features)))
         self.outcomes += 1
         self._fit()
 
