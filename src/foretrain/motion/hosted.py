@@ -19,8 +19,10 @@ from foretrain.motion.records import DIRECTIONS
 from foretrain.motion.trajectory import Trajectory
 
 BUFFER_BYTES = 128 * 2**20
-"""On the device, while a window is closed or a move is made, all buffers together."""
+"""On the device, while a window is closed or a move is made, all buffers together. Chosen: small beside the model
+it makes room for, large enough for copies at full speed."""
 _BUFFERS = 2
+"""One is computed with while the other is copied."""
 _R = len(DIRECTIONS)
 _BUFFER_ROWS = 2 * _R + 2
 HOSTED_ROWS = 2 * _R + 1

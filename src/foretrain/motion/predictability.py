@@ -11,17 +11,21 @@ from foretrain.motion.records import HORIZONS_IN_WINDOWS, LAST_WINDOW, WindowRec
 from foretrain.persist.stateful import Stateful
 
 _KEPT = 0.8
+"""Share of the past that means keep per window. Chosen: about the last five windows count."""
 LOW_NOISE_RATIO = 0.3
-"""Scatter of the losses within a window / their fall over it, below which batches hardly differ."""
+"""Scatter of the losses within a window / their fall over it, below which batches hardly differ. Chosen: the fall is
+plainly seen then."""
 LOW_NOISE_COSINE = 0.9
-"""Cosine of successive gradients above which batches hardly differ."""
+"""Cosine of successive gradients above which batches hardly differ. Chosen: of two gradients of one batch it is 1 but
+for the step between them."""
 NOISY_COSINE = 0.5
-"""The same, below which they clearly differ."""
+"""Cosine of successive gradients below which batches clearly differ. Chosen: what they share is
+then no more than what they do not."""
 
 FEWEST = 3
-"""Forecasts of a horizon from which on their mean says something."""
+"""Forecasts of a horizon from which on their mean says something. Chosen: long horizons are scored seldom."""
 MARGIN = 0.05
-"""Shares of the motion that differ by less are alike."""
+"""Shares of the motion that differ by less are alike. Chosen: a difference that no decision should hang on."""
 
 
 class Predictability(Stateful):

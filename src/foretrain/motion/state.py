@@ -17,7 +17,7 @@ __all__ = ["FEATURES", "KNOWN_SPREADS", "Feature", "StateEncoder", "describe"]
 Array = NDArray[np.float64]
 
 LARGEST = 10.0
-"""Normalised values are clipped to this."""
+"""Normalised values are clipped to this. The methodology names it."""
 
 
 class StateEncoder(Stateful):

@@ -24,7 +24,10 @@ from foretrain.persist.stateful import Stateful, entry
 
 _MOST_CHUNKS = 8192
 _SMALLEST_CHUNK = 256
+"""How many pieces a row is cut into at the most, and the least numbers in one. Chosen: enough of them to fill a GPU,
+few enough that their dot products are read by the host at once."""
 _MOST_GROUPS = 256
+"""Chosen: a predictor works on the host, group by group; models with more tensors join neighbours."""
 _R = len(DIRECTIONS)
 
 
