@@ -18,13 +18,13 @@ from foretrain.health.signs import Diagnosis, Severity, StepReading
 from foretrain.hybrid.cycle import Machine, Transition, View
 from foretrain.hybrid.exact_gain import ExactGain
 from foretrain.hybrid.gate import Answer, Ask, Gate, cost_of_audit, no_audit_is_affordable, steps_of_audit
-from foretrain.hybrid.horizon import HorizonBandit
+from foretrain.hybrid.horizon import HorizonBandit, HorizonContext
 from foretrain.hybrid.ledger import Audit, Ledger
 from foretrain.motion.confidence import Confidence, ConfidenceFeatures
 from foretrain.motion.observer import Observer
 from foretrain.motion.predictability import Predictability
 from foretrain.motion.predictors.base import Array, Forecast
-from foretrain.motion.records import PhaseRecord, WindowRecord
+from foretrain.motion.records import HORIZONS_IN_WINDOWS, PhaseRecord, WindowRecord
 from foretrain.motion.trajectory import LARGEST_FP32_BASIS
 from foretrain.persist.stateful import entry
 
@@ -236,7 +236,7 @@ class Pilot:
         if forecast is not None and self.machine.phase is Phase.FULL:
             limit = min(self.machine.predict_steps_left, steps_left - needed)
             confidence = self.estimate(forecast, min(limit, self.config.hybrid.max_predict_steps))
-            horizon = self.bandit.choose(confidence, limit) if limit >= 1 else 0
+            horizon = self.bandit.choose(self._context(step), confidence, limit) if limit >= 1 else 0
             confidence = self.estimate(forecast, horizon) if horizon else confidence
             answer = self.gate.ask(self._question(horizon, steps_left, needed, trend, chained, exact))
             if not self.searches and self.observer.windows < _WINDOWS_TO_SCORE:
@@ -351,6 +351,12 @@ class Pilot:
     def estimate(self, forecast: Forecast, horizon: int) -> float:
         """Calibrated probability that a move over `horizon` will be kept."""
         return self.confidence.estimate(self._features(forecast, horizon))
+
+    def _context(self, step: int) -> HorizonContext:
+        r2 = self.observer.quality.r2(HORIZONS_IN_WINDOWS[1])
+        snr = self.predictability.motion_snr
+        noise = -math.log(max(snr, 1e-6)) if math.isfinite(snr) else math.nan
+        return HorizonContext(self.current_confidence, r2, step / self.max_steps, noise)
 
     def plan(self) -> Plan:
         """The move that was decided for, from the forecast of the last window."""
@@ -498,7 +504,7 @@ class Pilot:
         """A move was judged: everyone who can learn from it does. overfits: it raised the held-out loss."""
         forecast = plan.forecast
         self.confidence.learn(self._features(forecast, plan.horizon), kept, weight=1.0)
-        self.bandit.reward(plan.horizon, worth if kept else 0.0, cost)
+        self.bandit.reward(plan.horizon, self._context(step), worth if kept else 0.0, cost)
         self.ledger.cost += cost
         if audit is not None:
             self.ledger.audits.append(audit)
@@ -520,7 +526,7 @@ class Pilot:
     def refused(self, step: int, plan: Plan, cost: float, overfits: bool = False) -> None:
         """A move was taken back before any full step followed on it. overfits: it raised the held-out loss."""
         self.confidence.learn(self._features(plan.forecast, plan.horizon), kept=False, weight=1.0)
-        self.bandit.reward(plan.horizon, 0.0, cost)
+        self.bandit.reward(plan.horizon, self._context(step), 0.0, cost)
         self.ledger.cost += cost
         self.gate.spend(0.0 if plan.low_noise else cost)
         if overfits:

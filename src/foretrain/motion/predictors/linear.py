@@ -35,7 +35,8 @@ SURE = 1e-6
 Chosen: far above rounding in double precision."""
 
 LONG_PULL = 3.0
-"""How much more than `l2` it takes to correct the longer horizons: the motions seen so far overlap and are few. Chosen."""
+"""How much more than `l2` it takes to correct the longer horizons: the motions seen so far overlap and are few.
+Chosen."""
 YOUNG = 8.0
 """Windows' worth of evidence below which the share left unexplained is refined twice per window, not once.
 Chosen: five windows are to be enough in exact motion (its tests)."""
