@@ -80,8 +80,7 @@ def test_the_example_of_fine_tuning_makes_examples(
 
 
 def test_every_predictor_has_a_page_that_opens_with_its_verdict() -> None:
-    from foretrain.motion.predictors.registry import NAMES
-    from foretrain.motion.predictors.verdicts import VERDICTS
+    from foretrain.motion.predictors.registry import NAMES, VERDICTS
 
     assert set(VERDICTS) == set(NAMES)
     for name in NAMES:

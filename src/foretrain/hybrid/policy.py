@@ -149,7 +149,7 @@ class Policy:
         ready, exact = any(kind.ready for kind in self.kinds), any(kind.exact for kind in self.kinds)
         confidence, answer, decision = 0.0, Answer(False, False, "nothing is forecast yet"), None
         if forecast is not None and cycle.phase is Phase.FULL:
-            found = self.appraiser.weigh(forecast, steps_left, cycle.predict_steps_left, trend, ready, exact)
+            found = self.appraiser.weigh(step, forecast, steps_left, cycle.predict_steps_left, trend, ready, exact)
             confidence, answer, decision = found.confidence, found.answer, found.decision
         elif self._watched_enough or not self.observer.trajectory.held:
             dear = self.gate.too_dear(self.appraiser.audit_cost)
@@ -335,14 +335,14 @@ class Policy:
 
     def settled(self, plan: Plan, judgement: Judgement) -> Transition:
         """A move was judged: everyone who can learn from it does."""
-        self.score.settled(plan, judgement)
+        self.score.settled(self.tools.engine.global_step, plan, judgement)
         transition = self.cycle.next(View(0, worse_than_anchor=not judgement.kept, correct_done=True))
         self.last_reason = transition.reason
         return transition
 
     def _learn_refused(self, move: JudgedMove) -> None:
         """The move was refused: full steps follow, first on its own batch."""
-        self.score.refused(move.plan, move.cost, move.overfits)
+        self.score.refused(self.tools.engine.global_step, move.plan, move.cost, move.overfits)
         self._force_full(move.reason)
         coefficients = move.plan.coefficients
         if coefficients is not None and not np.isfinite(coefficients).all():

@@ -369,8 +369,8 @@ class RssmPredictor(LearnedPredictor):
         deterministic_dim: int = 256,
         stochastic_dim: int = 32,
         num_categoricals: int = 32,
-        ensemble_size: int = 3,
         bptt_steps: int = 4,
+        ensemble_size: int = 3,
         learning_rate: float = 1e-3,
         seed: int = 0,
     ) -> None:
