@@ -74,7 +74,7 @@ def run(options: argparse.Namespace, arm: str, rate: float | str, seed: int) -> 
             started = clock(trainer.device)
     seconds += clock(trainer.device) - started
     loss = float(trainer.engine.forward.forward_loss(held_out))
-    moves = dict(trainer.pilot.counts.moves) if trainer.pilot is not None else {}
+    moves = dict(trainer.policy.score.counts.moves) if trainer.policy is not None else {}
     return {
         "arm": arm,
         "rate": rate,
@@ -85,7 +85,7 @@ def run(options: argparse.Namespace, arm: str, rate: float | str, seed: int) -> 
         "probe_tokens": trainer.engine.progress.probe_tokens,
         "tokens": trainer.engine.progress.tokens,
         "moves": moves,
-        "final_rate": (trainer.race.factor if trainer.pilot is not None else 1.0) * config.optimizer.peak_rate,
+        "final_rate": (trainer.race.factor if trainer.policy is not None else 1.0) * config.optimizer.peak_rate,
         "curve": [*curve, (trainer.global_step, seconds, loss)],
     }
 

@@ -41,7 +41,7 @@ from foretrain.events import (
     Recovered,
     Tuned,
 )
-from foretrain.hybrid.mover import Mover
+from foretrain.hybrid.moves.judged import JudgedMove
 from foretrain.models import gpt2, huggingface
 from foretrain.models import loss as loss_module
 from foretrain.motion import trajectory
@@ -819,16 +819,17 @@ def _(bench: Bench) -> None:
 def away_while_probing(patch: pytest.MonkeyPatch, **changes: Any) -> list[bool]:
     """For each predicted step of the first rollout, whether the optimizer's state was away from the device."""
     seen: dict[int, list[bool]] = {}
-    probe = Mover._probe
+    probe = JudgedMove.probe
 
-    def watched(mover: Mover, batch: Any = None) -> float:
+    def watched(move: JudgedMove, batch: Any = None) -> float:
         if batch is not None:
-            away = mover.engine.away is not None and mover.engine.away.away
-            seen.setdefault(mover.engine.backward_passes, []).append(away)
-        return probe(mover, batch)
+            engine = move.tools.engine
+            away = engine.away is not None and engine.away.away
+            seen.setdefault(engine.backward_passes, []).append(away)
+        return probe(move, batch)
 
     with patch.context() as inner:
-        inner.setattr(Mover, "_probe", watched)
+        inner.setattr(JudgedMove, "probe", watched)
         hybrid(hybrid__mode="rollout", optimizer__momentum=0.5, **changes)
     first = next(iter(seen.values()))
     assert len(first) > 3
@@ -1643,8 +1644,8 @@ def _(bench: Bench) -> None:
     for wanted in (0, 5):
         _, split, trainer = Tuning(bench).parts(hybrid__probe_examples=wanted)
         assert (0 if split.probe is None else len(split.probe)) == wanted
-        assert trainer.pilot is not None
-        assert trainer.pilot.held_out == bool(wanted)
+        assert trainer.policy is not None
+        assert trainer.policy.appraiser.held_out == bool(wanted)
 
 
 # --- memory --------------------------------------------------------------------------------------------------------

@@ -27,18 +27,17 @@ from foretrain.engine.state import as_checkpoint_error
 from foretrain.engine.step import StepOutput
 from foretrain.errors import ConfigError, DivergenceError
 from foretrain.events import Bus, Listener, Notice, Phase, PhaseChanged, Recovered
+from foretrain.health.act import Action, Kind
 from foretrain.health.checkup import Checkup
-from foretrain.health.recovery import Action, Kind
 from foretrain.health.rescue import Rescue
 from foretrain.hybrid import summary as summaries
+from foretrain.hybrid.assembly import equip
 from foretrain.hybrid.emergencies import Emergencies
-from foretrain.hybrid.failures import heed
 from foretrain.hybrid.freezing import follow_freezing
-from foretrain.hybrid.mover import Mover
+from foretrain.hybrid.moves.judged import JudgedMove
 from foretrain.hybrid.moves.lookahead import LookAhead
-from foretrain.hybrid.moves.move import Move
 from foretrain.hybrid.moves.rate_race import RateRace, with_short_warmup
-from foretrain.hybrid.policy import Pilot
+from foretrain.hybrid.policy import Policy
 from foretrain.loop.fit import FitOptions, fit
 from foretrain.motion.hosted import HostedTrajectory
 from foretrain.motion.observer import Moment, Observer
@@ -136,7 +135,7 @@ class HybridTrainer:
         """Somebody called `stop`."""
         self._went_back = False
         """This step trained on the batch that a refused move began with."""
-        self.pilot: Pilot | None = None
+        self.policy: Policy | None = None
         self.rescue = Rescue(engine, self.memory, self.bus.emit)
         self.checkup = Checkup(engine, self.bus.emit)
         watching: list[StepHook] = [self.look_ahead] if self.look_ahead is not None else []
@@ -157,17 +156,17 @@ class HybridTrainer:
         self.observer = Observer(trajectory, predictor, parameters, engine.optimizer, engine.fence)
         if engine.full_step.in_backward is not None:
             engine.full_step.in_backward.watchers.append(self.observer.sample.watch())
-        self.pilot = Pilot(config, self.observer, "adapters" if self._trains_adapters() else "full weights")
-        self.pilot.recovery.rate_name = self.checkup.levers.rate
-        self.pilot.falls_once = self.pilot.falls_once and not isinstance(engine.rate, FollowedRates)
-        self.mover = Mover(engine, self.pilot, self.bus.emit, self.look_ahead)
-        self.mover.probes.held_out = [engine.to_device(batch) for batch in probe]
-        if self.mover.probes.held_out:
-            self.pilot.judge_on_held_out()
-        self.pilot.hold_directions()
-        self.race = RateRace(self.mover, config)
-        engine.rate_sources = (self.pilot.recovery, self.race, self.checkup.health)
-        self.rescue.excursions = emergencies = Emergencies(engine, self.pilot, self.mover)
+        run = "adapters" if self._trains_adapters() else "full weights"
+        self.policy = policy = Policy(config, self.observer, run, engine.world)
+        policy.recovery.rate_name = self.checkup.levers.rate
+        policy.appraiser.falls_once &= not isinstance(engine.rate, FollowedRates)
+        equip(
+            policy, engine, self.checkup, self.look_ahead, [engine.to_device(batch) for batch in probe], self.bus.emit
+        )
+        policy.hold_directions()
+        self.race = RateRace(policy.tools, policy.fail)
+        engine.rate_sources = (policy.recovery, self.race, self.checkup.health)
+        self.rescue.excursions = emergencies = Emergencies(policy)
         self.checkup.known_of_moves = emergencies.add_to
 
     def _new_look_ahead(self) -> LookAhead | None:
@@ -277,41 +276,36 @@ class HybridTrainer:
         return result if self.position > position else replace(result, rewound=position + 1 - self.position)
 
     def _follow_freezing(self, batch: Any) -> Any:
-        mover = self.mover if self.pilot is not None else None
-        return follow_freezing(self.engine, mover, batch, self.bus.emit)
+        return follow_freezing(self.engine, self.policy, batch, self.bus.emit)
 
     def _cover(self) -> None:
         """Others are trained from now on."""
         if self.look_ahead is not None:
             self.look_ahead.cover(self.engine.trained.parameters)
         self.checkup.cover()
-        if self.pilot is not None:
-            self.mover.cover()
+        if self.policy is not None:
+            self.policy.cover()
             self.race.begin_anew()
 
     def end_at(self, max_steps: int) -> None:
         """From now on it is known how long the run is."""
         self.engine.end_at(max_steps)
-        if self.pilot is not None:
-            self.pilot.config = self.engine.config
-            self.pilot.plan_for(max_steps)
+        if self.policy is not None:
+            self.policy.appraiser.plan_for(max_steps)
 
     def _step(self, batch: Any) -> StepResult:
         batch = self.engine.to_device(batch)
         position = self.engine.position
-        match self.phase:
-            case Phase.WARMUP | Phase.FULL:
-                result = self._train(batch)
-            case Phase.PREDICT:
-                result = self._predict(batch)
-            case Phase.CORRECT:
-                result = self._correct(batch)
+        if self.policy is not None and self.phase in (Phase.PREDICT, Phase.CORRECT):
+            result = self._move(self.policy, batch)
+        else:
+            result = self._train(batch)
         if self.engine.position >= position and not self._went_back:  # else a rollback went back in the data
             self.engine.position += 1
         self._went_back = False
         self.engine.rate.advance(self.engine.global_step)
-        if self.pilot is not None and self.engine.has_end and self.engine.global_step == self.engine.config.max_steps:
-            self.mover.finish(batch)
+        if self.policy is not None and self.engine.has_end and self.engine.global_step == self.engine.config.max_steps:
+            self.policy.finish(batch)
         self._look_at_health()
         return result
 
@@ -322,151 +316,123 @@ class HybridTrainer:
     @property
     def window_due(self) -> bool:
         """An order to end came in the middle of the predictor: its window is still to be learned from."""
-        return self.pilot is not None and self.observer.due
+        return self.policy is not None and self.observer.due
 
     def catch_up(self) -> None:
         """Finish a window that is due. It may be left by an order once more."""
-        if self.pilot is not None and self.observer.due:
-            self.rescue.aside(self._judge_window, self.pilot)
+        if self.policy is not None and self.observer.due:
+            self.rescue.aside(self._judge_window, self.policy)
             self._look_at_health()
 
     @property
     def phase(self) -> Phase:
-        return self.pilot.machine.phase if self.pilot is not None else Phase.FULL
+        return self.policy.cycle.phase if self.policy is not None else Phase.FULL
 
     @property
     def judging(self) -> bool:
         """A move was made and is not judged yet."""
-        return self.pilot is not None and self.mover.move is not None
+        return self.policy is not None and self.policy.move is not None
 
     @property
     def chaining(self) -> bool:
         """A chain of leaps is being made: it can be long, and its weights are as good as any."""
-        return self.judging and self.mover.open_move.chained and self.phase is Phase.PREDICT
+        move = self.policy.move if self.policy is not None else None
+        return move is not None and move.chained and self.phase is Phase.PREDICT
 
     def _train(self, batch: Any) -> StepResult:
         """WARMUP and FULL: full steps, watched. Only the end of a window can lead to another phase."""
         phase = self.phase
         self.memory.enter(phase.value)
-        if self.pilot is None:
+        if self.policy is None:
             return self._result(phase, self.engine.full(batch))
         if self.race.open:
-            return self._find_rate(self.pilot, batch)
-        if self.pilot.off and not self.pilot.rest_steps:
-            self.pilot.rest_for_good()
-        if self.pilot.rest_steps:
-            return self._rest(self.pilot, batch)
+            return self._find_rate(self.policy, batch)
+        if self.policy.off and not self.policy.rest.steps:
+            self.policy.rest.for_good()
+        if self.policy.rest.steps:
+            return self._rest(self.policy, batch)
         if self.engine.backward_passes == 0:
-            self.rescue.aside(self.mover.keep_safe)
-        output = self.engine.full(batch, self.observer, *self.mover.watching())
+            self.rescue.aside(self.policy.keep_safe)
+        output = self.engine.full(batch, self.observer, *self.policy.watching())
         if self.engine.backward_passes == 1:
             self.engine.check_optimizer_state()
-        self.pilot.count(1, phase)
-        self.mover.remember(batch)
+        self.policy.count(1, phase)
+        self.policy.tools.recent.remember(batch)
         result = self._result(phase, output)
         if self.observer.complete:
-            self.rescue.aside(self._end_window, self.pilot)
+            self.rescue.aside(self._end_window, self.policy)
         return result
 
-    def _find_rate(self, pilot: Pilot, batch: Any) -> StepResult:
+    def _find_rate(self, policy: Policy, batch: Any) -> StepResult:
         """The first steps where the learning rate is `auto`."""
-
-        output = self.race.step(batch, self.engine.full)
-        if not self.race.open:  # the last step of the rate that goes on, not of the last one that was tried
+        output = self.race.advance(batch)
+        if self.race.over:
+            self.race.judge()  # the last step is that of the rate that goes on, not of the last one that was tried
             self.engine.rate.used = self.engine.schedule(max(0, self.engine.global_step - 1)) * self.engine.rate_factor
-        pilot.count(1, self.phase)
+        policy.count(1, self.phase)
         return self._result(self.phase, output)
 
-    def _rest(self, pilot: Pilot, batch: Any) -> StepResult:
+    def _rest(self, policy: Policy, batch: Any) -> StepResult:
         """Full steps while nothing would come of watching the weights: only now and then losses are looked at."""
         phase = self.phase
         if not self.engine.meter.noting:
             self.engine.meter.start_noting()
         result = self._result(phase, self.engine.full(batch))
-        pilot.count(1, phase)
-        pilot.rest_steps -= 1
-        if pilot.rest_steps % _LOOK_EVERY == 0:
-            self.rescue.aside(self._look, pilot)
-        if pilot.rest_steps == 0:
+        policy.count(1, phase)
+        policy.rest.steps -= 1
+        if policy.rest.steps % _LOOK_EVERY == 0:
+            self.rescue.aside(self._look, policy)
+        if policy.rest.steps == 0:
             self.engine.meter.stop_noting()
-            pilot.wake()
+            policy.wake()
         return result
 
-    def _look(self, pilot: Pilot) -> None:
+    def _look(self, policy: Policy) -> None:
         """At the losses of a rest. What is seen on a GPU is one look old, except at the end: the device never waits."""
-        rows = self.engine.meter.take_noted(everything=pilot.rest_steps == 0)
+        rows = self.engine.meter.take_noted(everything=policy.rest.steps == 0)
         numbers = [(torch.nan if skipped else loss, norm) for loss, norm, skipped in rows]
-        actions = pilot.rested(
+        actions = policy.rested(
             self.engine.global_step - self.engine.meter.untaken, numbers, fp16=self.engine.precision.scaled
         )
         for action in actions:
-            self._carry_out(action)
+            self._carry_out(policy, action)
         if any(action.kind is Kind.ROLL_BACK for action in actions):
             self.engine.meter.start_noting()  # what came after the fault was taken back
-        self.mover.keep_safe()
+        policy.keep_safe()
 
-    def _predict(self, batch: Any) -> StepResult:
-        """PREDICT: the weights move as forecast, forward only. A refused move leaves everything as it was."""
-        position = self.engine.position
-        self.memory.enter(Phase.PREDICT.value)
-        move = self.mover.begin(batch)
-        loss = None
-        if move.chained:
-            return self._chain(batch, move)
-        if not move.refused:
-            loss = self.mover.leap() if self.engine.config.hybrid.mode == "leap" else self.mover.roll(batch)
-        if self.phase is not Phase.PREDICT:
+    def _move(self, policy: Policy, batch: Any) -> StepResult:
+        """PREDICT and CORRECT: the open move goes on by one step. When it is over it is judged, and kept or undone."""
+        phase, position = self.phase, self.engine.position
+        self.memory.enter(phase.value)
+        move = policy.open(batch)
+        output = None if move.refused else policy.advance(batch)
+        if self.phase is not phase:
             self._tell_phase()
-        if self.look_ahead is not None and not move.refused:
+        if self.look_ahead is not None and phase is Phase.PREDICT and not move.refused:
             self.look_ahead.restart()
-        if loss is None:
-            return self._train_instead(move, position)
-        output = StepOutput(torch.tensor(loss), torch.tensor(torch.nan), torch.zeros(()))
-        return self._result(Phase.PREDICT, output, move.predicted_loss, move.confidence)
+        if move.refused:
+            return self._train_instead(move, batch, position)
+        if output is None:  # it came to its end without a step: this batch validates it
+            return self._move(policy, batch)
+        predicted = move.plan.predicted_loss if phase is Phase.PREDICT else None
+        result = self._result(phase, output, predicted, move.plan.confidence)
+        if phase is Phase.CORRECT and move.over:
+            with self.engine.steady_rate():
+                actions = policy.settle()
+            for action in actions:
+                self._carry_out(policy, action)
+            self._tell_phase()
+        return result
 
-    def _chain(self, batch: Any, move: Move) -> StepResult:
-        """PREDICT where the loss is exact: leaps to where the gradient should vanish, each judged by its own loss."""
-        leaps = move.moved
-        self.checkup.before_step()
-        output = self.mover.leap_on(batch)
-        if output is not None and move.moved > leaps:
-            self.checkup.after_step(output)
-        else:
-            self.checkup.undone(self.mover.undone_leaps)
-        if self.phase is not Phase.PREDICT:
-            self._tell_phase()
-        if self.look_ahead is not None and not move.refused:
-            self.look_ahead.restart()
-        if output is not None:
-            return self._result(Phase.PREDICT, output, move.predicted_loss, move.confidence)
-        if not move.refused:
-            return self._correct(batch)
+    def _train_instead(self, move: JudgedMove, batch: Any, position: int) -> StepResult:
+        """A move was refused: the batch it began with is still there to learn from. position: that of this step."""
+        batch = batch if self.engine.position == position else move.batch
         if self.engine.trained.changed:  # by a callback that heard of the refused move
             self._follow_freezing(batch)
-        return self._train(batch)
-
-    def _train_instead(self, move: Move, position: int) -> StepResult:
-        """A move was refused: the batch it began with is still there to learn from. position: that of this step."""
-        if self.engine.trained.changed:  # by a callback that heard of the refused move
-            self._follow_freezing(move.batch)
-        result = self._train(move.batch)
+        result = self._train(batch)
         if self.engine.position < position:
             self.engine.position += 1
             self._went_back = True
-        return result
-
-    def _correct(self, batch: Any) -> StepResult:
-        """CORRECT: full steps that validate the move; then it is kept or taken back."""
-        self.memory.enter(Phase.CORRECT.value)
-        confidence = self.mover.open_move.confidence
-        output = self.mover.validate(batch, self.engine.full)
-        result = self._result(Phase.CORRECT, output, confidence=confidence)
-        if self.mover.due:
-            with self.engine.steady_rate():
-                actions = self.mover.judge(self.engine.full)
-            for action in actions:
-                self._carry_out(action)
-            self._tell_phase()
         return result
 
     def _look_ahead_share(self) -> float:
@@ -486,75 +452,72 @@ class HybridTrainer:
 
     # --- the end of a window -----------------------------------------------------------------------------------------
 
-    def _end_window(self, pilot: Pilot) -> None:
+    def _end_window(self, policy: Policy) -> None:
         moment = Moment(
             step=self.engine.global_step,
             max_steps=self.engine.planned_steps,
             full_steps=self.engine.backward_passes,
             learning_rate=float(self.engine.rate.used),
             peak_rate=self.engine.rate.peak,
-            phase=pilot.phase_record(),
-            acceptance_rate=pilot.counts.acceptance_rate,
-            confidence=pilot.current_confidence,
+            phase=policy.phase_record(),
+            acceptance_rate=policy.score.counts.acceptance_rate,
+            confidence=policy.appraiser.current_confidence,
         )
         self.observer.measure(moment)
-        self._judge_window(pilot)
+        self._judge_window(policy)
 
-    def _judge_window(self, pilot: Pilot) -> None:
+    def _judge_window(self, policy: Policy) -> None:
         try:
             record = self.observer.learn()
         except Ordered:  # the next step begins with it, here or in the run that is resumed
             return
-        heed(pilot, self.engine.global_step, self.bus.emit)
-        actions = pilot.watch(record, self.mover.same_batch(), fp16=self.engine.precision.scaled)
-        pilot.exact.watched(record, self.engine.clock.seconds, self.engine.backward_passes)
+        policy.heed()
+        actions = policy.watch(record, policy.tools.recent.same(), fp16=self.engine.precision.scaled)
+        policy.score.exact.watched(record, self.engine.clock.seconds, self.engine.backward_passes)
         for action in actions:
-            self._carry_out(action)
+            self._carry_out(policy, action)
         if any(action.kind is Kind.ROLL_BACK for action in actions):
             return
-        self.mover.keep_safe()
+        policy.keep_safe()
         before = self.phase
         if before is Phase.WARMUP:
-            self.mover.compare_batches()
+            policy.prepare()
         left = self.engine.planned_steps - self.engine.global_step
-        pilot.plan_for(self.engine.planned_steps)
-        chain = self.mover.chain
-        pilot.decide(
-            self.engine.global_step, left, self.engine.rate.trend(self.engine.global_step), chain.ready, chain.exact
-        )
+        policy.appraiser.plan_for(self.engine.planned_steps)
+        policy.decide(self.engine.global_step, left, self.engine.rate.trend(self.engine.global_step))
         if not self.observer.trajectory.held:
-            self.mover.safety.forget_other()
+            policy.tools.snapshots.forget_other()
         if self.phase is not before:
             self._tell_phase()
         self._tell_obstacles()
 
     def _tell_obstacles(self) -> None:
         """Once: that leaps could be tried here, and which setting keeps them off. Batches are compared once only."""
-        if _OBSTACLES in self._said or not self.mover.pilot.predictability.low_noise:
+        if _OBSTACLES in self._said or self.policy is None or not self.policy.predictability.low_noise:
             return
-        text = self.mover.why_no_chain()
-        if text or (self.mover.chain.obstacles and not self.mover.probes.held_out):
+        found = self.policy.obstacles()
+        if None not in found:
             self._said[_OBSTACLES] = self.engine.global_step
-        if text:
+        for text in filter(None, found):
             self.bus.emit(Notice(text, level="info"))
 
     def _tell_phase(self) -> None:
-        if self.pilot is not None:
-            self.bus.emit(PhaseChanged(self.engine.global_step, self.phase.value, self.pilot.last_reason))
+        if self.policy is not None:
+            self.bus.emit(PhaseChanged(self.engine.global_step, self.phase.value, self.policy.last_reason))
 
-    def _carry_out(self, action: Action) -> None:
+    def _carry_out(self, policy: Policy, action: Action) -> None:
         """One of the recovery actions."""
-        pilot, at = self.mover.pilot, self.engine.global_step
-        pilot.apply(action, at)
+        at = self.engine.global_step
+        policy.apply(action, at)
         if action.kind is Kind.ROLL_BACK and not self.judging:
-            self.mover.safety.flee()
-            pilot.counts.rollbacks += 1
-            pilot.counts.undone_steps += at - self.engine.global_step
+            policy.recover()
+            policy.score.counts.rollbacks += 1
+            policy.score.counts.undone_steps += at - self.engine.global_step
         matters = action.kind is not Kind.CONTINUE or action.rate_factor != 1.0
         if matters and self._is_news(action):
             self.bus.emit(Recovered(self.engine.global_step, action.kind.value, action.text, at))
         if action.kind is Kind.ROLL_BACK and action.rate_factor < 1:
-            pilot.recovery.hand_over(self.checkup.rolled_back(action.rate_factor, at))
+            policy.recovery.hand_over(self.checkup.rolled_back(action.rate_factor, at))
             self._follow_tuning()
         if action.kind is Kind.ABORT:
             raise DivergenceError(f"{action.text} (step {self.engine.global_step})")
@@ -562,19 +525,19 @@ class HybridTrainer:
     def start_counting_anew(self) -> None:
         """A run that was given up, and is gone on with, gets as many tries as any other."""
         self.engine.meter.skipped_in_a_row = 0
-        if self.pilot is not None and self.pilot.recovery.rollbacks > self.engine.config.guard.max_rollbacks:
-            self.pilot.recovery.rollbacks = 0
+        if self.policy is not None and self.policy.recovery.rollbacks > self.engine.config.guard.max_rollbacks:
+            self.policy.recovery.rollbacks = 0
 
     def judge_by(self, held_out: list[Any]) -> None:
         """Held-out batches: where the loss is exact, a move must not raise their loss."""
-        if self.pilot is not None:
-            self.mover.unseen.batches, self.pilot.unseen = held_out, bool(held_out)
+        if self.policy is not None:
+            self.policy.tools.unseen.batches, self.policy.appraiser.unseen = held_out, bool(held_out)
 
     def evaluated(self, held_out: float) -> None:
         """A held-out loss is known: it shows over- and underfitting, and some schedulers follow it."""
         self.engine.rate.evaluated(held_out)
-        if self.pilot is not None:
-            self.mover.evaluated(held_out)
+        if self.policy is not None:
+            self.policy.evaluated(held_out)
         if self.checkup.evaluated(held_out):
             self._follow_tuning()
 
@@ -589,8 +552,8 @@ class HybridTrainer:
 
     def _follow_tuning(self) -> None:
         """Tuning may want longer FULL phases. Its learning rate and clipping need no following: the engine asks."""
-        if self.pilot is not None:
-            self.pilot.machine.full_steps = self.checkup.health.full_steps
+        if self.policy is not None:
+            self.policy.cycle.use_full_steps(self.checkup.health.full_steps)
 
     # --- the whole state ---------------------------------------------------------------------------------------------
 
@@ -601,13 +564,12 @@ class HybridTrainer:
         state["rescue"] = self.rescue.state_dict()
         state["checkup"] = self.checkup.state_dict()
         state["hybrid"] = None
-        if self.pilot is not None:
-            predictor = self.observer.guarded.state_dict()
-            heed(self.pilot, self.engine.global_step, self.bus.emit)
+        if self.policy is not None:
+            predictor, moving = self.observer.guarded.state_dict(), self.phase in (Phase.PREDICT, Phase.CORRECT)
+            self.policy.heed()
             state["hybrid"] = {
                 "predictor": predictor,
-                "pilot": self.pilot.state_dict(self.engine.config.checkpoint.directions or self.mover.move is not None),
-                "mover": self.mover.state_dict(),
+                "policy": self.policy.state_dict(self.engine.config.checkpoint.directions or moving),
                 "race": self.race.state_dict(),
                 "said": dict(self._said),
             }
@@ -630,19 +592,17 @@ class HybridTrainer:
             self.look_ahead.load_state_dict(state["look_ahead"])
         self.checkup.load_state_dict(state.get("checkup", {}))
         hybrid = state.get("hybrid")
-        if self.pilot is None or hybrid is None:  # switched on or off since: the hybrid part starts anew
+        if self.policy is None or hybrid is None:  # switched on or off since: the hybrid part starts anew
             self.rescue.load_state_dict(state.get("rescue", {}))
             return
-        self.pilot.load_state_dict(hybrid["pilot"])
+        self.policy.load_state_dict(hybrid["policy"])
         self.observer.guarded.load_state_dict(hybrid["predictor"])
-        self.pilot.off = self.observer.guarded.off
-        if hybrid["predictor"].get("strikes", 0) >= MOST_FAILURES and not self.pilot.off:
-            self.pilot.rest_steps = min(1, self.pilot.rest_steps)  # another one is watched with at once
-        self.mover.load_state_dict(hybrid["mover"])
+        if hybrid["predictor"].get("strikes", 0) >= MOST_FAILURES and not self.policy.off:
+            self.policy.rest.steps = min(1, self.policy.rest.steps)  # another one is watched with at once
         self.race.load_state_dict(hybrid["race"])
         self._said = dict(hybrid["said"])
         self.rescue.load_state_dict(state.get("rescue", {}))
-        heed(self.pilot, self.engine.global_step, self.bus.emit)
+        self.policy.heed()
 
     # --- a whole run -------------------------------------------------------------------------------------------------
 
@@ -701,11 +661,11 @@ class HybridTrainer:
 
     def prediction_progress(self) -> dict[str, Any]:
         """What the progress line says of prediction."""
-        return {} if self.pilot is None else summaries.prediction_progress(self.engine, self.mover)
+        return {} if self.policy is None else summaries.prediction_progress(self.engine, self.policy)
 
     def summary(self) -> dict[str, Any]:
         """What the run did so far."""
-        predicted = {} if self.pilot is None else summaries.of_prediction(self.engine, self.mover, self.race)
+        predicted = {} if self.policy is None else summaries.of_prediction(self.engine, self.policy, self.race)
         return summaries.of_steps(self.engine, self.memory) | predicted | self.checkup.summary() | self.rescue.summary()
 
     # --- what a run of `fit` asks for --------------------------------------------------------------------------------
@@ -713,18 +673,18 @@ class HybridTrainer:
     @property
     def end_loss(self) -> float | None:
         """Loss of the last batch, where the run went back to a lower point at its end."""
-        return None if self.pilot is None else self.mover.end_loss
+        return None if self.policy is None else self.policy.end_loss
 
     def end_chain(self) -> None:
         """A chain of leaps ends with its next leap, if there is one."""
-        if self.chaining:
-            self.mover.chain.stopped = True
+        if self.policy is not None and self.policy.move is not None:
+            self.policy.move.end_soon()
 
     def data_is_at(self, state: Callable[[], Any]) -> None:
         """state: says where the data is, for snapshots."""
-        if self.pilot is not None:
-            self.mover.safety.loader_state = state
+        if self.policy is not None:
+            self.policy.tools.snapshots.loader_state = state
 
     def data_was_at(self) -> Any:
         """Where the data was when the snapshot was taken that the last rollback went back to."""
-        return self.mover.safety.loader_state_then()
+        return None if self.policy is None else self.policy.tools.snapshots.loader_state_then()

@@ -170,7 +170,7 @@ def test_going_back_to_a_snapshot_is_exact_and_in_place(trainer: HybridTrainer, 
     places = {
         name: tensor.data_ptr()
         for name, tensor in take_apart(trainer.state_dict()).tensors.items()
-        if name.startswith(("model", "optimizer", "average", "precision", "hybrid.pilot.observer.trajectory"))
+        if name.startswith(("model", "optimizer", "average", "precision", "hybrid.policy.observer.trajectory"))
     }
     losses = [trainer.step(make_batch(seed=number)).loss for number in range(3, 6)]
     end = frozen(trainer.state_dict())

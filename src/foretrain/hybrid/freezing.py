@@ -9,27 +9,27 @@ import torch
 
 from foretrain.engine.engine import Engine
 from foretrain.events import Event, Notice, Phase, PhaseChanged
-from foretrain.hybrid.mover import Mover
+from foretrain.hybrid.policy import Policy
 
 _WHY = "parameters were frozen or unfrozen"
 
 
-def follow_freezing(engine: Engine, mover: Mover | None, batch: Any, emit: Callable[[Event], None]) -> Any:
+def follow_freezing(engine: Engine, policy: Policy | None, batch: Any, emit: Callable[[Event], None]) -> Any:
     """Parameters were frozen or unfrozen since the last step. Returns the batch to go on with: an open move is undone
-    with its data, but what is frozen now stays where its user froze it. mover: None in a run of full steps only."""
+    with its data, but what is frozen now stays where its user froze it. policy: None in a run of full steps only."""
     frozen = [(p, p.detach().clone()) for p in engine.trained.parameters if not p.requires_grad]
-    if mover is not None and mover.move is not None:
-        position, first = engine.progress.position, mover.interrupt(_WHY)
-        emit(PhaseChanged(engine.progress.global_step, mover.pilot.machine.phase.value, mover.pilot.last_reason))
+    if policy is not None and policy.move is not None:
+        position, first = engine.progress.position, policy.interrupt(_WHY)
+        emit(PhaseChanged(engine.progress.global_step, policy.cycle.phase.value, policy.last_reason))
         with torch.no_grad():
             for parameter, value in frozen:
                 parameter.copy_(value)
         batch = batch if first is None or engine.progress.position == position else engine.to_device(first)
-    elif mover is not None and mover.pilot.machine.phase is Phase.PREDICT:
-        mover.pilot.machine.force_full(_WHY)
+    elif policy is not None and policy.cycle.phase is Phase.PREDICT:
+        policy.cycle.force_full(_WHY)
     change = engine.follow_trained()
     lost = engine.trained.without_optimizer()
-    watched = "; what was seen of how weights move is dropped, and the run watches anew" if mover is not None else ""
+    watched = "; what was seen of how weights move is dropped, and the run watches anew" if policy is not None else ""
     if change.frozen or change.unfrozen:
         text = f"from step {engine.progress.global_step} on {change.in_words()}{watched}"
         emit(Notice(text, level="info"))

@@ -10,8 +10,9 @@ from foretrain import environment
 from foretrain.engine import described
 from foretrain.engine.engine import Engine
 from foretrain.engine.memory.usage import MemoryMeter
-from foretrain.hybrid.mover import Mover
+from foretrain.hybrid.account import account_of
 from foretrain.hybrid.moves.rate_race import RateRace
+from foretrain.hybrid.policy import Policy
 
 _NOT_IN_EVERY_RUN = (
     *("moves", "predicted_steps", "recoveries", "rollbacks", "forecast", "confidence", "predictability"),
@@ -71,26 +72,26 @@ def of_steps(engine: Engine, memory: MemoryMeter) -> dict[str, Any]:
     return summary
 
 
-def of_prediction(engine: Engine, mover: Mover, race: RateRace) -> dict[str, Any]:
+def of_prediction(engine: Engine, policy: Policy, race: RateRace) -> dict[str, Any]:
     """What prediction did, and with what."""
-    observer = mover.pilot.observer
-    summary = mover.pilot.summary(engine.progress.backward_passes)
+    observer = policy.observer
+    summary = account_of(policy, engine.progress.backward_passes)
     if race.tried:
         summary["learning_rate"] = race.summary()
     basis_mb = round(observer.trajectory.bytes / 2**20, 1)
     return summary | {"predictor": observer.predictor.name, "basis_mb": basis_mb}
 
 
-def prediction_progress(engine: Engine, mover: Mover) -> dict[str, Any]:
+def prediction_progress(engine: Engine, policy: Policy) -> dict[str, Any]:
     """What the progress line says of prediction."""
-    pilot, observer, move = mover.pilot, mover.pilot.observer, mover.move
-    moves, gain = pilot.counts.moves, pilot.ledger.gain(engine.progress.backward_passes)
-    watched = observer.windows > 0 and not (pilot.rest_steps or move is not None)  # else they are of long ago
+    observer, move = policy.observer, policy.move
+    moves, gain = policy.score.counts.moves, policy.score.ledger.gain(engine.progress.backward_passes)
+    watched = observer.windows > 0 and not (policy.rest.steps or move is not None)  # else they are of long ago
     chained = move is not None and move.chained  # nothing was forecast for it
     return {
         "predicted_loss": observer.predicted_loss if watched else None,
         "smoothed_loss": observer.smoothed_loss if watched else None,
-        "confidence": None if chained else round(pilot.current_confidence, 4),
+        "confidence": None if chained else round(policy.appraiser.current_confidence, 4),
         "kept": moves["kept"] + moves["shrunk"],
         "refused": moves["refused"] + moves["rolled_back"],
         "gain_percent": gain["gain_percent"],

@@ -163,13 +163,13 @@ def _warm_up(task: Task, config: Config, warmed: set[str]) -> None:
     longer = config.model_copy(update={"max_steps": config.max_steps + _WARM_STEPS + 2 * config.hybrid.window_steps})
     trainer = HybridTrainer(job.model, None, job.loss_fn, longer, probe=_probe(job, config))
     with closing(iter(job.loader)) as batches:  # type: ignore[type-var]
-        windows = 2 * config.hybrid.window_steps if trainer.pilot is not None else 0  # the second one scores a forecast
+        windows = 2 * config.hybrid.window_steps if trainer.policy is not None else 0  # the second scores a forecast
         if _WARM_STEPS + windows > config.max_steps:
             trainer.end_at(_WARM_STEPS + windows)
         for _ in range(_WARM_STEPS + windows):
             batch = next(batches)
             trainer.step(batch)
-        if trainer.pilot is not None:
+        if trainer.policy is not None:
             trainer.engine.probe(trainer.engine.to_device(batch))
     trainer.evaluate(job.held_out[:1])
     warmed.add(key)
