@@ -1,4 +1,4 @@
-"""The console: a live progress line on a terminal, plain lines everywhere else, and the table at the end."""
+"""Show a run on the console: a live progress line on a terminal, plain lines elsewhere, and a table at the end."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from foretrain.show.summary import closing_lines, summary_table
 
 _LINES_PER_RUN = 40
 _MOVES_PER_RUN = 12
-"""Lines about single moves, unless the run is verbose; all of them are in `metrics.jsonl`."""
+"""So many moves are told, unless the run is verbose; all of them are in `metrics.jsonl`."""
 _BAR = 10
 
 
@@ -60,19 +60,19 @@ class Console:
         self._max_steps = 0
         self._unit = "tokens"
         self._began = math.nan
-        """When the first progress was told."""
+        """The first progress was told at this time."""
         self._done = 0
-        """Steps since then, those that were undone included."""
+        """So many steps were done since then; those that were undone count."""
         self._step = 0
         self._next_line = 0
         self._val = math.nan
         self._moves = 0
         self._others = 0
-        """Steps at other learning rates that are still to come."""
+        """So many steps at other learning rates are still to come."""
         self._paused = math.nan
-        """Since when other learning rates are tried: no time of this run's steps."""
+        """Other learning rates are tried since this time, which does not count for this run's steps."""
         self._trials = 0.0
-        """Seconds that they took."""
+        """They took so many seconds."""
         self._tried = False
         """A move was begun: from then on prediction has a place in the lines."""
 
@@ -104,7 +104,7 @@ class Console:
                 self._tell(event)
 
     def _is_of_interest(self, event: Event) -> bool:
-        """In a normal run. Every move and change of phase is said until there were enough of them."""
+        """Tell whether a normal run says it. Moves and changes of phase are said until there were enough of them."""
         match event:
             case CheckpointSaved():
                 return self._bar is None
@@ -186,7 +186,7 @@ class Console:
             self._tell(event)
 
     def _numbers(self, event: Progress, room: int | None = None) -> str:
-        """Phase, loss and time left, and of the rest what there is room for, in order of weight."""
+        """Write phase, loss and time left, and as much of the rest as there is room for, the weightiest first."""
         phase = event.phase if room is not None else f"{event.phase:<7}"
         told = self._tried or self.level == "verbose"
         loss = f"{phase} | loss {loss_text(event.loss)}" if told else f"loss {loss_text(event.loss)}"
@@ -218,7 +218,7 @@ class Console:
 
 
 def _shows_prediction(event: Event) -> bool:
-    """Whether from this event on something is predicted, or was in an earlier part of the run."""
+    """Tell whether something is predicted from this event on, or was in an earlier part of the run."""
     match event:
         case Moved():
             return True
@@ -230,7 +230,7 @@ def _shows_prediction(event: Event) -> bool:
 
 
 def _forecast(event: Progress) -> str:
-    """The smoothed loss as it is and as it was forecast a window ago."""
+    """Write the smoothed loss as it is, and as it was forecast a window ago."""
     if event.predicted_loss is None or event.smoothed_loss is None:
         return ""
     return f" (mean {loss_text(event.smoothed_loss)}, predicted {loss_text(event.predicted_loss)})"

@@ -1,4 +1,4 @@
-"""The end of a run: in one line, and in one table."""
+"""Say how a run ended, in one line and in one table."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from rich.table import Table
 
 from foretrain.config.paths import assignments
 from foretrain.config.units import duration, format_size, format_speed, loss_text
+from foretrain.show.record import STEPS
 from foretrain.show.trouble import findings_in_words, rollbacks_in_words, trouble_in_words
 
 GLOSSARY = "docs/glossary.md"
 
 
 def result_line(summary: Mapping[str, Any]) -> str:
-    """The end of a run in one line, for a quiet one."""
+    """Say in one line how a quiet run ended."""
     losses = {"held-out loss": summary.get("final_val_loss"), "training loss": summary.get("final_train_loss")}
     known = [f"{name} {loss_text(loss)}" for name, loss in losses.items() if loss is not None][:1]
     if "accuracy" in summary:
@@ -29,7 +30,7 @@ def result_line(summary: Mapping[str, Any]) -> str:
 
 
 def summary_table(summary: Mapping[str, Any], verbose: bool = False) -> Table:
-    """The end of a run in one table. What leaps reached comes first; what was idle is left out, unless verbose."""
+    """Make the table of results. What leaps reached comes first; what was idle is left out, unless verbose."""
     table = Table(show_header=False)
     unit = str(summary.get("unit") or "tokens")
     rows = {
@@ -64,7 +65,7 @@ def _number(value: float | None) -> str | None:
 
 
 def _found_rate(found: Mapping[str, Any] | None) -> str | None:
-    """Where the learning rate was `auto`."""
+    """Say which rate was found, where the learning rate was `auto`."""
     return f"{found['chosen']:.3g}, the best of {len(found['tried'])} that were tried" if found else None
 
 
@@ -73,21 +74,20 @@ def _total(seconds: float | None) -> str | None:
 
 
 def _steps(summary: Mapping[str, Any], in_parts: bool) -> str:
-    """800 = 100 warm-up + 640 full + 40 predicted + 20 correcting; of a run that only took full steps the sum."""
-    words = {"warmup": "warm-up", "full": "full", "predict": "predicted", "correct": "correcting"}
-    parts = [f"{count:,} {words[phase]}" for phase, count in summary["steps"].items() if count]
+    """Write 800 = 100 warm-up + 640 full + 40 predicted + 20 correcting, or the sum where all steps are full ones."""
+    parts = [f"{count:,} {STEPS[phase]}" for phase, count in summary["steps"].items() if count]
     total = f"{summary['global_step']:,}"
     return f"{total} = {' + '.join(parts)}" if in_parts and len(parts) > 1 else total
 
 
 def _passes(summary: Mapping[str, Any]) -> str | None:
-    """Of a run in which they are not the steps."""
+    """Write how many backward passes there were, where that is not the number of steps."""
     passes = summary["backward_passes"]
     return None if passes == summary["global_step"] else f"{passes:,}"
 
 
 def _memory(phases: Mapping[str, Mapping[str, int]]) -> str | None:
-    """3.1 GB peak in full, 2.0 GB in predict; or the resident memory of the process, where there is no GPU."""
+    """Write the peak of every phase, or the resident memory of the process where there is no GPU."""
     peaks = {phase: usage["peak"] for phase, usage in phases.items() if "peak" in usage}
     if peaks:
         words = [f"{format_size(peak, 1)} in {phase}" for phase, peak in peaks.items() if phase != "setup"]
@@ -102,7 +102,7 @@ def _memory(phases: Mapping[str, Mapping[str, int]]) -> str | None:
 
 
 def _made_smaller(found: Mapping[str, Any]) -> str | None:
-    """How often memory ran out, and what the run went on with."""
+    """Say how often memory ran out, and with which settings the run went on."""
     if not found:
         return None
     changes = assignments(found["settings"])
@@ -116,17 +116,17 @@ def _times(count: int) -> str:
 
 
 def _tried(summary: Mapping[str, Any]) -> bool:
-    """Whether a move was made, whatever became of it."""
+    """Tell whether a move was made, whatever became of it."""
     return any((summary.get("moves") or {}).values())
 
 
 def closing_lines(summary: Mapping[str, Any]) -> list[str]:
-    """What is said below the table: where the words are explained that it used."""
+    """Return what is said below the table: where its words are explained."""
     return [f"what a move, a leap, an audit and other words mean: {GLOSSARY}"] if _tried(summary) else []
 
 
 def _prediction(summary: Mapping[str, Any], verbose: bool) -> dict[str, str | None]:
-    """What the summary says of prediction: nothing for a plain run, one sentence where nothing was tried."""
+    """Say what prediction did: nothing for a plain run, one sentence where nothing was tried."""
     audit, moves = summary.get("audit"), summary.get("moves")
     if not audit or not moves:
         return {}
@@ -145,12 +145,12 @@ def _prediction(summary: Mapping[str, Any], verbose: bool) -> dict[str, str | No
 
 
 def _counted(moves: Mapping[str, int]) -> str:
-    """3 kept, 1 rolled back."""
+    """Write: 3 kept, 1 rolled back."""
     return ", ".join(f"{count} {verdict.replace('_', ' ')}" for verdict, count in moves.items() if count) or "none"
 
 
 def _scores(values: Mapping[str, Any]) -> str:
-    """Of the forecasts of one horizon. Before it knows something, a predictor makes none."""
+    """Write how good the forecasts of one horizon were. A predictor makes none before it knows something."""
     if values.get("made") == 0:
         return f"no forecast yet (repeat {values['repeat_r2']:.2f})"
     return f"R2 {values['r2']:.2f} (repeat {values['repeat_r2']:.2f}), cosine {values['cosine']:.2f}"
