@@ -37,8 +37,8 @@ from foretrain.engine.trained import Change
 from foretrain.engine.weights import write_weights
 from foretrain.errors import ConfigError, DivergenceError, InputError
 from foretrain.events import Bus, Listener, Notice, Phase, PhaseChanged, Recovered
+from foretrain.health.act import Action, Kind
 from foretrain.health.checkup import Checkup
-from foretrain.health.recovery import Action, Kind
 from foretrain.health.rescue import Rescue
 from foretrain.hybrid.emergencies import Emergencies
 from foretrain.hybrid.failures import heed
@@ -67,7 +67,7 @@ from foretrain.show.trackers.opening import open_trackers
 _SAY_EVERY = 100
 _OBSTACLES = "obstacles"
 _NOT_IN_EVERY_RUN = (
-    *("moves", "predicted_steps", "corrections", "recoveries", "rollbacks", "forecast", "confidence", "predictability"),
+    *("moves", "predicted_steps", "recoveries", "rollbacks", "forecast", "confidence", "predictability"),
     *("exact", "audit", "learning_rate", "predictor", "basis_mb", "health", "memory", "peak_memory_mb"),
     *("out_of_memory", "signal", "best_checkpoint"),
 )
@@ -518,7 +518,7 @@ class HybridTrainer:
         return result
 
     def _correct(self, batch: Any) -> StepResult:
-        """CORRECT: the residual correction, then full steps that validate the move; then it is kept or taken back."""
+        """CORRECT: full steps that validate the move; then it is kept or taken back."""
         self.memory.enter(Phase.CORRECT.value)
         confidence = self.mover.open_move.confidence
         output = self.mover.validate(batch, self.engine.full)

@@ -148,7 +148,7 @@ def history(*files: Annotated[Path, Parameter(help="Result files, or folders of 
 
 
 def _compare(a: Any, b: Any, delta: float | None, json_: bool, level: Level = "normal", wrote: str = "") -> None:
-    """wrote: what to say of the files that were made for it."""
+    """Judge, print, and exit with 1 if something regressed. wrote: what to say of the files that were made for it."""
     from foretrain.show.screen import screen
     from foretrain_bench import tables
     from foretrain_bench.verdict import DELTA, judge
@@ -188,7 +188,7 @@ def _check_device(device: str) -> None:
 
 
 def _command(only: str | None, processes: int, device: str, threads: int, against: Path | None) -> str:
-    """As it could be typed, without folders of this machine."""
+    """Return the command as it could be typed, without folders of this machine."""
     words = ["foretrain bench run"]
     words += [f"--only '{only}'"] if only else []
     words += [f"--processes {processes} --device {device} --threads {threads}"]
@@ -197,7 +197,7 @@ def _command(only: str | None, processes: int, device: str, threads: int, agains
 
 
 def _make_room(file: Path) -> None:
-    """Before minutes of measuring, not after."""
+    """Make sure that the result can be written, before minutes of measuring."""
     from foretrain.persist.files import make_folder
 
     try:

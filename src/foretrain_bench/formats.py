@@ -17,7 +17,7 @@ FORMAT = "foretrain bench 1"
 KNOWN = "known are files of `foretrain bench run`, plain JSON {name: [median of each process]}, pytest-benchmark's JSON"
 _LONGEST = 1e100
 _MOST_SAMPLES = 500
-"""Of one process; a longer list is reduced to its median, which it settles anyway."""
+"""A longer list of one process is reduced to its median, which it settles anyway."""
 _SECONDS = {"ps": 1e-12, "ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0}
 _TIME = re.compile(r"^(?P<name>.*?)\s*time:\s+\[\S+ \S+ (?P<middle>[0-9.]+) (?P<unit>[pnuµμm]?s) \S+ \S+\]")
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
@@ -43,7 +43,7 @@ class Results:
 
 
 def read(path: Path) -> Results:
-    """A file, or a folder of files whose processes are taken together."""
+    """Read a file, or a folder of files whose processes are taken together."""
     if path.is_dir():
         parts = [_read_file(file) for file in sorted(path.iterdir()) if file.is_file() and not _hidden(file)]
         if not parts:
@@ -88,7 +88,7 @@ def _read_file(path: Path) -> Results:
 
 
 def _checked(path: Path, name: str, samples: Any) -> list[float]:
-    """Finite and above zero, or a ratio of them would mean nothing."""
+    """Check that values are finite and above zero, or a ratio of them would mean nothing."""
     if not isinstance(samples, list):
         raise InputError(f"{path}: {name!r} holds {samples!r}; give the times of each process as a list")
     for value in samples:
@@ -182,7 +182,7 @@ def _date(text: Any) -> datetime | None:
 
 
 def date_of(results: Results) -> datetime:
-    """When it was measured: as the file says, else as its name says, else when it was last written."""
+    """Return when it was measured: as the file says, else as its name says, else when it was last written."""
     if results.date is not None:
         return results.date
     path = Path(results.source)

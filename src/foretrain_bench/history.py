@@ -53,7 +53,7 @@ class BenchmarkSeries:
 
 
 def read_all(paths: Sequence[Path]) -> list[Results]:
-    """Every file, those of folders one by one, sorted by date."""
+    """Read every file, those of folders one by one, sorted by date."""
     files: list[Path] = []
     for path in paths:
         files.extend(sorted(p for p in path.glob("*") if p.is_file() and p.name[0] != ".") if path.is_dir() else [path])
@@ -82,7 +82,7 @@ def _series(name: str, results: Sequence[Results]) -> BenchmarkSeries:
 
 
 def find_steps(values: Sequence[float]) -> list[tuple[int, float, float]]:
-    """(index of the first value of the new level, size, probability) in the order of time."""
+    """Return (index of the first value of the new level, size, probability) in the order of time."""
     if len(values) < 2 * _FEWEST_FILES:
         return []
     calm = without_spikes(values)
@@ -122,7 +122,7 @@ def _split(values: Sequence[float], low: int, high: int, found: dict[int, float]
 
 
 def _student(left: Sequence[float], right: Sequence[float]) -> float:
-    """Student's statistic of two levels with one spread."""
+    """Return Student's statistic of two levels with one spread."""
     a, b = np.asarray(left), np.asarray(right)
     apart = abs(float(a.mean() - b.mean()))
     square = float(((a - a.mean()) ** 2).sum() + ((b - b.mean()) ** 2).sum()) / (len(a) + len(b) - 2)
@@ -137,7 +137,7 @@ def _two_sided(score: float, freedom: int) -> float:
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """Bars by the logarithm; a range below 10 % is not blown up."""
+    """Draw bars by the logarithm; a range below 10 % is not blown up."""
     logs = np.log(values)
     low, high = float(logs.min()), float(logs.max())
     missing = max(0.0, math.log(1.1) - (high - low))

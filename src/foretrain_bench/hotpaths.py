@@ -108,10 +108,11 @@ def _observe(kind: str, device: str) -> Call:
 
 
 def _encode(device: str) -> Call:
+    from foretrain.motion.losses import WindowLosses
     from foretrain.motion.records import ForecastRecord, PhaseRecord, WindowRecord
     from foretrain.motion.state import StateEncoder
 
-    encoder, steps = StateEncoder(_WINDOW), itertools.count(_WINDOW, _WINDOW)
+    encoder, steps = StateEncoder(_WINDOW, WindowLosses()), itertools.count(_WINDOW, _WINDOW)
     losses, norms = tuple(3 - 0.01 * n for n in range(_WINDOW)), tuple(1 + 0.1 * n for n in range(_WINDOW))
     phase = PhaseRecord("full", 20, 2, 40)
     forecast = ForecastRecord((0.5,) * 5, (0.5,) * 5, (0.01,) * 5, 0.5, 0.5)
@@ -119,6 +120,7 @@ def _encode(device: str) -> Call:
     def call() -> object:
         rest = (20.0, 0.1, (0.5, 0.5, 0.5, 0.5), 2.0, 1e-5, 1e-3, 0.2, 1e-4, 1e-3, 1e-3, (0.9, 0.5))
         window = WindowRecord(next(steps), losses, norms, 1e-3, 1.0, 0.5, *rest)
+        encoder.losses.add(window.losses)
         return encoder.encode(window, forecast, phase)
 
     return call
@@ -168,7 +170,7 @@ def _loss_history(device: str) -> Call:
 
 
 def _trainer(device: str, **settings: Any) -> tuple[Any, Any]:
-    """A small GPT (0.4M parameters) and a batch of 8 x 64 tokens."""
+    """Make a trainer of a small GPT (0.4M parameters) and a batch of 8 x 64 tokens."""
     import torch
 
     from foretrain.config import from_mapping
@@ -237,7 +239,7 @@ def _parameters(device: str) -> list[Any]:
 
 
 def _trajectory(device: str) -> tuple[Any, Call]:
-    """A trajectory, and a call that moves the weights and closes a window."""
+    """Make a trajectory, and a call that moves the weights and closes a window."""
     import torch
 
     from foretrain.motion.trajectory import Trajectory
@@ -301,7 +303,7 @@ def _small_gpt(device: str) -> Any:
 
 
 def _registry(device: str) -> tuple[Any, Any]:
-    """Two adapters of rank 8 on a small GPT."""
+    """Make two adapters of rank 8 on a small GPT."""
     from foretrain.models import lora
     from foretrain.models.adapter_files import adapter_of
     from foretrain.serve.adapters import AdapterRegistry

@@ -26,7 +26,7 @@ _COLOURS = {"regressed": "red", "improved": "green", "equivalent": "default", "i
 
 
 def time_in_words(value: float, seconds: bool = True) -> str:
-    """0.00123 -> 1.230 ms; a number of unknown unit stays as it is."""
+    """Write 0.00123 as 1.230 ms; a number of unknown unit stays as it is."""
     if not seconds:
         return f"{value:.4g}"
     for size, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns")):
@@ -89,7 +89,7 @@ def _table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
 
 
 def run_table(record: Mapping[str, Any]) -> Table:
-    """What one version took."""
+    """Return what one version took."""
     table = _table(
         f"median over {_counts(record)} processes",
         ["benchmark"],
@@ -134,7 +134,7 @@ def comparison_table(
 
 
 def comparison_line(verdicts: Mapping[str, BenchmarkVerdict]) -> str:
-    """2 of 12 benchmarks regressed: full step, forecast."""
+    """Say it in one line: 2 of 12 benchmarks regressed: full step, forecast."""
     worse = [name for name, verdict in verdicts.items() if verdict.verdict == "regressed"]
     names = f": {', '.join(worse)}" if worse else ""
     return f"{len(worse)} of {len(verdicts)} benchmarks regressed{names}"
@@ -154,7 +154,7 @@ def comparison_json(verdicts: Mapping[str, BenchmarkVerdict]) -> dict[str, dict[
 
 
 def comparison_notes(a: Results, b: Results, verdicts: Mapping[str, BenchmarkVerdict]) -> list[str]:
-    """What a reader must know besides the table."""
+    """Return what a reader must know besides the table."""
     notes = []
     for one, other in ((a, b), (b, a)):
         alone = [name for name in one.benchmarks if name not in other.benchmarks]

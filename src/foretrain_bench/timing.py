@@ -25,7 +25,7 @@ from foretrain_bench.formats import FORMAT
 from foretrain_bench.hotpaths import BENCHMARKS
 
 _MOST_SECONDS = 900
-"""Of one process."""
+"""The most that one process may take."""
 
 Progress = Callable[[int, int, str], None]
 """(processes done, of how many, what is next)"""
@@ -50,7 +50,7 @@ class TimingPlan:
     threads: int = 1
 
     def groups(self) -> list[list[str]]:
-        """Names that are timed in one process."""
+        """Return the names that are timed together in one process."""
         groups: dict[str, list[str]] = {}
         for name in self.names:
             groups.setdefault(BENCHMARKS[name].group, []).append(name)
@@ -69,7 +69,7 @@ class TimedVersion:
 
 
 def choose(pattern: str | None) -> tuple[str, ...]:
-    """Benchmarks whose name holds the text or fits the pattern; commas separate several."""
+    """Choose benchmarks whose name holds the text or fits the pattern; commas separate several."""
     if pattern is None:
         return tuple(BENCHMARKS)
     wanted = [part.strip() for part in pattern.split(",") if part.strip()]
@@ -84,7 +84,8 @@ def this_version() -> Version:
 
 
 def other_version(path: Path) -> Version:
-    """`--against`: a checkout, its source folder, or the Python of an environment that has foretrain installed."""
+    """Find what `--against` names: a checkout, its source folder, or the Python of an environment that has foretrain
+    installed."""
     for source in (path, path / "src"):
         if (source / "foretrain" / "__init__.py").is_file():
             return Version(path.resolve().name, sys.executable, source.resolve())
@@ -97,7 +98,7 @@ def other_version(path: Path) -> Version:
 
 
 def run(plan: TimingPlan, versions: Sequence[Version], progress: Progress) -> list[TimedVersion]:
-    """Rounds over all groups; within each the versions take turns, A B then B A.
+    """Run rounds over all groups; within each the versions take turns, A B then B A.
 
     What fails in one version is not timed again in any.
     """
@@ -134,7 +135,7 @@ def _take(measured: TimedVersion, names: Sequence[str], result: dict[str, Any]) 
 
 
 def _time(version: Version, names: Sequence[str], plan: TimingPlan) -> dict[str, Any]:
-    """One process. A failure is a result as well."""
+    """Time benchmarks in one process. A failure is a result as well."""
     order = json.dumps({"names": list(names), "device": plan.device, "threads": plan.threads})
     command = [version.python, "-P", str(Path(worker.__file__).resolve()), order]
     environment = {**os.environ, "OMP_NUM_THREADS": str(plan.threads), "MKL_NUM_THREADS": str(plan.threads)}
@@ -165,7 +166,7 @@ def _failed(names: Sequence[str], reason: str) -> dict[str, Any]:
 
 
 def record(measured: TimedVersion, plan: TimingPlan, command: str, together: str | None = None) -> dict[str, Any]:
-    """The result file: how it was made, and every sample. No names of people, machines or folders."""
+    """Make the result file: how it was made, and every sample. No names of people, machines or folders."""
     return {
         "format": FORMAT,
         "date": datetime.now().astimezone().isoformat(timespec="seconds"),
@@ -190,7 +191,7 @@ def new_token() -> str:
 
 
 def summary(processes: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Per-process medians and what may have disturbed them."""
+    """Return per-process medians and what may have disturbed them."""
     medians = [float(np.median(process["samples"])) for process in processes]
     loads = [load for process in processes for load in process["load"] if load is not None]
     return {
@@ -203,14 +204,14 @@ def summary(processes: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def outlier_share(samples: Sequence[float]) -> float:
-    """Share of samples beyond Tukey's fences: 1.5 quartile distances outside the quartiles."""
+    """Return the share of samples beyond Tukey's fences: 1.5 quartile distances outside the quartiles."""
     low, high = np.quantile(samples, [0.25, 0.75])
     fence = 1.5 * (high - low)
     return float(np.mean([sample < low - fence or sample > high + fence for sample in samples]))
 
 
 def drift_percent(medians: Sequence[float]) -> float | None:
-    """The later half of the processes against the earlier; None for fewer than four."""
+    """Compare the later half of the processes with the earlier; None for fewer than four."""
     if len(medians) < 4:
         return None
     half = len(medians) // 2

@@ -55,7 +55,7 @@ class BenchmarkVerdict:
     noise: float
     """Standard deviation that the effect would have if both sides were the same code."""
     probability: float
-    """Of the rank test in the direction of the effect, corrected for the number of benchmarks."""
+    """What the rank test says in the direction of the effect, corrected for the number of benchmarks."""
     processes: tuple[int, int]
     medians: tuple[float, float]
     """Over processes, A and B."""
@@ -68,7 +68,7 @@ class BenchmarkVerdict:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Of the ratio."""
+        """Return the interval of the ratio."""
         return math.exp(self.low), math.exp(self.high)
 
 
@@ -131,7 +131,7 @@ def _medians(side: Side) -> list[float]:
 
 
 def runs_needed(effect: float, noise: float, counts: tuple[int, int], floor: float, benchmarks: int = 1) -> int:
-    """Processes per side that would settle it, if the noise stays what it is.
+    """Return the processes per side that would settle it, if the noise stays what it is.
 
     The effect is known only up to the noise, and one that happens to lie at the border would never be settled; so this
     is the median over the effects that are plausible. Noise and interval shrink with the root of the number of
@@ -159,7 +159,7 @@ def _settles(effect: float, noise: float, n: int, floor: float, benchmarks: int)
 
 
 def fewest_processes(benchmarks: int) -> int:
-    """Processes per side with which a regression of one of so many benchmarks can be shown at all."""
+    """Return the processes per side with which a regression of one of so many benchmarks can be shown at all."""
     n = FEWEST
     while smallest_probability(n, n) * benchmarks > ALPHA:
         n += 1

@@ -36,7 +36,7 @@ SAMPLES = 25
 def time_calls(
     call: Callable[[], object], loops: int, synchronise: Callable[[], None], clock: Callable[[], float]
 ) -> float:
-    """Seconds of `loops` calls, until the device has done them all."""
+    """Return the seconds of `loops` calls, until the device has done them all."""
     synchronise()
     start = clock()
     for _ in range(loops):
@@ -50,7 +50,8 @@ def measure(
     synchronise: Callable[[], None] = lambda: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[list[float], int]:
-    """Samples in seconds per call, and how many calls a timing has. Warm-up and calibration are not among them."""
+    """Return samples in seconds per call, and how many calls a timing has. Warm-up and calibration are not among
+    them."""
     spent = time_calls(call, 1, synchronise, clock)
     warm = 1
     while spent < WARM_UP or warm < 3:
@@ -75,7 +76,7 @@ def measure(
 
 
 def stretches(timings: list[float]) -> list[float]:
-    """At most SAMPLES medians of neighbours."""
+    """Return at most SAMPLES medians of neighbours."""
     count = min(SAMPLES, len(timings))
     bounds = [len(timings) * number // count for number in range(count + 1)]
     return [statistics.median(timings[low:high]) for low, high in itertools.pairwise(bounds)]
@@ -89,7 +90,7 @@ def load_average() -> float | None:
 
 
 def clock_rate() -> float | None:
-    """Mean clock of the processor in MHz, where the system tells."""
+    """Return the mean clock of the processor in MHz, where the system tells."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         rates = [float(line.partition(":")[2]) for line in lines if line.startswith("cpu MHz")]
@@ -99,7 +100,7 @@ def clock_rate() -> float | None:
 
 
 def _hot_paths() -> Any:
-    """This folder's benchmarks, whichever foretrain is imported."""
+    """Load this folder's benchmarks, whichever foretrain is imported."""
     path = Path(__file__).with_name("hotpaths.py")
     spec = importlib.util.spec_from_file_location("foretrain_hot_paths", path)
     if spec is None or spec.loader is None:
@@ -119,7 +120,7 @@ def _synchronise(device: str) -> Callable[[], None]:
 
 
 def time_benchmark(benchmark: Any, device: str) -> dict[str, Any]:
-    """What is recorded of one benchmark in one process."""
+    """Return what is recorded of one benchmark in one process."""
     before = load_average()
     try:
         samples, loops = measure(benchmark.setup(device), _synchronise(device))
@@ -144,7 +145,7 @@ def main(argument: str) -> None:
 
 
 def _environment(device: str) -> dict[str, Any]:
-    """Of this process: another version may run in another Python."""
+    """Describe the environment of this process: another version may run in another Python."""
     try:
         from foretrain import environment
     except ImportError:

@@ -18,8 +18,9 @@ from foretrain import CheckpointStore, HybridTrainer
 from foretrain.config import from_mapping, to_mapping
 from foretrain.errors import DivergenceError
 from foretrain.events import Event, Phase, Progress, Recovered, Tuned
-from foretrain.health.guard import Guard, Reading, Signal
-from foretrain.health.recovery import Kind
+from foretrain.health.act import Kind
+from foretrain.health.detect import Detector
+from foretrain.health.signs import Signal, StepReading
 from foretrain.motion.predictors.base import Forecast, Situation
 
 Batch = tuple[Tensor, Tensor, Tensor]
@@ -190,10 +191,10 @@ def test_one_spike_is_no_explosion() -> None:
 def test_a_jump_without_noise_is_a_runaway() -> None:
     """A run whose loss was 1.2 and is 50 ever after."""
     config = from_mapping({})
-    guard = Guard(config.hybrid, config.guard)
+    guard = Detector(config.hybrid, config.guard)
     for step in range(300):
-        guard.check(Reading(step, Phase.FULL, 1 + 4 * 0.99**step, 1.0))
-    verdicts = [guard.check(Reading(300 + step, Phase.FULL, 50.0, 5.0)) for step in range(300)]
+        guard.check(StepReading(step, Phase.FULL, 1 + 4 * 0.99**step, 1.0))
+    verdicts = [guard.check(StepReading(300 + step, Phase.FULL, 50.0, 5.0)) for step in range(300)]
     assert any(Signal.RUNAWAY in verdict.signals for verdict in verdicts)
 
 
@@ -228,9 +229,9 @@ def test_auto_tune_keeps_the_lower_rate_of_a_rollback() -> None:
 def test_a_loss_high_from_the_second_step_on_is_found_out() -> None:
     """It is stable, and lower than ever, but it began at 5.5."""
     config = from_mapping({})
-    guard, random = Guard(config.hybrid, config.guard), np.random.default_rng(0)
+    guard, random = Detector(config.hybrid, config.guard), np.random.default_rng(0)
     losses = [5.5, *(130 - 0.1 * np.arange(99) + 20 * random.normal(size=99))]
-    verdicts = [guard.check(Reading(step, Phase.FULL, loss, 1.0)) for step, loss in enumerate(losses)]
+    verdicts = [guard.check(StepReading(step, Phase.FULL, loss, 1.0)) for step, loss in enumerate(losses)]
     assert Signal.RUIN in verdicts[40].signals
     assert not guard.losses.sound
 
@@ -238,10 +239,10 @@ def test_a_loss_high_from_the_second_step_on_is_found_out() -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_ruin_that_is_as_noisy_as_it_is_high_is_nothing_to_go_back_to(seed: int) -> None:
     config = from_mapping({})
-    guard, random = Guard(config.hybrid, config.guard), np.random.default_rng(seed)
+    guard, random = Detector(config.hybrid, config.guard), np.random.default_rng(seed)
     ruined = np.abs(500 + 250 * random.normal(size=77))
     for step, loss in enumerate([5.3, 5.2, 5.6, *ruined]):
-        guard.check(Reading(step, Phase.FULL, loss, 1.0))
+        guard.check(StepReading(step, Phase.FULL, loss, 1.0))
         assert guard.losses.sound or step >= 5, "three good losses are the middle of five"
         assert not (guard.losses.sound and step >= 6)
 
@@ -250,9 +251,9 @@ def test_noise_is_no_ruin() -> None:
     """Squared errors of single examples, the first by luck next to nothing; and losses that only fall."""
     config = from_mapping({})
     for seed in range(20):
-        guard, random = Guard(config.hybrid, config.guard), np.random.default_rng(seed)
+        guard, random = Detector(config.hybrid, config.guard), np.random.default_rng(seed)
         for step, loss in enumerate([1e-6, *random.normal(size=500) ** 2]):
-            assert Signal.RUIN not in guard.check(Reading(step, Phase.FULL, float(loss), 1.0)).signals
+            assert Signal.RUIN not in guard.check(StepReading(step, Phase.FULL, float(loss), 1.0)).signals
 
 
 def test_a_runaway_loss_is_rolled_back() -> None:

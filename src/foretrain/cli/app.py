@@ -107,9 +107,10 @@ def predictors(
 
 
 def main(arguments: list[str] | None = None) -> Any:
-    """Entry point. Errors of ours are one line and an exit code, never a traceback: 2 for what was handed in, 3 for a
-    lack of memory, 1 for any other run that failed. With `--json` they are a document as well. A reader of the output
-    that goes away, as `head` does, ends nothing; nor does a disk that takes no output, which is told at the end."""
+    """Run the command line. Errors of ours are one line and an exit code, never a traceback: 2 for what was handed in,
+    3 for a lack of memory, 1 for any other run that failed. With `--json` they are a document as well. A reader of the
+    output that goes away, as `head` does, ends nothing; nor does a disk that takes no output, which is told at the
+    end."""
     wait_shortly()
     given = sys.argv[1:] if arguments is None else arguments
     with outlets() as output:
@@ -126,7 +127,7 @@ def main(arguments: list[str] | None = None) -> Any:
 
 
 def _carry_out(arguments: list[str], document: Document | None) -> int:
-    """The exit code."""
+    """Return the exit code."""
 
     def fail(error: BaseException, text: str, code: int) -> int:
         text = shortened(" ".join(text.split()))
@@ -162,7 +163,7 @@ def _carry_out(arguments: list[str], document: Document | None) -> int:
 
 
 def _misuse(error: CycloptsError) -> str:
-    """A command line that cannot be understood, in our words, and where help is."""
+    """Say in our words why a command line cannot be understood, and where help is."""
     command = " ".join(["foretrain", *(error.command_chain or ())])
     match error:
         case UnusedCliTokensError(unused_tokens=list() as tokens):

@@ -67,7 +67,7 @@ def _device(device: Any) -> Diagnosis:
 
 
 def installed_gpu() -> str:
-    """Name of an NVIDIA GPU that the driver reports, whether or not torch can use it."""
+    """Return the name of an NVIDIA GPU that the driver reports, whether or not torch can use it."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return ""
@@ -80,7 +80,7 @@ def installed_gpu() -> str:
 
 
 def _products(device: Any) -> Diagnosis | None:
-    """What the CPU makes of bf16, which matters where a run uses the CPU."""
+    """Return what the CPU makes of bf16, which matters where a run uses the CPU."""
     if device.type != "cpu":
         return None
     if cpu_has_bf16_products():
@@ -125,7 +125,8 @@ def _threads(threads: int) -> Diagnosis:
 
 
 def _load() -> Diagnosis | None:
-    """Whether other programs want the cores that a run would use. Nothing is said where the system does not tell."""
+    """Return whether other programs want the cores that a run would use. Nothing is said where the system does not
+    tell."""
     try:
         load = os.getloadavg()[0]
     except (AttributeError, OSError):
@@ -142,7 +143,7 @@ def _load() -> Diagnosis | None:
 
 
 def usable_cores() -> int:
-    """Cores that this process may use: fewer than the machine has where somebody set a limit."""
+    """Return how many cores this process may use: fewer than the machine has where somebody set a limit."""
     try:
         return len(os.sched_getaffinity(0))
     except AttributeError:  # not on Linux

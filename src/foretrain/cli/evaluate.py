@@ -85,7 +85,7 @@ def evaluate(
 
 
 def result_lines(found: dict[str, Any]) -> list[str]:
-    """What came of it, in words."""
+    """Return what came of it, in words."""
     text = found["kind"] == "text"
     where = f"{found['tokens']:,} tokens" if text else f"{found['tokens']:,} tokens of {found['examples']:,} answers"
     if text and found["tokens"] < found["tokens_in_data"] - 1:

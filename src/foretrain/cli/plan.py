@@ -109,7 +109,7 @@ class _Device:
 
 
 def _device(config: Config, asked: str, wanted: bool) -> _Device:
-    """wanted: a budget is given; on a machine without a GPU that is one's elsewhere."""
+    """Choose the device. wanted: a budget is given, which without a GPU here means one elsewhere."""
     from foretrain.engine.precision import choose_device
 
     if asked:
@@ -125,7 +125,7 @@ def _device(config: Config, asked: str, wanted: bool) -> _Device:
 
 
 def _predicting(config: Config, target: PlanTarget, limit: int) -> MemoryPlan | None:
-    """What prediction would take; None where it does not fit."""
+    """Return what prediction would take; None where it does not fit."""
     from foretrain.config import given
     from foretrain.planning.plan import NothingFitsError, with_prediction
 
@@ -136,7 +136,7 @@ def _predicting(config: Config, target: PlanTarget, limit: int) -> MemoryPlan | 
 
 
 def _planned(config: Config, target: PlanTarget) -> dict[str, Any]:
-    """What the plan is for."""
+    """Return what the plan is for."""
     from foretrain.planning.estimate import all_parameters
     from foretrain.planning.parameters import parameters_of
 
@@ -166,7 +166,7 @@ def _smallest(plan: MemoryPlan) -> dict[str, Any]:
 
 
 def _target(config: Config, device: str) -> PlanTarget:
-    """The shape of what would be trained; a fine-tuning run takes it from the model's folder."""
+    """Return the shape of what would be trained; a fine-tuning run takes it from the model's folder."""
     from foretrain.models.gpt2 import shape_from_config
     from foretrain.planning.estimate import PlanTarget, target_of
     from foretrain.recipes.open_model import shape_of
@@ -192,7 +192,7 @@ def _target(config: Config, device: str) -> PlanTarget:
 
 
 def _vocabulary(config: Config) -> int:
-    """As many tokens as the tokenizer will know; where only the data tells, or none is named, GPT-2's many."""
+    """Return how many tokens the tokenizer will know; GPT-2's number where only the data tells, or none is named."""
     from foretrain.config import given
     from foretrain.data.tokenizers import ByteTokenizer
     from foretrain.models.gpt2 import SIZES
@@ -212,7 +212,7 @@ def _vocabulary(config: Config) -> int:
 
 
 def _budget(config: Config, budget: str, target: PlanTarget) -> int | None:
-    """As given, as configured, or what is free on the GPU that a run would use."""
+    """Return the budget as given, as configured, or what is free on the GPU that a run would use."""
     from foretrain.config.units import format_size, parse_size
 
     if budget or config.memory.budget:

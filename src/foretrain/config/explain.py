@@ -29,7 +29,7 @@ _FIELD_PARTS = frozenset(part for name in KNOWN for part in name.split("."))
 
 
 def explain(error: ValidationError, origin: str, said: Mapping[str, str]) -> str:
-    """The first problem in one line: who said it, what is wrong with it, what is allowed."""
+    """Return the first problem in one line: who said it, what is wrong with it, what is allowed."""
     return _say(error.errors(), origin, said)
 
 
@@ -52,7 +52,7 @@ def _say(problems: Sequence[Any], origin: str, said: Mapping[str, str]) -> str:
 
 
 def in_python(error: ValidationError, section: type[BaseModel]) -> str:
-    """The same for what Python code wrote: `Config(...)`, or one of its sections."""
+    """Say what is wrong with what Python code wrote: `Config(...)`, or one of its sections."""
     place = next(((name,) for name, field in Config.model_fields.items() if field.annotation is section), ())
     problems: list[dict[str, Any]] = [{**problem, "loc": (*place, *problem["loc"])} for problem in error.errors()]
     first = problems[0]
@@ -70,7 +70,7 @@ def in_python(error: ValidationError, section: type[BaseModel]) -> str:
 
 
 def _as_arguments(names: str, value: Any) -> str:
-    """`a.b or c` as arguments of Config."""
+    """Write `a.b or c` as arguments of Config."""
     words = []
     for name in names.split(" or "):
         section, _, key = name.rpartition(".")

@@ -19,9 +19,9 @@ Count = Annotated[int, Field(ge=1, le=MOST)]
 CountOrZero = Annotated[int, Field(ge=0, le=MOST)]
 Layers = Annotated[int, Field(ge=1, le=2**12)]
 Size = Annotated[int, Field(ge=1, le=2**16)]
-"""Of something that is allocated once."""
+"""A length of something that is allocated once."""
 Rows = Annotated[int, Field(ge=1, le=2**24)]
-"""Of something that is allocated many times over."""
+"""A length of something that is allocated many times over."""
 Switch = Literal["auto", True, False]
 Share = bool | Annotated[float, Field(ge=0, le=1)]
 

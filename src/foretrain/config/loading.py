@@ -53,7 +53,7 @@ def load(path: str | Path | None = None, overrides: Sequence[str] = (), preset: 
 
 
 def from_mapping(mapping: Mapping[str, Any], origin: str = "mapping") -> Config:
-    """A configuration from nested or dotted keys, as in a TOML file."""
+    """Make a configuration from nested or dotted keys, as in a TOML file."""
     notices: list[str] = []
     return _build(resolve(_flat(mapping), origin, notices), origin)
 
@@ -88,7 +88,7 @@ def _flat(mapping: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parse_override(text: str) -> tuple[str, Any]:
-    """`key=value`, the value as in TOML."""
+    """Read `key=value`, the value as in TOML."""
     key, equals, value = text.partition("=")
     if not equals or not key.strip():
         raise ConfigError(f"--set {text!r}: write it as key=value, for example --set optimizer.learning_rate=3e-4")
@@ -103,7 +103,7 @@ def parse_override(text: str) -> tuple[str, Any]:
 
 
 def _build(values: Mapping[str, Any], origin: str, said: Mapping[str, str] = MappingProxyType({})) -> Config:
-    """said: how the command line gave a setting, by canonical name."""
+    """Validate settings on top of their preset. said: how the command line gave a setting, by canonical name."""
     preset = values.get("preset", "measured")
     merged = {name: value for name, value in PRESETS.get(str(preset), {}).items() if name in KNOWN} | dict(values)
     if "epochs" in values and "max_steps" not in values:

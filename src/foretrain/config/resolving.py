@@ -10,6 +10,7 @@ from typing import Any
 from foretrain.config.listing import KNOWN, settings
 from foretrain.config.names import (
     BARE_ALIASES,
+    GONE,
     KEY_ALIASES,
     NICKNAMES,
     RESERVED,
@@ -42,7 +43,7 @@ def resolve(entries: Mapping[str, Any], source: str, notices: list[str]) -> dict
 
 
 def canonical_names(name: str, source: str, beside: frozenset[str] = frozenset()) -> tuple[str, ...]:
-    """beside: all keys of the file that this one stands in."""
+    """Return the names of the schema that a name means. beside: all keys of the file that it stands in."""
     section, _, key = name.rpartition(".")
     section = SECTION_ALIASES.get(section, section)
     spelled = f"{section}.{key}" if section else key
@@ -54,6 +55,8 @@ def canonical_names(name: str, source: str, beside: frozenset[str] = frozenset()
         if len(_same_key(key)) > 1 and not (spelled == key and _in_company(BARE_ALIASES[key], beside)):
             raise ConfigError(f"{source}: {name} can mean {_both(_same_key(key))}; write the full name")
         return (BARE_ALIASES[key],)
+    if spelled in GONE:
+        raise ConfigError(f"{source}: {name} is gone: {GONE[spelled]}; leave it out")
     near = nearest(spelled, section, key)
     hint = f"; did you mean {near}?" if near else "; `foretrain config show` lists every key"
     raise ConfigError(f"{source}: unknown key {name}{hint}")
@@ -64,20 +67,22 @@ def _same_key(key: str) -> list[str]:
 
 
 def _in_company(meant: str, beside: frozenset[str]) -> bool:
-    """Whether other bare keys of its section stand beside it, which mean nothing else: so the methodology prints it."""
+    """Return whether other bare keys of its section stand beside it, which mean nothing else: so the methodology prints
+    it."""
     company = {key for key in beside & set(BARE_ALIASES) if section_of(BARE_ALIASES[key]) == section_of(meant)}
     return any(len(_same_key(key)) == 1 for key in company)
 
 
 def _both(names: Sequence[str]) -> str:
-    """With the first words on each."""
+    """Name all of them, with the first words on each."""
     meanings = {setting.name: setting.meaning for setting in settings()}
     first = {name: re.split(r"[.;:]", meanings[name])[0] for name in names}
     return " or ".join(f"{name} ({text[0].lower()}{text[1:]})" for name, text in first.items())
 
 
 def nearest(spelled: str, section: str, key: str) -> str | None:
-    """What was probably meant: what other tools call so, the same name in another section, or the nearest spelling."""
+    """Return what was probably meant: what other tools call so, the same name in another section, or the nearest
+    spelling."""
     if spelled in NICKNAMES:
         return NICKNAMES[spelled]
     if key in NICKNAMES:

@@ -25,7 +25,7 @@ def parse_size(text: str) -> int:
 
 
 def format_size(size: float, decimals: int = 2) -> str:
-    """Write bytes for people: `13.20 GB`, `800 MB`, `12.30 kB`."""
+    """Write an amount for people: `13.20 GB`, `800 MB`, `12.30 kB`."""
     for unit, name in (("GB", "GB"), ("MB", "MB"), ("KB", "kB")):
         if size >= UNITS[unit]:
             value = size / UNITS[unit]

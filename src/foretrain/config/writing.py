@@ -12,7 +12,7 @@ from foretrain.config.schema import Config
 
 
 def changed(config: Config, values: Mapping[str, Any], origin: str = "the changed configuration") -> Config:
-    """The same configuration with other values, by dotted names."""
+    """Return the configuration with other values, by dotted names."""
     present = flattened(to_mapping(config))
     if config.epochs is not None and "max_steps" not in config.model_fields_set:
         present.pop("max_steps")
@@ -20,7 +20,7 @@ def changed(config: Config, values: Mapping[str, Any], origin: str = "the change
 
 
 def given(config: Config) -> frozenset[str]:
-    """The settings that a file, `--set` or a preset named, whatever their values are."""
+    """Return the settings that a file, `--set` or a preset named, whatever their values are."""
     names: set[str] = set()
     for key in config.model_fields_set:
         value = getattr(config, key)
@@ -29,7 +29,8 @@ def given(config: Config) -> frozenset[str]:
 
 
 def to_mapping(config: Config, changed_only: bool = False) -> dict[str, Any]:
-    """Plain nested values; unset ones are left out (TOML has no null). changed_only: what differs from the preset."""
+    """Return plain nested values; unset ones are left out (TOML has no null). changed_only: what differs from the
+    preset."""
     values = config.model_dump(mode="json", exclude_none=True)
     if not changed_only:
         return values
@@ -46,7 +47,7 @@ def to_mapping(config: Config, changed_only: bool = False) -> dict[str, Any]:
 
 
 def to_toml(config: Config, comments: bool = True, changed_only: bool = False) -> str:
-    """The configuration as TOML that `load` reads back to an equal one. Unset values appear as comments."""
+    """Write the configuration as TOML that `load` reads back to an equal one. Unset values appear as comments."""
     import tomlkit
 
     values = to_mapping(config, changed_only)

@@ -73,7 +73,7 @@ def _count(part: Any, device: torch.device) -> Tensor:
     numbers = [t for t in reversed(tensors_of(part)) if t.ndim and not t.is_floating_point()]
     if not numbers:
         return torch.full((), float(rows_of(part)), device=device)
-    # Which of them are targets is not known: those are, of which most is ignored; else the last.
+    # It is not known which tensor holds the targets: take the one with the largest ignored share, else the last.
     counted = torch.stack([(t != IGNORED).sum().float() for t in numbers])
     shares = torch.stack([count / max(1, t.numel()) for count, t in zip(counted.unbind(), numbers, strict=True)])
     return counted.gather(0, shares.argmin(0, keepdim=True)).squeeze(0)

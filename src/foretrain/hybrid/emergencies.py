@@ -8,7 +8,7 @@ from typing import Any
 from foretrain.engine.engine import Engine
 from foretrain.engine.fence import Failure
 from foretrain.events import Phase
-from foretrain.health.advise import Situation
+from foretrain.health.advise import RunStatus
 from foretrain.hybrid.mover import Mover
 from foretrain.hybrid.policy import Pilot
 
@@ -24,10 +24,6 @@ class Emergencies:
     @property
     def phase(self) -> Phase:
         return self.pilot.machine.phase
-
-    @property
-    def corrections(self) -> int:
-        return self.pilot.counts.corrections
 
     def abandon(self, reason: str) -> Any:
         return self.mover.abandon(reason)
@@ -48,7 +44,7 @@ class Emergencies:
         self.pilot.observer.trajectory.release()
         self.pilot.rest_steps = max(self.pilot.rest_steps, self.engine.planned_steps)
 
-    def add_to(self, situation: Situation) -> Situation:
+    def add_to(self, situation: RunStatus) -> RunStatus:
         """What health has to know of moves."""
         counts, recovery = self.pilot.counts, self.pilot.recovery
         return replace(

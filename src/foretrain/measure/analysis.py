@@ -12,8 +12,8 @@ from foretrain.measure.plan import PLAIN, SAME_PASSES, SAME_SECONDS, Arm, Compar
 from foretrain.measure.stats import Interval, paired_interval, smallest_detectable
 
 _FARTHEST = 1.25
-"""Times the longest budget up to which the plain curve is prolonged. A loss above the curve has no such limit: however
-bad an arm ended, it is charged with that."""
+"""The plain curve is prolonged up to this multiple of the longest budget. A loss above the curve has no such limit: an
+arm is charged with its result, however bad that is."""
 _UNSTEADY = 0.1
 """Difference of the plain loop's own times per step within a round from which they are said to be unsteady."""
 _FEWEST_RATES = 3
@@ -23,7 +23,7 @@ class Curve:
     """Steps that the plain loop needs to end at a loss: its budgets, interpolated in log(steps)."""
 
     def __init__(self, points: Sequence[tuple[int, float]]) -> None:
-        """points: (steps, final loss), each from runs with a complete schedule."""
+        """Take points (steps, final loss), each from runs with a complete schedule."""
         ordered = sorted(dict(points).items())
         self._log_steps = np.log([steps for steps, _ in ordered])
         self._losses = np.asarray([loss for _, loss in ordered], dtype=float)
@@ -37,7 +37,7 @@ class Curve:
         return float(np.interp(np.log(steps), self._log_steps, self._losses))
 
     def steps(self, loss: float) -> tuple[float, bool]:
-        """(steps, whether that lies within the measured budgets)."""
+        """Return (steps, whether that lies within the measured budgets)."""
         x, y = self._log_steps[::-1], self._losses[::-1]  # losses ascending
         if y[0] <= loss <= y[-1]:
             return float(np.exp(np.interp(loss, y, x))), True
@@ -47,7 +47,7 @@ class Curve:
 
 
 def analyse(plan: ComparisonPlan) -> dict[str, Any]:
-    """Everything that the page and the table show."""
+    """Return everything that the page and the table show."""
     curve = plain_curve(plan)
     compared = [PLAIN, *plan.claims, *plan.controls]
     arms = [_arm(plan, arm, curve) for arm in compared]
@@ -67,7 +67,7 @@ def analyse(plan: ComparisonPlan) -> dict[str, Any]:
 
 
 def plain_curve(plan: ComparisonPlan) -> Curve | None:
-    """Mean over seeds; None while fewer than three budgets are there for any seed."""
+    """Return the mean over seeds; None while fewer than three budgets are there for any seed."""
     losses: dict[int, list[float]] = {}
     for seed in plan.seeds:
         results = {spec.max_steps: plan.find(spec) for spec in plan.curve(seed)}
@@ -79,7 +79,7 @@ def plain_curve(plan: ComparisonPlan) -> Curve | None:
 
 
 def seconds_per_step(plan: ComparisonPlan, seed: int) -> float:
-    """Of the plain loop in the round of this seed: all its runs together."""
+    """Return the plain loop's seconds per step in the round of this seed, over all its runs together."""
     return float(np.median(_plain_times(plan, seed)))
 
 
@@ -89,7 +89,7 @@ def _plain_times(plan: ComparisonPlan, seed: int) -> list[float]:
 
 
 def _results(plan: ComparisonPlan, arm: Arm, derived: Any = None) -> dict[int, Result]:
-    """seed -> result, those that failed included."""
+    """Return the result of each seed, those that failed included."""
     found = {}
     for seed in plan.seeds:
         if plan.best_rate(arm) is None or (arm.once and seed != plan.seeds[0]):
@@ -162,17 +162,17 @@ def _arm(plan: ComparisonPlan, arm: Arm, curve: Curve | None, derived: Any = Non
 
 
 def _equal(one: Result, other: Result) -> bool:
-    """The same steps to the same losses, to the bit."""
+    """Return whether both took the same steps to the same losses, to the bit."""
     return all(one.get(name) == other.get(name) for name in ("loss", "held_out_loss", "backward_passes", "tokens"))
 
 
 def _moves(plan: ComparisonPlan, arm: Arm) -> bool:
-    """Whether the arm is one that may make predicted moves."""
+    """Return whether the arm is one that may make predicted moves."""
     return plan.spec(arm, plan.seeds[0]).config(plan.base).hybrid.mode != "off"
 
 
 def _doubts(plan: ComparisonPlan, arm: Arm, compared: list[int]) -> list[str]:
-    """What speaks against the figures of an arm: how it was tuned, and how steady the machine was."""
+    """Return what speaks against the figures of an arm: how it was tuned, and how steady the machine was."""
     doubts, rates = [], plan.rates()
     if arm.swept:
         if len(rates) < _FEWEST_RATES:
@@ -254,7 +254,8 @@ def _sweep_points(plan: ComparisonPlan) -> list[dict[str, Any]]:
 
 
 def _ladder(plan: ComparisonPlan, arms: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Every rung's time to its loss, against the plain loop's; a rung over the one below is the ratio of the two."""
+    """Return every rung's time to its loss, against the plain loop's; a rung over the one below is the ratio of the
+    two."""
     rungs = [arm for arm in plan.claims if arm.rung]
     by_name = {arm["arm"]: arm for arm in arms}
     ladder: list[dict[str, Any]] = []

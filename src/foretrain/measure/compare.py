@@ -108,7 +108,7 @@ class ComparisonRunner:
         return True
 
     def counted(self) -> tuple[int, int]:
-        """Runs that are done, and all of them. One run may serve several arms."""
+        """Count the runs that are done, and all of them. One run may serve several arms."""
         found = {self._key(spec): self.find(spec) is not None for spec in self.plan.specs()}
         return sum(found.values()), len(found) + self.plan.unknown_runs()
 
@@ -118,7 +118,7 @@ class ComparisonRunner:
         self._results[key] = result
 
     def result(self, command: str = "") -> dict[str, Any]:
-        """Every raw number and what follows from them."""
+        """Return every raw number and what follows from them."""
         plan = self.plan
         specs: dict[str, Spec] = {}
         for spec in plan.specs():  # one run may serve several arms; the plain loop's stay its own
@@ -151,7 +151,7 @@ class ComparisonRunner:
         }
 
     def write(self, result: dict[str, Any]) -> Path:
-        """result.json with every number, report.html to look at; returns the page's path."""
+        """Write result.json with every number and report.html to look at; return the page's path."""
         from foretrain.show.pages.comparison_page import page
 
         write_atomic(self.folder / "result.json", json.dumps(result) + "\n")

@@ -48,7 +48,7 @@ class Spec:
     """"still": displacements are zero; "repeat": the last displacement is repeated; "": neither."""
 
     def config(self, base: Config) -> Config:
-        """The configuration of this run. A schedule in steps is scaled with the budget."""
+        """Return the configuration of this run. A schedule in steps is scaled with the budget."""
         with_arm = changed(base, self.settings)
         optimizer, schedule = with_arm.optimizer, with_arm.schedule
         values: dict[str, Any] = {

@@ -15,13 +15,13 @@ from foretrain.planning.estimate import PlanTarget
 from foretrain.planning.plan import changed_values, plan, without_prediction
 
 CHANGE_RESULTS = {"optimizer.state_type", "optimizer.gradient_clip_norm"}
-"""Of what a plan may change: narrow moments are rounded, and what is updated in the backward pass is not clipped."""
+"""Settings of a plan that change results: narrow moments are rounded, updates in the backward pass are not clipped."""
 
 
 def within_budget(
     config: Config, target: PlanTarget, given: frozenset[str], say: Callable[[str], None] = lambda _: None
 ) -> Config:
-    """The configuration with the plan's settings, and a capped allocator; as it was where there is no budget.
+    """Return the configuration with the plan's settings and cap the allocator; without a budget nothing changes.
 
     given: the settings that were named by the user. They stay as they are.
     """

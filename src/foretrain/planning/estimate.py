@@ -29,8 +29,8 @@ RESERVE = 0.05
 """Share beyond the peak that a budget must leave: the allocator holds whole segments, a little more than it hands out.
 Measured peaks are compared without it."""
 PAGES = 160 * 2**20
-"""And so much on a CUDA device, whose memory comes in pages of 20 MiB that are partly used: GPT-2 124M under 2 GB had
-200 MB in them."""
+"""A CUDA device needs so much besides, as its memory comes in pages of 20 MiB that are partly used: GPT-2 124M under
+2 GB had 200 MB in them."""
 TOKEN_BYTES = 16
 """A token and its target, 8 bytes each."""
 BATCHES_AT_HAND = 5
@@ -61,7 +61,7 @@ class Estimate:
     pool: int = 0
     """What a recorded CUDA graph keeps to itself while other phases run; reserved, but not allocated."""
     moment: str = ""
-    """Of a full step, when it needs the most."""
+    """What exists at the moment of a full step that needs the most."""
     pages: int = 0
     """What the allocator cannot hand out of partly used pages."""
     host: int = 0
@@ -69,7 +69,7 @@ class Estimate:
 
     @property
     def peaks(self) -> dict[str, int]:
-        """What the allocator's own counter will show, phase by phase."""
+        """Return what the allocator's own counter will show, phase by phase."""
         return {phase: sum(parts.values()) for phase, parts in self.phases.items()}
 
     @property
@@ -78,7 +78,7 @@ class Estimate:
 
     @property
     def needed(self) -> int:
-        """What a budget must allow for."""
+        """Return what a budget must allow for."""
         most = max(peak + (self.pool if phase not in ("full", "correct") else 0) for phase, peak in self.peaks.items())
         return int(most * (1 + RESERVE)) + self.pages
 
@@ -96,7 +96,7 @@ class Estimate:
 def target_of(
     config: Config, shape: GPT2Shape, *, length: int | None = None, adapters: bool = False, evaluated_rows: int = 0
 ) -> PlanTarget:
-    """For the device that the configuration chooses here."""
+    """Return the target for the device that the configuration chooses here."""
     device = choose_device(config.device)
     precision = choose_precision(config.precision.type, device)
     return PlanTarget(shape, device.type == "cuda", precision, length or shape.context, adapters, evaluated_rows)
@@ -112,7 +112,7 @@ def compiles(config: Config, target: PlanTarget) -> bool:
 
 
 def pass_of(config: Config, target: PlanTarget, precision: str = "same", rows: int = 0) -> Pass:
-    """A micro-batch through the model."""
+    """Return the pass of a micro-batch through the model."""
     return Pass(
         target.shape,
         rows or -(-config.batch_size // config.accumulation_steps),
@@ -130,7 +130,7 @@ def pass_of(config: Config, target: PlanTarget, precision: str = "same", rows: i
 
 
 def tries_nothing(config: Config, target: PlanTarget) -> bool:
-    """Nothing will be predicted, as far as can be known before the run: directions are not even kept.
+    """Return whether nothing will be predicted, as far as can be known before the run: directions are not even kept.
 
     (Where every batch gives the same loss the run finds out that moves can be judged, and makes room for them.)
     """
@@ -142,7 +142,7 @@ def tries_nothing(config: Config, target: PlanTarget) -> bool:
 
 
 def estimate(config: Config, target: PlanTarget) -> Estimate:
-    """All phases. Nothing of the size of the model is made."""
+    """Estimate all phases. Nothing of the size of the model is allocated."""
     parameters = all_parameters(config, target)
     in_backward, hybrid = config.engine.update_in_backward, config.hybrid.mode != "off"
     tries = not tries_nothing(config, target)
@@ -200,14 +200,14 @@ def estimate(config: Config, target: PlanTarget) -> Estimate:
 
 
 def _snapshot(config: Config, learned: int, state: int) -> int:
-    """Trained weights, optimizer state, average and look-ahead, once."""
+    """Return the bytes of trained weights, optimizer state, average and look-ahead, once."""
     size = learned + state
     size += learned if config.evaluation.ema_decay else 0
     return size + (2 * learned if config.predictor.beta > 0 else 0)
 
 
 def _host(config: Config, target: PlanTarget, parameters: Parameters, snapshot: int, state: int, tries: bool) -> int:
-    """What `memory.snapshots`, `memory.basis` and `memory.offload` keep in main memory."""
+    """Return what `memory.snapshots`, `memory.basis` and `memory.offload` keep in main memory."""
     size = 0
     if config.memory.basis == "pinned" and tries:
         size += _directions(config, parameters, HOSTED_ROWS)
@@ -219,14 +219,15 @@ def _host(config: Config, target: PlanTarget, parameters: Parameters, snapshot: 
 
 @lru_cache(maxsize=64)
 def row_size(parameters: Parameters) -> tuple[int, int]:
-    """Elements of a row of the stored directions, and bytes of the matrix that sums its groups."""
+    """Return the elements of a row of the stored directions, and bytes of the matrix that sums its groups."""
     stand_ins = [torch.empty(()).expand(p.shape) for p in parameters.trained]  # one number each in memory
     layout = Layout(stand_ins, [p.name for p in parameters.trained])
     return layout.size, layout._membership.numel() * layout._membership.element_size()
 
 
 def _basis(config: Config, target: PlanTarget, parameters: Parameters, held: bool) -> int:
-    """The directions, if they are kept, and on the device, and the matrix that sums their groups."""
+    """Return the bytes on the device of the directions, if they are kept there, and of the matrix that sums their
+    groups."""
     if not parameters.trained:
         return 0
     elsewhere = not held or (target.cuda and config.memory.basis == "pinned")
@@ -234,7 +235,7 @@ def _basis(config: Config, target: PlanTarget, parameters: Parameters, held: boo
 
 
 def _directions(config: Config, parameters: Parameters, rows: int) -> int:
-    """Two bases, one or two displacements, the weights at the window's start and a scratch row."""
+    """Sum up two bases, one or two displacements, the weights at the window's start and a scratch row."""
     if not parameters.trained:
         return 0
     number = basis_type(config.hybrid.basis_type, parameters.elements).itemsize
@@ -242,7 +243,7 @@ def _directions(config: Config, parameters: Parameters, rows: int) -> int:
 
 
 def _move(config: Config, target: PlanTarget, parameters: Parameters) -> int:
-    """What making a move needs: a direction in fp32, and with an average the way that was gone."""
+    """Return what making a move needs: a direction in fp32, and with an average the way that was gone."""
     number = basis_type(config.hybrid.basis_type, parameters.elements).itemsize
     way = parameters.learned if config.evaluation.ema_decay else 0
     if target.cuda and config.memory.basis == "pinned":
@@ -252,7 +253,8 @@ def _move(config: Config, target: PlanTarget, parameters: Parameters) -> int:
 
 
 def _pairs(config: Config, target: PlanTarget, learned: int) -> int:
-    """Only where the loss may be exact: without weight decay and loss scale."""
+    """Return the bytes of quasi-Newton pairs, which exist only where the loss may be exact: no weight decay, no loss
+    scale."""
     possible = config.hybrid.mode == "leap" and not config.optimizer.decay and target.precision != "fp16"
     judged = target.adapters and config.hybrid.probe_examples  # by held-out examples, which search instead
     possible = possible and not (config.engine.update_in_backward or config.hybrid.search is False or judged)
@@ -261,7 +263,7 @@ def _pairs(config: Config, target: PlanTarget, learned: int) -> int:
 
 
 def _recorded(config: Config, target: PlanTarget) -> bool:
-    """The step will be a CUDA graph."""
+    """Return whether the step will be a CUDA graph."""
     wanted, elements = config.engine.cuda_graph, all_parameters(config, target).elements
     if wanted == "auto":
         leaves = config.memory.offload and config.hybrid.mode != "off"  # then the state does not stay where it was

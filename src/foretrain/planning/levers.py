@@ -11,8 +11,8 @@ from foretrain.config.paths import value_of
 from foretrain.planning.estimate import PlanTarget, tries_nothing
 
 RECOMPUTING = 0.28
-"""Of the part of a step that is spent in blocks, when all of them are recomputed. One more forward pass would be 1/3;
-GPT-2 124M on an H200 took 19 % longer, blocks being 69 % of its work (docs/results.md)."""
+"""Share by which the part of a step that is spent in blocks grows when all of them are recomputed. One more forward
+pass would be 1/3; GPT-2 124M on an H200 took 19 % longer, blocks being 69 % of its work (docs/results.md)."""
 BUS_TOKENS = 80_000
 """Directions in main memory cross the bus at the end of a window, which takes as long as full steps on so many tokens.
 Both grow with the model, so that its size cancels out. On an H200: 47,000 with 355M parameters, 105,000 with 124M and
@@ -31,7 +31,7 @@ COSTS: dict[str, dict[Any, float]] = {
 """Share of a step's time, measured where it says so and assumed elsewhere. Where two plans fit, the one with the lower
 sum is proposed."""
 SHARES = (False, 0.25, 0.5, 0.75, True)
-"""Of blocks that are recomputed."""
+"""Shares of the blocks that are recomputed."""
 EXPLANATIONS = {
     "hybrid.mode": "no prediction, which has not paid for such models, and no snapshots for emergencies",
     "accumulation_steps": "smaller parts of each batch go through the model at once; the result is the same",
@@ -57,11 +57,11 @@ class LeverChoice:
     cost: float
     """Share of a step's time."""
     costs: dict[str, float]
-    """The same, setting by setting."""
+    """The cost of each setting alone."""
 
 
 def choices(config: Config, given: frozenset[str], target: PlanTarget) -> list[LeverChoice]:
-    """All allowed combinations, the fastest first. Settings that were given stay as they are."""
+    """Return all allowed combinations, the fastest first. Settings that were given stay as they are."""
     values = _options(config, given, target)
     combinations = product(*values.values())
     found = [_choice(config, dict(zip(values, combination, strict=True)), target) for combination in combinations]
@@ -69,7 +69,7 @@ def choices(config: Config, given: frozenset[str], target: PlanTarget) -> list[L
 
 
 def _options(config: Config, given: frozenset[str], target: PlanTarget) -> dict[str, list[Any]]:
-    """What each lever may be, its present value first."""
+    """Return what each lever may be, its present value first."""
     divisors = [n for n in range(config.accumulation_steps, config.batch_size + 1) if config.batch_size % n == 0]
     kept = target.cuda and config.hybrid.mode != "off"  # without a GPU there is only main memory
     leaves = target.cuda and not tries_nothing(config, target)
@@ -124,11 +124,11 @@ def _cost(config: Config, name: str, value: Any, target: PlanTarget) -> float:
 
 
 def _share_of_blocks(target: PlanTarget) -> float:
-    """Of the multiplications of a pass, attention aside."""
+    """Return the blocks' share of the multiplications of a pass, attention aside."""
     blocks = 12 * target.shape.layers * target.shape.width
     return blocks / (blocks + target.shape.padded_vocab_size)
 
 
 def _slowness(config: Config, parts: int, length: int) -> float:
-    """Time per token at this many parts, 1 for endless ones."""
+    """Return the time per token at this many parts; it is 1 for endless ones."""
     return 1 + HALF_SPEED_TOKENS * parts / (config.batch_size * length)

@@ -16,7 +16,7 @@ from foretrain.planning.levers import EXPLANATIONS, LEVERS, LeverChoice, choices
 _NAMED = 3
 """Settings that a message lists."""
 _WORTH_SAYING = 0.02
-"""Of a step's time."""
+"""A share of a step's time."""
 
 
 class NothingFitsError(ConfigError):
@@ -29,18 +29,18 @@ class NothingFitsError(ConfigError):
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Settings, and the memory a run with them will need."""
+    """Settings, and the memory that a run with them will need."""
 
     config: Config
     choice: LeverChoice
     estimate: Estimate
     before: Estimate
-    """Of the configuration as it was."""
+    """The estimate for the configuration as it was."""
     budget: int | None = None
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """Every lever that was pulled."""
+        """Return every lever that was pulled."""
         return [
             {"setting": name, "value": value, "cost": round(self.choice.costs[name], 4), "effect": EXPLANATIONS[name]}
             for name, value in self.choice.settings.items()
@@ -58,7 +58,7 @@ class MemoryPlan:
 
 
 def plan(config: Config, target: PlanTarget, budget: int, given: frozenset[str]) -> MemoryPlan:
-    """The fastest allowed settings whose estimate is within the budget. Raises NothingFitsError otherwise.
+    """Find the fastest allowed settings whose estimate is within the budget. Raises NothingFitsError otherwise.
 
     Where it does not fit as it is and prediction does not pay, that is the first to go.
     """
@@ -74,20 +74,20 @@ def plan(config: Config, target: PlanTarget, budget: int, given: frozenset[str])
 
 
 def gives_up_prediction(config: Config, target: PlanTarget, given: frozenset[str]) -> bool:
-    """Whether a plan may switch prediction off. It has paid for no language model at full weights (docs/results.md);
-    adapters' leaps are judged on held-out examples and need little memory."""
+    """Return whether a plan may switch prediction off. It has paid for no language model at full weights
+    (docs/results.md); adapters' leaps are judged on held-out examples and need little memory."""
     return config.hybrid.mode != "off" and "hybrid.mode" not in given and not target.adapters
 
 
 def _with(off: dict[str, Any], found: MemoryPlan, config: Config, target: PlanTarget) -> MemoryPlan:
-    """The plan, as one of the configuration before `off`, which costs nothing."""
+    """Return the plan, as one of the configuration before `off`, which costs nothing."""
     choice = found.choice
     whole = LeverChoice(off | choice.settings, choice.cost, dict.fromkeys(off, 0.0) | choice.costs)
     return replace(found, choice=whole, before=estimate(config, target))
 
 
 def with_prediction(config: Config, target: PlanTarget, budget: int, given: frozenset[str]) -> MemoryPlan:
-    """The same with `hybrid.mode` as it is."""
+    """Plan without touching `hybrid.mode`."""
     before = estimate(config, target)
     smallest: MemoryPlan | None = None
     for choice in choices(config, given, target):
@@ -115,7 +115,8 @@ def with_prediction(config: Config, target: PlanTarget, budget: int, given: froz
 def without_prediction(
     config: Config, target: PlanTarget, budget: int, given: frozenset[str], cost: float = math.inf
 ) -> str | None:
-    """What the plain loop, which has neither directions nor snapshots, would need; None unless it fits at a lower cost.
+    """Return what the plain loop, which has neither directions nor snapshots, would need; None unless it fits at a
+    lower cost.
 
     cost: of the plan with prediction, as a share of a step's time.
     """
@@ -133,7 +134,7 @@ def without_prediction(
 
 
 def toml_lines(settings: dict[str, Any]) -> str:
-    """The lines to put into a configuration file."""
+    """Return the lines to put into a configuration file."""
     import tomlkit
 
     document = nested(settings)
@@ -143,5 +144,5 @@ def toml_lines(settings: dict[str, Any]) -> str:
 
 
 def changed_values(config: Config, settings: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """From which value to which."""
+    """Return from which value to which each setting changes."""
     return {name: (value_of(config, name), value) for name, value in settings.items()}

@@ -40,14 +40,16 @@ class StepMoment(NamedTuple):
 def full_step(
     work: Pass, parameters: Parameters, optimizer: OptimizerConfig, accumulation: int, in_backward: bool
 ) -> StepMoment:
-    """The moment of a step that needs the most. in_backward: weights are updated soon after a gradient is there."""
+    """Return the moment of a step that needs the most. in_backward: weights are updated soon after a gradient is
+    there."""
     return max(moments(work, parameters, optimizer, accumulation, in_backward), key=lambda moment: moment.total)
 
 
 def moments(
     work: Pass, parameters: Parameters, optimizer: OptimizerConfig, accumulation: int, in_backward: bool
 ) -> list[StepMoment]:
-    """Forward block by block, the loss, backward block by block, the embedding, the update."""
+    """Return the moments of a step: forward block by block, the loss, backward block by block, the embedding, the
+    update."""
     everything, head = parameters.learned, parameters.head_gradient
     rest = everything - head - work.shape.layers * parameters.block_gradients
     layers = work.shape.layers
@@ -94,8 +96,8 @@ def moments(
 
 
 def update_buffers(optimizer: OptimizerConfig, parameters: Parameters, cuda: bool, waiting: int | None = None) -> int:
-    """What an update needs for a while. waiting: bytes of gradients that are used together with the last to come;
-    None: all at once."""
+    """Return what an update needs for a while. waiting: bytes of gradients that are used together with the last to
+    come; None: all at once."""
     widened = 0 if optimizer.state_type == "fp32" or cuda else min(AT_ONCE, parameters.largest)  # a GPU has a kernel
     narrow = 5 * FP32 * widened
     if optimizer.type != "muon":
@@ -107,8 +109,8 @@ def update_buffers(optimizer: OptimizerConfig, parameters: Parameters, cuda: boo
 
 
 def muon_bytes(shape: tuple[int, ...], cuda: bool) -> int:
-    """Per element of all matrices of this shape. In fp32 an iteration needs more: its input, two states, two products
-    of a matrix with its transpose, which are squares of the shorter side."""
+    """Return the bytes per element of all matrices of this shape. In fp32 an iteration needs more: its input, two
+    states, two products of a matrix with its transpose, which are squares of the shorter side."""
     if iteration_type(torch.device("cuda" if cuda else "cpu"), shape) == "bf16":
         return MUON_BYTES
     return MUON_BYTES + math.ceil(2 * FP32 * min(shape) / max(shape))

@@ -112,7 +112,7 @@ def _job(config: Config, named: frozenset[str], path: Path, say: Callable[[str],
 def _within_budget(
     config: Config, base: Base, data: ExampleSplit, named: frozenset[str], say: Callable[[str], None]
 ) -> tuple[Config, Base]:
-    """With the settings that fit `memory.budget`; the base is read anew where they concern the model."""
+    """Choose the settings that fit `memory.budget`; the base is read anew where they concern the model."""
     target = target_of(
         config, base.model.shape, length=data.train.length, adapters=True, evaluated_rows=config.batch_size
     )
@@ -121,7 +121,7 @@ def _within_budget(
 
 
 def check(config: Config) -> None:
-    """Before any folder is made."""
+    """Refuse a configuration that names no model or no data, before any folder is made."""
     if not config.model.weights:
         raise ConfigError(
             "model.weights is empty: name the folder of the model to fine-tune, a run folder or one in Hugging Face's "
@@ -141,7 +141,7 @@ def _check_adapter(path: Path, config: Config) -> None:
 
 
 def base_of(config: Config) -> Base:
-    """The model of `model.weights`, with the tokenizer that lies beside it or is named."""
+    """Return the model of `model.weights`, with the tokenizer that lies beside it or is named."""
     check(config)
     base = open_base(
         config.model.weights,
@@ -256,7 +256,7 @@ def _details(config: Config, data: ExampleSplit, model: GPT2, path: Path) -> dic
 
 
 def _length(path: Path, trainer: HybridTrainer, data: ExampleSplit) -> dict[str, Any]:
-    """How often the examples were seen, and whether that was too short. A run that was resumed is one run."""
+    """Return how often the examples were seen, and whether that was too short. A run that was resumed is one run."""
     found: dict[str, Any] = {"epochs": round(trainer.position * trainer.config.batch_size / len(data.train), 3)}
     log = read_runs([path])[0].evaluations
     told = [(entry.step, loss) for entry in log if (loss := finite(entry.fields.get("loss"))) is not None]
@@ -265,7 +265,7 @@ def _length(path: Path, trainer: HybridTrainer, data: ExampleSplit) -> dict[str,
 
 
 def answer(base: Base, data: ExampleSplit, config: Config) -> dict[str, Any]:
-    """How many held-out questions are answered right."""
+    """Return how many held-out questions are answered right."""
     mark = config.evaluation.final_answer
     names = () if mark else data.classes
     return answer_questions(
@@ -274,7 +274,7 @@ def answer(base: Base, data: ExampleSplit, config: Config) -> dict[str, Any]:
 
 
 def export_adapter(source: str | Path, folder: str | Path) -> Path:
-    """The adapter of a run's newest checkpoint (or of one checkpoint folder), in PEFT's format."""
+    """Return the adapter of a run's newest checkpoint (or of one checkpoint folder), in PEFT's format."""
     store, state, config = read_checkpoint(source)
     if not config.model.weights:
         raise CheckpointError(f"{store}: no fine-tuning run has saved it; `foretrain export` writes whole models")
@@ -294,7 +294,7 @@ def restore_adapter(base: Base, store: Path, state: dict[str, Any], config: Conf
 
 
 def _save_adapter(base: Base, folder: str | Path, config: Config) -> Path:
-    """With the tokenizer beside it, as other tools expect."""
+    """Write the adapter with the tokenizer beside it, as other tools expect."""
     is_chat = isinstance(make_format(config.data.prompt, config.data.answer), ChatFormat)
     files = tokenizer_files(base.tokenizer, base.model.shape.context, chats.JINJA if is_chat else "")
     return save_adapter(base.model, folder, str(base.folder), files)

@@ -20,7 +20,8 @@ from foretrain.recipes.open_model import Base, find_folder, find_tokenizer, open
 def open_newest(
     path: str | Path, tokenizer: str = "", vocabulary: str = "", say: Callable[[str], None] = lambda _: None
 ) -> Base:
-    """Like `open_base`, also for a run that is not finished, or for one checkpoint. say: hears which step it is."""
+    """Open a model like `open_base`, also of a run that is not finished, or of one checkpoint. say: hears which step it
+    is."""
     path = find_folder(path)
     if not is_checkpoint(path) and not _is_unfinished(path):
         return open_base(path, tokenizer, vocabulary)
@@ -44,7 +45,7 @@ def open_newest(
 
 
 def _is_unfinished(run: Path) -> bool:
-    """Whether its newest checkpoint is newer than the model or adapter it left at its end, if it left one."""
+    """Return whether its newest checkpoint is newer than the model or adapter it left at its end, if it left one."""
     newest = next(CheckpointStore(run / "checkpoints").steps(), None)
     if newest is None:
         return False

@@ -32,7 +32,8 @@ from foretrain.trainer import HybridTrainer
 
 
 def vocabulary_size(config: Config, corpus: Corpus) -> int:
-    """The model's vocabulary: as configured, or as large as the tokenizer's; it must hold every token of the data."""
+    """Return the model's vocabulary: as configured, or as large as the tokenizer's; it must hold every token of the
+    data."""
     size = config.model.vocab_size or corpus.vocab_size
     if size is None:
         raise ConfigError("token files do not say how large their vocabulary is: set model.vocab_size (GPT-2: 50257)")
@@ -59,7 +60,7 @@ def with_vocabulary(config: Config, corpus: Corpus) -> Config:
 
 
 def build_model(config: Config) -> GPT2:
-    """Fresh weights from `seed`, or those of `model.weights`."""
+    """Build the model with fresh weights from `seed`, or with those of `model.weights`."""
     model = gpt2.build(
         config.model,
         config.seed,
@@ -74,7 +75,7 @@ def build_model(config: Config) -> GPT2:
 
 
 def build_loader(config: Config, corpus: Corpus, model: GPT2, device: torch.device) -> Loader:
-    """Training batches in the order that `seed` gives."""
+    """Make the loader of training batches in the order that `seed` gives."""
     return Loader(
         TokenWindows(corpus.train, model.shape.context, config.seed),
         config.batch_size,
@@ -85,12 +86,12 @@ def build_loader(config: Config, corpus: Corpus, model: GPT2, device: torch.devi
 
 
 def default_folder(config: Config) -> Path:
-    """`runs/<model>-<date>-<time>`."""
+    """Return `runs/<model>-<date>-<time>`."""
     return Path("runs") / f"{config.model.type}-{datetime.now().astimezone():%Y%m%d-%H%M%S}"
 
 
 def written(folder: Path) -> dict[str, str]:
-    """What a run has left in its folder for people and other programs."""
+    """Return what a run has left in its folder for people and other programs."""
     parts = {"report": report.NAME, "model": "model", "adapter": "adapter"}
     return {"folder": str(folder)} | {
         name: str(folder / part) for name, part in parts.items() if (folder / part).exists()

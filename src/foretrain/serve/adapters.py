@@ -39,7 +39,7 @@ class AdapterChoice(nn.Module):
 
     @torch.no_grad()
     def set(self, slots: Sequence[int]) -> None:
-        """One slot for all, or one for each row."""
+        """Choose one slot for all, or one for each row."""
         if len(set(slots)) == 1:
             self.one.fill_(slots[0])
             self.slot, self.count = slots[0], 0
@@ -70,7 +70,7 @@ class ResidentLinear(lora.AdaptedLinear):
 
     @property
     def weight(self) -> Tensor:
-        """The weight with the chosen adapter, for code that reads it instead of calling the layer."""
+        """Return the weight with the chosen adapter, for code that reads it instead of calling the layer."""
         weight = cast("Tensor", self.base.weight)
         if self.choice.count:
             raise ConfigError("this model reads the layers' weights, so all rows must use the same adapter")
@@ -174,16 +174,16 @@ class AdapterRegistry:
 
     @property
     def active(self) -> str | None:
-        """The adapter of calls outside `serving`; None is the base model."""
+        """Return the adapter of calls outside `serving`; None is the base model."""
         return self._active
 
     @property
     def bytes(self) -> int:
-        """Memory of the stacks, the same from the first load to the last."""
+        """Return the memory of the stacks, the same from the first load to the last."""
         return sum(stack.nbytes for layer in self._layers.values() for stack in (layer.a, layer.b))
 
     def list(self) -> list[Resident]:
-        """What is in memory, in the order of loading."""
+        """Return what is in memory, in the order of loading."""
         with self._lock:
             return [Resident(name, e.rank, e.layers, name == self._active) for name, e in self._entries.items()]
 

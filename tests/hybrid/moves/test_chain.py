@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from foretrain import HybridTrainer
 from foretrain.config import from_mapping
 from foretrain.events import Moved, Phase
-from foretrain.health.recovery import Action, Kind
+from foretrain.health.act import Action, Kind
 from foretrain.hybrid.moves.chain import Chain
-from foretrain.motion.slope import LossSlope
+from foretrain.motion.losses import WindowLosses
 from foretrain.persist.codec import put_together, snapshot
 
 DATA = Regression()
@@ -127,9 +127,9 @@ def test_a_far_lower_loss_in_the_same_number_of_backward_passes(kind: str) -> No
     assert last("leap") < 0.01 * last("off")
 
 
-def falling(share: float) -> LossSlope:
+def falling(share: float) -> WindowLosses:
     """What the optimizer's own steps do: the loss falls by that share per step."""
-    slope = LossSlope()
+    slope = WindowLosses()
     slope.add(tuple((1 - share) ** step for step in range(5)))
     return slope
 
@@ -157,7 +157,7 @@ def test_losses_below_zero_are_compared_by_their_fall() -> None:
     chain = ready().trainer.mover.chain
     first = chain.length
     chain.start_loss, chain.loss, chain.cost, chain.longest = -1.0, -2.0, 2.0, 10 * first
-    slow, fast = LossSlope(), LossSlope()
+    slow, fast = WindowLosses(), WindowLosses()
     slow.add((-0.8, -0.9, -1.0))
     fast.add((-0.5, -1.5, -2.5))
     chain.end(slow, refused=False)
@@ -176,7 +176,7 @@ def test_a_chain_ends_at_its_length_or_when_it_is_slow() -> None:
     chain.rate = 0.2
     assert not chain.over(slope)
     assert chain.over(falling(0.3))
-    assert not chain.over(LossSlope())  # nothing is known of the optimizer's own steps
+    assert not chain.over(WindowLosses())  # nothing is known of the optimizer's own steps
     chain.leaps = 10
     assert chain.over(slope)
 
