@@ -83,7 +83,7 @@ def run(options: argparse.Namespace, arm: str, rate: float | str, seed: int) -> 
         "seconds": seconds,
         "backward_passes": trainer.backward_passes,
         "probe_tokens": trainer.probe_tokens,
-        "tokens": trainer.tokens,
+        "tokens": trainer.progress.tokens,
         "moves": moves,
         "final_rate": (trainer.race.factor if trainer.pilot is not None else 1.0) * config.optimizer.peak_rate,
         "curve": [*curve, (trainer.global_step, seconds, loss)],

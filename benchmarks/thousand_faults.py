@@ -34,13 +34,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import foretrain.run
 import torch
 import torch._dynamo  # every optimizer does
 
 import faults_files
 import faults_process
 import foretrain.cli
+import foretrain.recipes.train
 from faults_ends import Reference, identity, reference
 from faults_kinds import KINDS, Kind
 from faults_runs import Order

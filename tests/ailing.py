@@ -112,7 +112,7 @@ class Patient:
             trainer.step(self.data(trainer.position))
             if self.held_out and trainer.global_step % every == 0:
                 trainer.meter.fetch()
-                trainer.last_train_loss = trainer.meter.unread[-1][0]
+                trainer.progress.last_train_loss = trainer.meter.unread[-1][0]
                 trainer.evaluated(self.judge(trainer))
         trainer.checkup.finish()
         return self.judge(trainer), trainer.checkup.health.findings

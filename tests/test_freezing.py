@@ -81,9 +81,9 @@ def test_an_open_move_is_taken_back_before_others_are_trained(mode: str) -> None
     trained: list[Any] = []
     full = trainer.full
 
-    def seen(batch: Any, between: Any = None) -> Any:
+    def seen(batch: Any, *hooks: Any) -> Any:
         trained.append(everything(trainer))
-        return full(batch, between)
+        return full(batch, *hooks)
 
     trainer.full = seen  # type: ignore[method-assign]
     run.step()
@@ -438,7 +438,7 @@ def test_the_best_weights_of_before_can_still_be_loaded(tmp_path: Path) -> None:
         if isinstance(event, Progress):
             if event.step == 12:
                 trainer.model.middle.requires_grad_(True)
-                trainer.best_val_loss = -1.0  # nothing is better from now on
+                trainer.progress.best_val_loss = -1.0  # nothing is better from now on
             seen[event.step] = {name: value.clone() for name, value in trainer.model.state_dict().items()}
 
     batches = [DATA(position) for position in range(100)]

@@ -303,7 +303,7 @@ def test_any_loader_is_resumed_exactly(name: str, stop: int, make_trainer: Make,
     assert of(events, Resumed)[0].step == of(events, RunStarted)[0].step == stop
     assert [event.loss for event in of(events, Progress)] == losses[stop:]
     assert torch.equal(second.model.weight, straight.model.weight)
-    assert second.tokens == straight.tokens
+    assert second.progress.tokens == straight.progress.tokens
 
 
 def test_a_loader_that_has_to_be_read_past_says_so(make_trainer: Make, tmp_path: Path) -> None:
@@ -491,7 +491,7 @@ def test_too_many_skipped_steps_end_the_run_with_a_checkpoint_of_the_last_good_w
     assert of(events, RunEnded)[0].reason == "failed"
     state = checkpoint.read(tmp_path / "run" / "checkpoints" / "step-00000007")
     assert torch.equal(state["model"]["weight"], good.model.weight)
-    assert state["progress"]["skipped_in_a_row"] == 3
+    assert state["meter"]["skipped_in_a_row"] == 3
 
     again, events = make_trainer({**settings, "max_steps": 12})
     summary = again.fit(batches(), out=tmp_path / "run", resume=True, progress=False)

@@ -24,6 +24,9 @@ FRAGMENTS = ("Of ", "Nor ", "And ", "The same")
 DEFINED_TWICE = {"Entry", "Gate", "Guard", "Outcome", "Reading", "Sample", "Situation"}
 HANDED_THE_TRAINER = {"foretrain/health/rescue.py"}
 BEGIN_WITH_FRAGMENTS = {
+    "foretrain/engine/batch.py",
+    "foretrain/persist/form.py",
+    "foretrain/persist/stateful.py",
     "foretrain/engine/average.py",
     "foretrain/engine/batches.py",
     "foretrain/engine/engine.py",

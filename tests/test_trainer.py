@@ -50,7 +50,7 @@ def test_a_step_says_what_it_did(make_model: Make, make_batch: Make, make_config
     assert (first.learning_rate, second.learning_rate) == (trainer.schedule(0), trainer.schedule(1))
     assert first.gradient_norm > 0
     assert first.skipped is False
-    assert trainer.tokens == 2 * 4 * 16
+    assert trainer.progress.tokens == 2 * 4 * 16
 
 
 def test_a_step_equals_a_plain_loop(make_model: Make, make_batch: Make, make_config: Make) -> None:
@@ -105,7 +105,7 @@ def test_any_module_learns_with_a_loss_function(kind: str, make_config: Make) ->
     for number in range(150):
         trainer.step(regression(seed=number))
     assert trainer.evaluate([regression(seed=99)]) < 0.7 * before
-    assert trainer.tokens == 150 * 32
+    assert trainer.progress.tokens == 150 * 32
 
 
 def test_batches_may_be_dicts(make_config: Make) -> None:
@@ -266,9 +266,8 @@ def assert_same(one: HybridTrainer, other: HybridTrainer) -> None:
     assert states[0].tensors.keys() == states[1].tensors.keys()
     for name, tensor in states[0].tensors.items():
         assert torch.allclose(tensor, states[1].tensors[name], rtol=0, atol=0, equal_nan=True), name
-    for state in states:
-        state.tree["progress"].pop("seconds")
-    assert states[0].tree["progress"] == states[1].tree["progress"]
+    for part in ("progress", "meter"):
+        assert states[0].tree[part] == states[1].tree[part]
 
 
 @pytest.mark.parametrize("stop", [1, 4, 7])

@@ -222,17 +222,11 @@ def everything(trainer: HybridTrainer) -> Snapshot:
     if trainer.pilot is not None:
         state["guard"] = trainer.pilot.guard.state_dict()
         state["steps"] = dict(trainer.pilot.counts.steps)
-    for spent in (
-        "tokens",
-        "backward_passes",
-        "probe_tokens",
-        "seconds",
-        "skipped",
-        "skipped_in_a_row",
-        "unread",
-        "rows",
-    ):
-        state["progress"].pop(spent, None)
+    del state["seconds"]
+    for spent in ("tokens", "backward_passes", "probe_tokens", "rows"):
+        del state["progress"][spent]
+    for spent in ("skipped", "skipped_in_a_row", "unread"):
+        del state["meter"][spent]
     return snapshot(state)
 
 

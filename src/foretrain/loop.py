@@ -21,6 +21,7 @@ from foretrain import environment
 from foretrain.config import Config, to_mapping
 from foretrain.config.paths import flattened
 from foretrain.config.schema import OptimizerConfig
+from foretrain.engine.batch import rows_of, split
 from foretrain.engine.batches import Batches, checked_state
 from foretrain.engine.described import unwrapped
 from foretrain.engine.fence import Failure, Ordered
@@ -28,7 +29,6 @@ from foretrain.engine.meters import Stopwatch
 from foretrain.engine.optim.muon import Muon, iteration_type
 from foretrain.engine.own import Measure
 from foretrain.engine.rates import FollowedRates
-from foretrain.engine.step import rows_of, split
 from foretrain.errors import (
     CheckpointError,
     ConfigError,
@@ -128,14 +128,14 @@ class Run:
             self.folder.describe()
         self._announce(title, details)
         trainer.clock.start()
-        self.logged_tokens, self.logged_seconds = trainer.tokens, trainer.clock.seconds
+        self.logged_tokens, self.logged_seconds = trainer.progress.tokens, trainer.clock.seconds
         reason = "finished"
         try:
             trainer.catch_up()
-            due = trainer.evaluation_due and trainer.global_step < self.config.max_steps
+            due = trainer.progress.evaluation_due and trainer.global_step < self.config.max_steps
             if (due and self._evaluate()) or self._patience_is_over():
                 reason = "stopped early"
-            elif self._interrupted and (trainer.window_due or trainer.evaluation_due):
+            elif self._interrupted and (trainer.window_due or trainer.progress.evaluation_due):
                 reason = "interrupted"  # what comes before the next step was left
             elif trainer.global_step >= self.config.max_steps:
                 if not resume:
@@ -229,7 +229,7 @@ class Run:
         trainer.use(settings)
         trainer.clock = Stopwatch(spent)
         trainer.clock.start()
-        self.logged_tokens, self.logged_seconds = trainer.tokens, spent
+        self.logged_tokens, self.logged_seconds = trainer.progress.tokens, spent
         self._plan_ahead()
         return True
 
@@ -282,7 +282,7 @@ class Run:
         if step < self.reached:  # a rollback: what is done again is told, measured and saved again
             self._plan_ahead()
             if self.store is not None:
-                self.store.prune_best(trainer.best_step)
+                self.store.prune_best(trainer.progress.best_step)
         self.reached = step
         if step >= self.next_log or last:
             self.next_log = (step // self.config.log.interval + 1) * self.config.log.interval
@@ -294,7 +294,7 @@ class Run:
         if step >= self.next_evaluation and not last and settled:
             self.next_evaluation = (step // self.evaluate_every + 1) * self.evaluate_every
             if trainer.window_due:  # it comes first, in the run that is resumed
-                trainer.evaluation_due = bool(self.held_out)
+                trainer.progress.evaluation_due = bool(self.held_out)
             elif self._evaluate() and trainer.chaining:
                 trainer.mover.chain.stopped = True
         if last:
@@ -314,18 +314,18 @@ class Run:
         if reason == "interrupted":
             self._save(must=True)
             return reason
-        complete = self.saved_step == self.trainer.global_step and not self.trainer.evaluation_due
+        complete = self.saved_step == self.trainer.global_step and not self.trainer.progress.evaluation_due
         if reason == "finished" and self.trainer.pilot is not None and self.trainer.mover.end_loss is not None:
-            self.trainer.last_train_loss = self.trainer.mover.end_loss
+            self.trainer.progress.last_train_loss = self.trainer.mover.end_loss
         if reason == "finished" and self.held_out and not complete:
             self._evaluate()
-            if self.trainer.evaluation_due:
+            if self.trainer.progress.evaluation_due:
                 return self._finish("interrupted")
         self.trainer.checkup.finish()
         if not complete:
             self._save(must=True)
         if self.store is not None:
-            self.store.prune_best(self.trainer.best_step)
+            self.store.prune_best(self.trainer.progress.best_step)
         return reason
 
     def _load_best(self) -> None:
@@ -334,7 +334,7 @@ class Run:
         if not found:
             self.emit(Notice("load_best: no evaluation was made, so the model stays as it is"))
             return
-        step = self.trainer.best_step if self.trainer.best_step in found else next(iter(found))
+        step = self.trainer.progress.best_step if self.trainer.progress.best_step in found else next(iter(found))
         path = found[step]
         state = checkpoint.read(path)
         self.trainer.load_weights(state, str(path))
@@ -393,17 +393,17 @@ class Run:
         reading = trainer.rescue.again(trainer.meter.read)
         if reading is None:
             return False
-        trainer.last_train_loss = reading.loss
+        trainer.progress.last_train_loss = reading.loss
         seconds = trainer.clock.seconds
-        speed = (trainer.tokens - self.logged_tokens) / max(seconds - self.logged_seconds, 1e-9)
-        self.logged_tokens, self.logged_seconds = trainer.tokens, seconds
+        speed = (trainer.progress.tokens - self.logged_tokens) / max(seconds - self.logged_seconds, 1e-9)
+        self.logged_tokens, self.logged_seconds = trainer.progress.tokens, seconds
         self.emit(
             Progress(
                 step=trainer.global_step,
                 loss=reading.loss,
                 gradient_norm=reading.gradient_norm,
                 learning_rate=result.learning_rate,
-                tokens=trainer.tokens,
+                tokens=trainer.progress.tokens,
                 tokens_per_second=round(speed, 1),
                 seconds=round(seconds, 3),
                 skipped_steps=trainer.meter.skipped,
@@ -426,7 +426,7 @@ class Run:
                 f"{trainer.meter.skipped_in_a_row} steps in a row were not finite (step {trainer.global_step}); "
                 f"{self._what_to_do()}"
             )
-        loss = trainer.last_train_loss
+        loss = trainer.progress.last_train_loss
         if not self.config.guard.nan_check and loss != loss:
             raise DivergenceError(
                 f"the loss is NaN (step {trainer.global_step}) and guard.nan_check is off; switch it on or lower "
@@ -436,7 +436,7 @@ class Run:
     def _what_to_do(self) -> str:
         """Skipped steps change no weight: where the loss itself is no number, batch after batch, a lower rate will not
         make it one, and there is nothing to go on from."""
-        loss, rate = self.trainer.last_train_loss, self.trainer.checkup.levers.rate
+        loss, rate = self.trainer.progress.last_train_loss, self.trainer.checkup.levers.rate
         more_precise = "" if self.trainer.precision.name == "fp32" else ", or with precision.type = 'fp32'"
         if loss is not None and math.isfinite(loss):
             return (
@@ -454,27 +454,27 @@ class Run:
         if not self.held_out:
             return False
         trainer = self.trainer
-        trainer.evaluation_due = True
+        trainer.progress.evaluation_due = True
         with trainer.untimed(), trainer.memory.during("evaluation"):
             started = time.perf_counter()
             loss = self._held_out_loss()
             try:
-                trainer.last_metrics = trainer.measure(self.held_out, self.metrics, self._metric_failed)
+                trainer.progress.last_metrics = trainer.measure(self.held_out, self.metrics, self._metric_failed)
             except Ordered:  # the run stops here, and is resumed with this evaluation
                 return False
             seconds = time.perf_counter() - started
-        best = loss == loss and (trainer.best_val_loss is None or loss < trainer.best_val_loss)
-        trainer.last_val_loss = loss
-        trainer.evaluations_without_best = 0 if best else trainer.evaluations_without_best + 1
+        best = loss == loss and (trainer.progress.best_val_loss is None or loss < trainer.progress.best_val_loss)
+        trainer.progress.last_val_loss = loss
+        trainer.progress.evaluations_without_best = 0 if best else trainer.progress.evaluations_without_best + 1
         if best:
-            trainer.best_val_loss, trainer.best_step = loss, trainer.global_step
+            trainer.progress.best_val_loss, trainer.progress.best_step = loss, trainer.global_step
         averaged = trainer.average is not None
-        metrics = dict(trainer.last_metrics)
+        metrics = dict(trainer.progress.last_metrics)
         self.emit(Evaluated(trainer.global_step, loss, round(seconds, 3), averaged, best, metrics))
         if best and self.config.checkpoint.keep_best:
             self._save_best(loss)
         trainer.evaluated(loss)
-        trainer.evaluation_due = False
+        trainer.progress.evaluation_due = False
         return self._patience_is_over()
 
     def _metric_failed(self, name: str, failure: Failure) -> None:
@@ -508,7 +508,7 @@ class Run:
 
     def _patience_is_over(self) -> bool:
         patience = self.config.evaluation.early_stopping_patience
-        return bool(patience) and self.trainer.evaluations_without_best >= patience
+        return bool(patience) and self.trainer.progress.evaluations_without_best >= patience
 
     def _save(self, must: bool) -> None:
         """Save the whole state. In mid-run a failure is a warning; the last save must work."""
@@ -544,7 +544,7 @@ class Run:
         state, keep_others = self.unsaved_best, self.trainer.judging
         if state is not None:
             step = int(state["best"]["step"])
-            gone = step != self.trainer.best_step
+            gone = step != self.trainer.progress.best_step
             if gone or self._saved(lambda: store.save_best(step, state, keep_others), must=False) is not None:
                 self.unsaved_best = None
 

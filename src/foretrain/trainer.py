@@ -21,6 +21,7 @@ from foretrain.engine import described
 from foretrain.engine.batches import steps_in
 from foretrain.engine.engine import Engine, own_loss
 from foretrain.engine.fence import Ordered
+from foretrain.engine.hooks import StepHook
 from foretrain.engine.memory.usage import MemoryMeter
 from foretrain.engine.own import (
     Measure,
@@ -155,6 +156,8 @@ class HybridTrainer(Engine):
         self.pilot: Pilot | None = None
         self.rescue = Rescue(self, self)
         self.checkup = Checkup(self, self.bus.emit)
+        watching: list[StepHook] = [self.look_ahead] if self.look_ahead is not None else []
+        self.hooks = (*watching, self.checkup) if self.checkup.on else tuple(watching)
         if config.optimizer.learning_rate == "auto" and (config.hybrid.mode == "off" or not probe):
             raise ConfigError(
                 "optimizer.learning_rate = 'auto' needs held-out examples that judge rates: use `foretrain finetune` "
@@ -182,7 +185,9 @@ class HybridTrainer(Engine):
 
     def _new_look_ahead(self) -> LookAhead | None:
         ahead = self.config.predictor
-        return LookAhead(self.trained.parameters, ahead.beta, ahead.gamma, ahead.stride) if ahead.beta > 0 else None
+        if not ahead.beta > 0:
+            return None
+        return LookAhead(self.trained.parameters, ahead.beta, ahead.gamma, ahead.stride, self._look_ahead_share)
 
     def _trains_adapters(self) -> bool:
         trained = sum(p.numel() for p in self.full_step.parameters)
@@ -257,7 +262,8 @@ class HybridTrainer(Engine):
 
     def cover_trained(self) -> None:
         super().cover_trained()
-        self.look_ahead = self._new_look_ahead()
+        if self.look_ahead is not None:
+            self.look_ahead.cover(self.trained.parameters)
         self.checkup.cover()
         if self.pilot is not None:
             self.mover.cover()
@@ -338,7 +344,7 @@ class HybridTrainer(Engine):
         phase = self.phase
         self.memory.enter(phase.value)
         if self.pilot is None:
-            return self._result(phase, self._full_step(batch))
+            return self._result(phase, self.full(batch))
         if self.race.open:
             return self._find_rate(self.pilot, batch)
         if self.pilot.off and not self.pilot.rest_steps:
@@ -347,14 +353,13 @@ class HybridTrainer(Engine):
             return self._rest(self.pilot, batch)
         if self.backward_passes == 0:
             self.rescue.aside(self.mover.keep_safe)
-        self.observer.before_step()
-        output = self.mover.full(batch, self._full_step)
+        output = self.full(batch, self.observer, *self.mover.watching())
         if self.backward_passes == 1:
             self.check_optimizer_state()
         self.pilot.count(1, phase)
         self.mover.remember(batch)
         result = self._result(phase, output)
-        if self.observer.after_step(output):
+        if self.observer.complete:
             self.rescue.aside(self._end_window, self.pilot)
         return result
 
@@ -364,7 +369,7 @@ class HybridTrainer(Engine):
         def use(factor: float) -> None:
             self.rate_factor = pilot.recovery.rate_factor * self.checkup.health.rate_factor * factor
 
-        output = self.race.step(batch, self._full_step, use)
+        output = self.race.step(batch, self.full, use)
         if not self.race.open:  # the last step of the rate that goes on, not of the last one that was tried
             self.rate.used = self.schedule(max(0, self.global_step - 1)) * self.rate_factor
         pilot.count(1, self.phase)
@@ -375,7 +380,7 @@ class HybridTrainer(Engine):
         phase = self.phase
         if not self.meter.noting:
             self.meter.start_noting()
-        result = self._result(phase, self._full_step(batch))
+        result = self._result(phase, self.full(batch))
         pilot.count(1, phase)
         pilot.rest_steps -= 1
         if pilot.rest_steps % _LOOK_EVERY == 0:
@@ -419,12 +424,12 @@ class HybridTrainer(Engine):
     def _chain(self, batch: Any, move: Move) -> StepResult:
         """PREDICT where the loss is exact: leaps to where the gradient should vanish, each judged by its own loss."""
         leaps = move.moved
-        self.checkup.begin()
+        self.checkup.before_step()
         output = self.mover.leap_on(batch)
         if output is not None and move.moved > leaps:
-            self.checkup.end(output)
+            self.checkup.after_step(output)
         else:
-            self.checkup.taken_back(self.mover.undone_leaps)
+            self.checkup.undone(self.mover.undone_leaps)
         if self.phase is not Phase.PREDICT:
             self._tell_phase()
         if self.look_ahead is not None and not move.refused:
@@ -450,26 +455,14 @@ class HybridTrainer(Engine):
         """CORRECT: the residual correction, then full steps that validate the move; then it is kept or taken back."""
         self.memory.enter(Phase.CORRECT.value)
         confidence = self.mover.open_move.confidence
-        output = self.mover.validate(batch, self._full_step)
+        output = self.mover.validate(batch, self.full)
         result = self._result(Phase.CORRECT, output, confidence=confidence)
         if self.mover.due:
-            for action in self.mover.judge(self._full_step):
+            for action in self.mover.judge(self.full):
                 self._carry_out(action)
             self._follow_recovery(self.mover.pilot)
             self._tell_phase()
         return result
-
-    def _full_step(self, batch: Any, between: Callable[[], None] | None = None) -> StepOutput:
-        if self.look_ahead is not None:
-            self.look_ahead.before_step(self._look_ahead_share())
-        self.checkup.begin()
-        output = self.full(batch, between)
-        self.checkup.end(output)
-        if self.look_ahead is not None:
-            self.look_ahead.after_step()
-        self.global_step += 1
-        self.full_step.changing = False
-        return output
 
     def _look_ahead_share(self) -> float:
         """On after the warm-up, off for the last third, and only as far as the learning rate is up."""
@@ -806,7 +799,13 @@ class HybridTrainer(Engine):
     def settings(self) -> dict[str, Any]:
         """The configuration as far as it has an effect here, with the model and the optimizer as they really are."""
         return described.settings_of_run(
-            self.config, self.model, self.optimizer, self.rate, own=self.own_optimizer, clip=self.clip, rows=self.rows
+            self.config,
+            self.model,
+            self.optimizer,
+            self.rate,
+            own=self.own_optimizer,
+            clip=self.clip,
+            rows=self.progress.rows,
         )
 
     def prediction_progress(self) -> dict[str, Any]:
@@ -830,18 +829,18 @@ class HybridTrainer(Engine):
         """What the run did so far."""
         seconds = self.clock.seconds
         summary = {
-            "final_val_loss": self.last_val_loss,
-            "final_train_loss": self.last_train_loss,
-            "best_val_loss": self.best_val_loss,
-            "metrics": dict(self.last_metrics),
-            "best_step": self.best_step,
+            "final_val_loss": self.progress.last_val_loss,
+            "final_train_loss": self.progress.last_train_loss,
+            "best_val_loss": self.progress.best_val_loss,
+            "metrics": dict(self.progress.last_metrics),
+            "best_step": self.progress.best_step,
             "global_step": self.global_step,
             "steps": {"warmup": 0, "full": self.global_step, "predict": 0, "correct": 0},
             "backward_passes": self.backward_passes,
-            "tokens": self.tokens,
+            "tokens": self.progress.tokens,
             "probe_tokens": self.probe_tokens,
             "seconds": round(seconds, 3),
-            "tokens_per_second": round(self.tokens / seconds, 1) if seconds else None,
+            "tokens_per_second": round(self.progress.tokens / seconds, 1) if seconds else None,
             "unit": self.unit,
             "optimizer": self.optimizer_in_words,
             "skipped_steps": self.meter.skipped,

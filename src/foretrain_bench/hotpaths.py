@@ -273,14 +273,18 @@ def _move(device: str) -> Call:
 
 
 def _look_ahead(method: str, device: str) -> Call:
+    import torch
+
+    from foretrain.engine.step import StepOutput
     from foretrain.hybrid.moves.lookahead import LookAhead
 
     weights = _parameters(device)
     ahead = LookAhead(weights, beta=1.0, gamma=0.9)
     for average, weight in zip(ahead.m, weights, strict=True):
         average.copy_(weight).mul_(1e-4)
-    ahead.before_step(1.0)
-    return partial(ahead.before_step, 1.0) if method == "before" else ahead.after_step
+    ahead.before_step()
+    output = StepOutput(*torch.zeros(3).unbind())
+    return ahead.before_step if method == "before" else partial(ahead.after_step, output)
 
 
 # --- serving ---------------------------------------------------------------------------------------------------------

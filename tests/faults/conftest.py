@@ -41,7 +41,7 @@ class Warm:
     @property
     def command(self) -> list[str]:
         """For others to start: behaves as `foretrain`."""
-        return [sys.executable, "-IS", str(HERE / "warm.py"), "run", self.address]
+        return [sys.executable, "-IS", str(HERE / "warm_run.py"), self.address]
 
     def start(self, folder: Path, *arguments: str, log: str = "output.txt") -> Any:
         with (folder / log).open("a") as output:

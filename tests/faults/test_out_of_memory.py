@@ -124,11 +124,11 @@ def test_a_retry_at_random_points_ends_at_the_right_loss(name: str, seed: int, t
     assert len(told) >= 2
     assert all("20.00 MiB more could not be had" in text for text in told)
     expected = end["progress"]["last_val_loss"]
-    assert trainer.last_val_loss is not None
-    assert trainer.last_val_loss <= 1.25 * expected + 1e-3
+    assert trainer.progress.last_val_loss is not None
+    assert trainer.progress.last_val_loss <= 1.25 * expected + 1e-3
     moves = end["hybrid"]["pilot"]["counts"]["moves"]
     if trainer.pilot.counts.moves == moves:  # windows begin elsewhere afterwards, so others may have been made
-        assert trainer.last_val_loss == pytest.approx(expected, rel=0.25, abs=1e-3)
+        assert trainer.progress.last_val_loss == pytest.approx(expected, rel=0.25, abs=1e-3)
 
 
 # --- at known points -------------------------------------------------------------------------------------------------
@@ -399,7 +399,7 @@ def test_an_evaluation_in_halves(tmp_path: Path) -> None:
         model.largest["eval"] = largest
         trainer, events = tight(model)
         trainer.fit(Batches(rows), [rows(100), rows(101)], out=tmp_path / str(largest), progress=False)
-        losses.append(trainer.last_val_loss)
+        losses.append(trainer.progress.last_val_loss)
         same_training(saved(trainer), smaller_from(99))
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     texts = [event.text for event in events if isinstance(event, Recovered)]

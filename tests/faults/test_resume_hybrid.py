@@ -7,7 +7,6 @@ import functools
 import json
 import os
 import signal
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -514,10 +513,11 @@ STOPS = {
 }
 
 
-@functools.cache
-def never_stopped(mode: str, loader: str) -> tuple[HybridTrainer, dict[str, Any], list[Event]]:
-    with tempfile.TemporaryDirectory() as folder:
-        return fit(Path(folder) / "straight", mode, loader)
+@pytest.fixture(scope="session")
+def never_stopped(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[str, str], tuple[HybridTrainer, dict[str, Any], list[Event]]]:
+    return functools.cache(lambda mode, loader: fit(tmp_path_factory.mktemp("straight") / "run", mode, loader))
 
 
 @pytest.mark.parametrize(
@@ -530,7 +530,7 @@ def never_stopped(mode: str, loader: str) -> tuple[HybridTrainer, dict[str, Any]
     ],
 )
 def test_a_run_interrupted_in_any_phase_ends_as_if_nothing_had_been(
-    mode: str, stop: tuple[str, int], loader: str, tmp_path: Path
+    mode: str, stop: tuple[str, int], loader: str, tmp_path: Path, never_stopped: Callable[..., Any]
 ) -> None:
     """In PREDICT and CORRECT the rollback that follows the resumption goes back to data before it."""
     straight, summary, events = never_stopped(mode, loader)

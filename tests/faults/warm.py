@@ -1,12 +1,11 @@
 """Runs `foretrain` commands in forks of one process that has torch loaded already: the same commands, without the
-seconds their imports take. The crash matrix alone starts some five hundred of them.
+seconds their imports take. The crash matrix alone starts some nine hundred of them.
 
-    python warm.py serve SOCKET             waits for commands
-    python -IS warm.py run SOCKET ARGS...   behaves as `foretrain ARGS...` would
+    python warm.py serve SOCKET               waits for commands
+    python -IS warm_run.py SOCKET ARGS...     behaves as `foretrain ARGS...` would
 """
 
 import importlib.util
-import json
 import os
 import select
 import signal
@@ -24,12 +23,12 @@ class Command:
     """One command at work in a process of its own."""
 
     def __init__(self, address: str, arguments: list[str], folder: str, output: int = 2) -> None:
-        environment = {name: value for name, value in os.environ.items() if name.startswith("CKPT_CHAOS_")}
-        order = {"arguments": arguments, "folder": folder, "environment": environment}
+        environment = [f"{name}={value}" for name, value in os.environ.items() if name.startswith("CKPT_CHAOS_")]
+        order = "\0".join([folder, str(len(environment)), *environment, *arguments])
         self._code: int | None = None
         self._connection = socket.socket(socket.AF_UNIX)
         self._connection.connect(address)
-        socket.send_fds(self._connection, [json.dumps(order).encode()], [output, output])
+        socket.send_fds(self._connection, [order.encode()], [output, output])
 
     def send_signal(self, number: int) -> None:
         """Sent by the parent of the process."""
@@ -55,28 +54,62 @@ class Command:
 def serve(address: str) -> None:
     """Import what a command would import, then fork once for each."""
     import ckpt_chaos.targets.common
-    import foretrain.run
     import torch
     import torch._dynamo  # every optimizer does
 
     import foretrain.cli
+    import foretrain.recipes.train
 
     assert ckpt_chaos.targets.common
     assert foretrain.recipes.train
     _power_cut()
     torch.set_num_threads(1)
     _train_once()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children that handle a connection
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address)
         listener.listen(8)
-        while True:
-            connection, _ = listener.accept()
-            if os.fork() == 0:
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                _handle(connection)
-                os._exit(0)
-            connection.close()
+        _attend(listener)
+
+
+def _attend(listener: socket.socket) -> None:
+    """Start what is asked for, pass signals on, and say how each command ended."""
+    at_work: dict[socket.socket, tuple[int, int]] = {}
+    while True:
+        ends = {gone: connection for connection, (_, gone) in at_work.items()}
+        ready, _, _ = select.select([listener, *at_work, *ends], [], [])
+        for one in ready:
+            if one is listener:
+                connection, _ = listener.accept()
+                at_work[connection] = _start(connection)
+            elif one in ends:
+                _over(ends[one], *at_work.pop(ends[one]))
+            elif one in at_work:  # asked to, or nobody waits for it any more
+                os.kill(at_work[one][0], (one.recv(1) or bytes([signal.SIGKILL]))[0])
+
+
+def _start(connection: socket.socket) -> tuple[int, int]:
+    """The number of the process that carries the command out, and what can be read from (nothing) once it is gone."""
+    message, descriptors, _, _ = socket.recv_fds(connection, 65536, 2)
+    gone, held = os.pipe()
+    worker = os.fork()
+    if worker == 0:
+        code = 1
+        try:
+            code = _work(message.decode().split("\0"), descriptors)
+        finally:
+            with suppress(OSError):
+                sys.stderr.flush()
+            os._exit(code)
+    for descriptor in (held, *descriptors):
+        os.close(descriptor)
+    return worker, gone
+
+
+def _over(connection: socket.socket, worker: int, gone: int) -> None:
+    code = os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1])
+    os.close(gone)
+    with connection, suppress(OSError):
+        connection.sendall(str(code if code >= 0 else 128 - code).encode())
 
 
 def _power_cut() -> Any:
@@ -108,27 +141,7 @@ def _train_once() -> None:
     gc.freeze()  # no collection touches, and so copies, what all forks share
 
 
-def _handle(connection: socket.socket) -> None:
-    message, descriptors, _, _ = socket.recv_fds(connection, 65536, 2)
-    worker = os.fork()
-    if worker == 0:
-        code = 1
-        try:
-            code = _work(json.loads(message), descriptors)
-        finally:
-            with suppress(OSError):
-                sys.stderr.flush()
-            os._exit(code)
-    while not (ended := os.waitpid(worker, os.WNOHANG))[0]:
-        if select.select([connection], [], [], 0.005)[0]:
-            number = (connection.recv(1) or bytes([signal.SIGKILL]))[0]  # asked to, or nobody waits for it any more
-            os.kill(worker, number)
-    code = os.waitstatus_to_exitcode(ended[1])
-    with suppress(OSError):
-        connection.sendall(str(code if code >= 0 else 128 - code).encode())
-
-
-def _work(order: dict[str, Any], descriptors: list[int]) -> int:
+def _work(order: list[str], descriptors: list[int]) -> int:
     from ckpt_chaos.targets.common import arm_from_env
 
     from foretrain.cli.app import main
@@ -137,19 +150,17 @@ def _work(order: dict[str, Any], descriptors: list[int]) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # as a terminal has it
     for target, descriptor in enumerate(descriptors, start=1):
         os.dup2(descriptor, target)
-    os.chdir(order["folder"])
-    os.environ.update(order["environment"])
+    folder, count, *rest = order
+    os.chdir(folder)
+    os.environ.update(entry.split("=", 1) for entry in rest[: int(count)])
     arm_from_env(0, lazy=True)
     _power_cut().arm()
     try:
-        main(order["arguments"])
+        main(rest[int(count) :])
     except SystemExit as end:
         return int(end.code or 0)
     return 0
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "serve":
-        serve(sys.argv[2])
-    else:
-        sys.exit(Command(sys.argv[2], sys.argv[3:], str(Path.cwd())).wait())
+    serve(sys.argv[2])

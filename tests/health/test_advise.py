@@ -21,7 +21,9 @@ from foretrain.data.loader import Loader, TokenWindows
 from foretrain.errors import DivergenceError
 from foretrain.events import Event, HealthFound, HealthMeasured, Tuned
 from foretrain.health.advise import Health, Situation
-from foretrain.health.findings import Ailment, Effective, HealthFinding, finding_of
+from foretrain.health.findings import Ailment, Effective, HealthFinding
+from foretrain.persist.codec import put_together, take_apart
+from foretrain.persist.stateful import from_plain, plain
 from foretrain.recipes import train as run
 
 
@@ -285,17 +287,14 @@ def test_what_is_known_of_evaluations_and_looks_does_not_grow_with_the_run() -> 
     assert size(400) < size(40) + 20
 
 
-def test_older_checkpoints_hold_every_evaluation() -> None:
+def test_evaluations_before_a_checkpoint_count_after_it() -> None:
     situation = Situation(0, Effective(5.0, 1.0, 10))
     new, old = Health(from_mapping({}), []), Health(from_mapping({}), [])
     pairs = [(2.0, 2.0), (2.1, 1.5), (2.2, 1.2)]
     new.note([(5.5, 1.0, 0.0)])
     for pair in pairs:
         new.evaluated(situation, *pair)
-    state = new.state_dict()
-    state["evaluations"] = [list(pair) for pair in pairs]
-    state.pop("best_evaluation")
-    old.load_state_dict(state)
+    old.load_state_dict(put_together(take_apart(new.state_dict())))
     for health in (new, old):
         (finding,) = health.evaluated(situation, 2.3, 1.0)
         assert finding.ailment is Ailment.OVERFITTING
@@ -335,7 +334,7 @@ def test_a_run_that_is_given_up_says_why(tmp_path: Path) -> None:
 
 def test_a_finding_survives_being_written_down() -> None:
     finding = HealthFinding(Ailment.PLATEAU, 5, "measure", "run", math.nan, "range", "warning", "words", {"a": 1})
-    again = finding_of(json.loads(json.dumps(finding.record())))
+    again = from_plain(HealthFinding, put_together(take_apart(plain(finding))), "findings")
     assert again.record() == finding.record()
     assert math.isnan(again.value)
 

@@ -12,7 +12,7 @@ import torch
 from foretrain.config.schema import CorrectionConfig
 from foretrain.hybrid.correction import Correction
 from foretrain.motion.predictors.base import Array, Followed, Situation
-from foretrain.persist.codec import put_together, snapshot
+from foretrain.persist.codec import put_together, snapshot, take_apart
 
 WINDOW, G, R = 10, 3, 2
 
@@ -244,11 +244,11 @@ def test_state_survives_a_round_trip_through_files() -> None:
         item = followed(happened, 0.1, window * WINDOW)
         one.observe(item, np.ones((G, R)))
         other.observe(item, np.ones((G, R)))
-    mine, theirs = one.state_dict(), other.state_dict()
-    assert mine.keys() == theirs.keys()
-    for name, value in mine.items():
-        same = torch.equal(value, theirs[name]) if isinstance(value, torch.Tensor) else value == theirs[name]
-        assert same, name
+    mine, theirs = take_apart(one.state_dict()), take_apart(other.state_dict())
+    assert mine.tree == theirs.tree
+    assert mine.tensors.keys() == theirs.tensors.keys()
+    for name, value in mine.tensors.items():
+        assert torch.equal(value, theirs.tensors[name]), name
 
 
 def test_state_of_a_full_ring_survives_a_round_trip() -> None:

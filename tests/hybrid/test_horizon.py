@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 
@@ -10,6 +9,7 @@ import numpy as np
 import pytest
 
 from foretrain.hybrid.horizon import HorizonBandit, HorizonContext
+from foretrain.persist.codec import put_together, take_apart
 
 EVEN = HorizonContext(confidence=0.8, r2=0.3, progress=0.5, log_noise=0.0)
 World = Callable[[HorizonContext], float]
@@ -104,5 +104,5 @@ def test_it_is_deterministic_and_its_state_survives() -> None:
     first, second = HorizonBandit(80, 10), HorizonBandit(80, 10)
     assert play(first, lambda _: 40, 25) == play(second, lambda _: 40, 25)
     copy = HorizonBandit(80, 10)
-    copy.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    copy.load_state_dict(put_together(take_apart(first.state_dict())))
     assert play(copy, lambda _: 20, 25, 3) == play(second, lambda _: 20, 25, 3)

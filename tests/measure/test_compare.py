@@ -332,14 +332,14 @@ def test_first_weights_that_do_not_follow_from_the_seed_are_caught(base: Config,
 
 
 def test_an_arm_that_secretly_trains_more_is_caught(toy: Toy, base: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = HybridTrainer._full_step
+    honest = HybridTrainer.full
 
-    def twice(self: HybridTrainer, batch: Any, between: Any = None) -> Any:
+    def twice(self: HybridTrainer, batch: Any, *hooks: Any) -> Any:
         if self.pilot is not None:
             self.full_step(batch)
-        return honest(self, batch, between)
+        return honest(self, batch, *hooks)
 
-    monkeypatch.setattr(HybridTrainer, "_full_step", twice)
+    monkeypatch.setattr(HybridTrainer, "full", twice)
     carry_out(toy, Spec("plain", 1, 1.0, 20, {"hybrid.mode": "off"}), base, set())
     with pytest.raises(AccountingError, match="backward passes"):
         carry_out(toy, Spec("hybrid", 1, 1.0, 20), base, set())

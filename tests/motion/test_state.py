@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ import pytest
 
 from foretrain.motion.records import ForecastRecord, PhaseRecord, WindowRecord
 from foretrain.motion.state import FEATURES, KNOWN_SPREADS, StateEncoder, describe
+from foretrain.persist.codec import put_together, take_apart
 
 Records = tuple[WindowRecord, ForecastRecord, PhaseRecord]
 
@@ -209,8 +209,8 @@ def test_state_survives_a_round_trip() -> None:
     run = list(hybrid_run(steps=600))
     first, second = StateEncoder(10), StateEncoder(10)
     encode_all(first, run[:20])
-    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    second.load_state_dict(put_together(take_apart(first.state_dict())))
     np.testing.assert_array_equal(encode_all(first, run[20:]), encode_all(second, run[20:]))
     fresh = StateEncoder(10)
-    fresh.load_state_dict(json.loads(json.dumps(StateEncoder(10).state_dict())))
+    fresh.load_state_dict(put_together(take_apart(StateEncoder(10).state_dict())))
     np.testing.assert_array_equal(encode_all(fresh, run), encode_all(StateEncoder(10), run))

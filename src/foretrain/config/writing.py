@@ -51,23 +51,18 @@ def to_toml(config: Config, comments: bool = True, changed_only: bool = False) -
     import tomlkit
 
     values = to_mapping(config, changed_only)
-    meanings = {setting.name: setting for setting in settings()}
-    document = tomlkit.document()
-    sections = [""] + [key for key, value in values.items() if isinstance(value, dict)]
-    for section in sections:
-        table: Any = document if not section else tomlkit.table()
+    named = [(section_of(setting.name), setting) for setting in settings()]
+    lines: list[str] = []
+    for section in ["", *(key for key, value in values.items() if isinstance(value, dict))]:
         prefix = f"{section}." if section else ""
-        given = values if not section else values[section]
-        for name in (name for name in meanings if section_of(name) == section):
-            key = name.removeprefix(prefix)
+        given = values[section] if section else values
+        if section:
+            lines += [""] * bool(lines) + [f"[{section}]"]
+        for setting in (setting for place, setting in named if place == section):
+            key = setting.name.removeprefix(prefix)
             if key not in given and (changed_only or not comments):
                 continue
             if comments:
-                table.add(tomlkit.comment(meanings[name].meaning))
-            if key in given:
-                table.add(key, given[key])
-            else:
-                table.add(tomlkit.comment(f"{key} ="))
-        if section:
-            document.add(section, table)
-    return tomlkit.dumps(document)
+                lines.append(f"# {setting.meaning}")
+            lines.append(f"{key} = {tomlkit.item(given[key]).as_string()}" if key in given else f"# {key} =")
+    return "".join(f"{line}\n" for line in lines)

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from foretrain.config import Config
-from foretrain.health.findings import Advice, Ailment, Effective, HealthFinding, Levers, finding_of
+from foretrain.health.findings import Advice, Ailment, Effective, HealthFinding, Levers
 from foretrain.health.guard import RUNAWAY_SHARE
 from foretrain.health.layers import Measured
 from foretrain.health.recovery import HARM
 from foretrain.health.vitals import Record, Row, Vitals
+from foretrain.persist.stateful import Stateful
 
 PLATEAU_STEPS = 500
 PLATEAU_GAIN = 1e-3
@@ -70,15 +71,26 @@ class Situation:
     optimizer's own steps after them is taken back."""
 
 
-class Health:
+class Health(Stateful):
     """`note` every step's numbers as they arrive, `examine` at every look, `evaluated` after every evaluation."""
+
+    saved = (
+        *("record", "findings", "rate_factor", "clip", "full_steps", "put_back", "_tuned", "_evaluations"),
+        *("_best_evaluation", "_since_best", "_trained", "_suspects", "_oscillated", "_update"),
+    )
+    findings: list[HealthFinding]
+    _tuned: dict[str, list[int]]
+    _evaluations: list[tuple[float, float]]
+    _best_evaluation: tuple[float, float]
+    _trained: list[float]
+    _suspects: set[int]
 
     def __init__(self, config: Config, layers: Sequence[str], levers: Levers | None = None) -> None:
         self.config = config
         self.layers = list(layers)
         self.advice = Advice(config, levers)
         self.record = Record(config.guard.explosion_factor, PLATEAU_GAIN)
-        self.findings: list[HealthFinding] = []
+        self.findings = []
         self.rate_factor = 1.0
         """What tuning made of the learning rate."""
         self.clip = math.inf
@@ -86,16 +98,16 @@ class Health:
         self.put_back = False
         """A rollback since the last look put back sound weights, and something was tuned: what harms the run now is the
         fault of what was tuned, and need not be waited for."""
-        self._tuned: dict[str, list[int]] = {}
+        self._tuned = {}
         """Ailment -> steps at which something was done about it."""
-        self._evaluations: list[tuple[float, float]] = []
+        self._evaluations = []
         """(held-out loss, mean training loss before it) of the last few."""
         self._best_evaluation = (math.inf, math.inf)
         self._since_best = 0
         """Evaluations."""
-        self._trained: list[float] = []
+        self._trained = []
         """Mean losses of the looks since the last evaluation."""
-        self._suspects: set[int] = set()
+        self._suspects = set()
         """Layers that hardly moved at the last look."""
         self._oscillated = False
         self._update = math.nan
@@ -290,40 +302,6 @@ class Health:
             self.clip = made["optimizer.gradient_clip_norm"] = 1.0
         self.put_back = bool(made)
         return made, self.rate_factor / before
-
-    # --- state -------------------------------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "record": self.record.state_dict(),
-            "findings": [finding.record() for finding in self.findings],
-            "tuning": [self.rate_factor, self.clip, self.full_steps],
-            "tuned": {name: list(steps) for name, steps in self._tuned.items()},
-            "evaluations": [list(pair) for pair in self._evaluations],
-            "best_evaluation": [*self._best_evaluation, self._since_best],
-            "trained": list(self._trained),
-            "suspects": sorted(self._suspects),
-            "oscillated": self._oscillated,
-            "put_back": self.put_back,
-            "update": self._update,
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.record.load_state_dict(state["record"])
-        self.findings = [finding_of(record) for record in state["findings"]]
-        rate, clip, full_steps = state["tuning"]
-        self.rate_factor, self.clip, self.full_steps = float(rate), float(clip), int(full_steps)
-        self._tuned = {name: list(steps) for name, steps in state["tuned"].items()}
-        self._evaluations, self._best_evaluation, self._since_best = [], (math.inf, math.inf), 0
-        for held_out, trained in state["evaluations"]:  # all of them in older checkpoints
-            self._count((float(held_out), float(trained)))
-        if "best_evaluation" in state:
-            held_out, trained, since = state["best_evaluation"]
-            self._best_evaluation, self._since_best = (float(held_out), float(trained)), int(since)
-        self._trained = list(state["trained"])
-        self._suspects = set(state["suspects"])
-        self.put_back = bool(state.get("put_back", False))  # not there in older checkpoints
-        self._oscillated, self._update = bool(state["oscillated"]), float(state["update"])
 
     def effective(self, peak: float, clip: float, full_steps: int) -> Effective:
         """What the run goes by, tuning included."""

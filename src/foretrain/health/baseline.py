@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
+
+from foretrain.persist.stateful import Stateful
 
 KEPT_LOSSES = 64
 ENOUGH = 32
@@ -23,11 +24,14 @@ RELATIVE_FLOOR = 0.002
 MAD_TO_SIGMA = 1.4826
 
 
-class Start:
+class Start(Stateful):
     """The losses before anything was learned or ruined, and what is far above them."""
 
+    saved = ("losses",)
+    losses: list[float]
+
     def __init__(self) -> None:
-        self.losses: list[float] = []
+        self.losses = []
 
     def note(self, loss: float) -> None:
         if len(self.losses) < FIRST_LOSSES:
@@ -47,8 +51,15 @@ class Start:
         return min(first + max(share * abs(first), 3 * sigma), highest + max(share * abs(highest), 2 * sigma))
 
 
-class LossBaseline:
+class LossBaseline(Stateful):
     """Averages of the loss at three time constants and its noise, from full steps only."""
+
+    saved = (
+        *("count", "start", "fast", "middle", "slow", "first", "best", "best_sigma", "lowest_slow"),
+        *("losses", "residuals", "sigma"),
+    )
+    losses: deque[float]
+    residuals: deque[float]
 
     def __init__(self) -> None:
         self.count = 0
@@ -61,8 +72,8 @@ class LossBaseline:
         """Lowest `middle`."""
         self.best_sigma = 0.0
         self.lowest_slow = math.inf
-        self.losses: deque[float] = deque(maxlen=KEPT_LOSSES)
-        self.residuals: deque[float] = deque(maxlen=KEPT_LOSSES)
+        self.losses = deque(maxlen=KEPT_LOSSES)
+        self.residuals = deque(maxlen=KEPT_LOSSES)
         """Losses minus `fast` as it was before them."""
         self.sigma = 0.0
         """Noise of one loss around its average."""
@@ -189,19 +200,11 @@ class LossBaseline:
             list(self.residuals)[:-SHORT]
         )
 
-    def state_dict(self) -> dict[str, Any]:
-        own = {"start": list(self.start.losses), "losses": list(self.losses), "residuals": list(self.residuals)}
-        return {**vars(self), **own}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.start.losses = list(state.get("start", []))  # not there in older checkpoints
-        for name in vars(self).keys() - {"start"}:
-            value = state[name]
-            setattr(self, name, deque(value, maxlen=KEPT_LOSSES) if isinstance(value, list) else value)
-
-
-class GradientBaseline:
+class GradientBaseline(Stateful):
     """The usual gradient norm: a geometric mean over about 64 full steps."""
+
+    saved = ("count", "log_norm")
 
     def __init__(self) -> None:
         self.count = 0
@@ -224,12 +227,6 @@ class GradientBaseline:
             value = min(max(value, self.log_norm - math.log(most)), self.log_norm + math.log(most))
         self.count += 1
         self.log_norm = _average(self.log_norm, value, self.count, 64)
-
-    def state_dict(self) -> dict[str, Any]:
-        return dict(vars(self))
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.count, self.log_norm = int(state["count"]), float(state["log_norm"])
 
 
 def sign_changes(losses: Sequence[float]) -> float:

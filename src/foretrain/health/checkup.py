@@ -11,6 +11,7 @@ import numpy as np
 
 from foretrain.engine.described import is_configured
 from foretrain.engine.engine import Engine
+from foretrain.engine.hooks import StepHook
 from foretrain.engine.step import StepOutput
 from foretrain.events import Event, HealthFound, HealthMeasured, Tuned
 from foretrain.health.advise import Health, Situation
@@ -26,8 +27,8 @@ Numbers = dict[str, float | None]
 """Of one layer at one look, by the names above."""
 
 
-class Checkup:
-    """`begin` and `end` around every full step, `judge` when no move is open. Off with `health.interval = 0`."""
+class Checkup(StepHook):
+    """Looks at a full step now and then; `judge` follows when no move is open. Off with `health.interval = 0`."""
 
     def __init__(self, engine: Engine, emit: Callable[[Event], None]) -> None:
         self.engine = engine
@@ -66,7 +67,7 @@ class Checkup:
 
     # --- around a step -----------------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
+    def before_step(self) -> None:
         step = self.engine.global_step
         if self.on and step >= self.next_look and not self.look.on_its_way:
             self._looked = step
@@ -74,15 +75,18 @@ class Checkup:
             self.look.begin()
             self.next_look = (step // self.interval + 1) * self.interval  # only now: memory may have run out before
 
-    def end(self, output: StepOutput) -> None:
+    def after_step(self, output: StepOutput) -> None:
         if self.look.looking:
             self.look.end(self._looked, output)
 
-    def taken_back(self, leaps: int) -> None:
-        """What a look would have seen was taken back, and so many leaps before it: they say nothing of the run."""
+    def take_back(self) -> None:
         if self.look.looking:
             self.look.put_back(None)
             self.next_look = self._looked
+
+    def undone(self, leaps: int) -> None:
+        """So many leaps were undone, and what a look would have seen: they say nothing of the run."""
+        self.take_back()
         if self.on and leaps:
             self.engine.meter.fetch()
             self.health.record.forget(leaps)
@@ -120,7 +124,7 @@ class Checkup:
         if not self.on:
             return False
         situation = self._situation(self.engine.global_step)
-        return self._tell(self.health.evaluated(situation, held_out, self.engine.last_train_loss))
+        return self._tell(self.health.evaluated(situation, held_out, self.engine.progress.last_train_loss))
 
     def _tell(self, news: list[HealthFinding]) -> bool:
         tuned = False

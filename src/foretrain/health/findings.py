@@ -49,15 +49,9 @@ class HealthFinding:
     """`guard.auto_tune` may make this change by itself while the run goes on."""
 
     def record(self) -> dict[str, Any]:
-        """For `summary.json` and checkpoints."""
+        """For `summary.json`."""
         value = self.value if math.isfinite(self.value) else None
         return {**asdict(self), "ailment": self.ailment.value, "value": value, "change": dict(self.change)}
-
-
-def finding_of(record: Mapping[str, Any]) -> HealthFinding:
-    """The finding that `record` describes."""
-    value = math.nan if record["value"] is None else record["value"]
-    return HealthFinding(**{**record, "ailment": Ailment(record["ailment"]), "value": value})
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,13 +6,13 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
-from typing import Any
 
 import numpy as np
 
 from foretrain.config.schema import GuardConfig, HybridConfig
 from foretrain.events import Phase
 from foretrain.health.baseline import ENOUGH, KEPT_LOSSES, SHORT, GradientBaseline, LossBaseline
+from foretrain.persist.stateful import Stateful
 
 LARGE_AMPLITUDE = 2.5
 """Sigmas from which ten alternating losses are an oscillation; smaller ones must go on for 64 steps."""
@@ -87,8 +87,15 @@ class Verdict:
         return frozenset(finding.signal for finding in self.findings if finding.level >= Level.WARNING)
 
 
-class Guard:
+class Guard(Stateful):
     """`check` the reading of every step, in order; `anchor` once per cycle. A rollback restores it, too."""
+
+    saved = (
+        *("losses", "gradients", "streak", "since_warning", "since_critical", "deviating"),
+        *("misses", "prediction_error", "anchors"),
+    )
+    misses: list[float]
+    anchors: list[float]
 
     def __init__(self, hybrid: HybridConfig, guard: GuardConfig) -> None:
         self.hybrid = hybrid
@@ -101,11 +108,11 @@ class Guard:
         """Readings since then."""
         self.deviating = 0
         """Readings in a row with a loss too high."""
-        self.misses: list[float] = []
+        self.misses = []
         """Loss minus predicted loss of the readings in this predicted phase."""
         self.prediction_error = 0.0
         """Of this predicted phase, relative and beyond noise; negative where the loss is better than predicted."""
-        self.anchors: list[float] = []
+        self.anchors = []
 
     @property
     def loss_stable(self) -> bool:
@@ -289,23 +296,3 @@ class Guard:
         text = "; ".join(texts) or "nothing unusual"
         setback = self.losses.setback if level >= Level.WARNING else 0.0
         return Verdict(step, level, tuple(findings), exit_to, text, self.losses.improving, setback)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "losses": self.losses.state_dict(),
-            "gradients": self.gradients.state_dict(),
-            "streak": self.streak,
-            "since_warning": self.since_warning,
-            "since_critical": self.since_critical,
-            "deviating": self.deviating,
-            "misses": list(self.misses),
-            "prediction_error": self.prediction_error,
-            "anchors": list(self.anchors),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.losses.load_state_dict(state["losses"])
-        self.gradients.load_state_dict(state["gradients"])
-        for name in ("streak", "since_warning", "since_critical", "deviating", "prediction_error"):
-            setattr(self, name, state[name])
-        self.misses, self.anchors = list(state["misses"]), list(state["anchors"])

@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
 from foretrain.config.schema import GuardConfig, HybridConfig
 from foretrain.events import Phase
 from foretrain.health.guard import Level, Signal, Verdict
+from foretrain.persist.stateful import Stateful
 
 PAUSE = 50
 """Full steps that a change is given to work before the next one; as many good ones take half of it back."""
@@ -76,11 +76,18 @@ class Context:
     """The update of a step that was not finite was left out on the device: the weights are unharmed."""
 
 
-class Recovery:
+class Recovery(Stateful):
     """`decide` after every verdict, good ones included.
 
     A rollback must not restore this (nor the machine), or the run would walk into the same wall again.
     """
+
+    saved = (
+        *("clock", "rate_factor", "clip", "threshold", "rollbacks", "good", "not_finite_in_a_row", "explosions"),
+        *("oscillating", "last_change", "undone_cycles", "low_confidence", "loops", "distrusts", "lacking"),
+    )
+    explosions: list[int]
+    undone_cycles: list[int]
 
     def __init__(self, hybrid: HybridConfig, guard: GuardConfig) -> None:
         self.hybrid = hybrid
@@ -100,12 +107,12 @@ class Recovery:
         self.good = 0
         """Good full steps in a row."""
         self.not_finite_in_a_row = 0
-        self.explosions: list[int] = []
+        self.explosions = []
         self.oscillating = 0
         """Critical verdicts on oscillation since the last pause of it."""
         self.last_change = -PAUSE
         """Clock at the last change of learning rate or clipping."""
-        self.undone_cycles: list[int] = []
+        self.undone_cycles = []
         self.low_confidence = 0
         """Cycles in a row."""
         self.loops = 0
@@ -246,10 +253,3 @@ class Recovery:
 
     def _pausing(self) -> bool:
         return self.clock - self.last_change < PAUSE
-
-    def state_dict(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in ("hybrid", "config", "rate_name")}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name in self.state_dict():
-            setattr(self, name, state[name])

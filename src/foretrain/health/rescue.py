@@ -26,10 +26,8 @@ from foretrain.engine.memory.usage import MemoryMeter
 from foretrain.errors import OutOfMemory
 from foretrain.events import Bus, Phase, Recovered
 from foretrain.health import shortage as shortages
-from foretrain.health.checkup import Checkup
 from foretrain.health.shortage import Shortage
 from foretrain.hybrid.mover import Mover
-from foretrain.hybrid.moves.lookahead import LookAhead
 from foretrain.hybrid.policy import Pilot
 
 MOST_FAILED_MOVES = 3
@@ -47,8 +45,6 @@ class Trained(Protocol):
     memory: MemoryMeter
     pilot: Pilot | None
     mover: Mover
-    look_ahead: LookAhead | None
-    checkup: Checkup
 
     @property
     def phase(self) -> Phase: ...
@@ -210,9 +206,7 @@ class Rescue:
 
     def _undo(self, mark: _Mark) -> None:
         """Bit for bit as before the step. Gradients are gone already, and buffers were put back where they changed."""
-        if self.trainer.look_ahead is not None:
-            self.trainer.look_ahead.take_back()
-        self.trainer.checkup.taken_back(leaps=0)  # a look that was begun with the step
+        self.engine.take_back_step()
         self._looked_at = -_LOOK_AT_ALL  # what is done again may fail again
         own, on_device, python, numpy = mark.randomness
         torch.set_rng_state(own)

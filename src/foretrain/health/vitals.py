@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from foretrain.health.baseline import KEPT_LOSSES, MAD_TO_SIGMA, Start, sign_changes
+from foretrain.persist.stateful import Stateful
 
 Row = tuple[float, float, float]
 """(loss, gradient norm, skipped) of one step."""
@@ -59,25 +60,34 @@ class Vitals:
     best: float
 
 
-class Record:
+class Record(Stateful):
     """Keeps what vitals are judged by: the first, the best, the usual."""
+
+    saved = (
+        *("rows", "closed", "recent", "start", "first", "best", "best_sigma", "best_step", "means", "usual"),
+        "last_step",
+    )
+    rows: list[Row]
+    closed: list[Row]
+    recent: deque[float]
+    means: list[tuple[int, float]]
 
     def __init__(self, spike: float, gain: float) -> None:
         """spike: times the usual norm that make a spike; gain: relative fall of the loss that is progress."""
         self.spike = spike
         self.gain = gain
-        self.rows: list[Row] = []
+        self.rows = []
         """Since the last look."""
-        self.closed: list[Row] = []
+        self.closed = []
         """What is judged next: whatever else arrives meanwhile, at whatever time, counts for the look after."""
-        self.recent: deque[float] = deque(maxlen=KEPT_LOSSES)
+        self.recent = deque(maxlen=KEPT_LOSSES)
         self.start = Start()
         self.first = math.nan
         """Mean of the first losses."""
         self.best = math.inf
         self.best_sigma = 0.0
         self.best_step = 0
-        self.means: list[tuple[int, float]] = []
+        self.means = []
         """(step, mean loss) since then."""
         self.usual = 0.0
         self.last_step = 0
@@ -220,27 +230,6 @@ class Record:
         if self.first - self.best > 10 * self.best_sigma:
             return deviation, rise / (self.first - self.best), gained
         return deviation, float(rise > abs(self.first) + 10 * self.best_sigma), gained
-
-    def state_dict(self) -> dict[str, Any]:
-        state = {name: value for name, value in vars(self).items() if name not in ("spike", "gain")}
-        return {
-            **state,
-            "rows": [list(row) for row in self.rows],
-            "closed": [list(row) for row in self.closed],
-            "means": [list(mean) for mean in self.means],
-            "recent": list(self.recent),
-            "start": list(self.start.losses),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.start.losses = list(state.get("start", []))  # not there in older checkpoints
-        for name in ("first", "best", "best_sigma", "best_step", "usual", "last_step"):
-            setattr(self, name, state[name])
-        self.rows, self.closed = (
-            [(float(loss), float(norm), float(bad)) for loss, norm, bad in state[name]] for name in ("rows", "closed")
-        )
-        self.means = [(int(step), float(mean)) for step, mean in state["means"]]
-        self.recent = deque(state["recent"], maxlen=KEPT_LOSSES)
 
 
 def _noise(losses: np.ndarray[Any, np.dtype[np.float64]]) -> float:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import torch
 
 from foretrain.config import CorrectionConfig
 from foretrain.motion.predictors.base import Array, Followed, score
+from foretrain.persist.stateful import Stateful
 
 _AGE = 200.0
 """Steps after which a residual counts 1/e."""
@@ -25,8 +24,10 @@ class Suggestion:
     """Residuals it is made of."""
 
 
-class Correction:
+class Correction(Stateful):
     """A bounded ring of residuals in basis coordinates. Used only while it lowers the error out of sample."""
+
+    saved = ("stored", "plain_error", "corrected_error", "tried", "ring")
 
     def __init__(self, config: CorrectionConfig) -> None:
         self.config = config
@@ -102,30 +103,23 @@ class Correction:
         self.stored = self.tried = 0
         self.plain_error = self.corrected_error = 0.0
 
-    def state_dict(self) -> dict[str, Any]:
-        count = 0 if self.states is None else min(self.stored, len(self.states))
-        return {
-            "states": None if self.states is None else torch.from_numpy(self.states[:count].copy()),
-            "residuals": None if self.residuals is None else torch.from_numpy(self.residuals[:count].copy()),
-            "steps": torch.from_numpy(self.steps[:count].copy()),
-            "stored": self.stored,
-            "plain_error": self.plain_error,
-            "corrected_error": self.corrected_error,
-            "tried": self.tried,
-        }
+    @property
+    def ring(self) -> tuple[Array, Array, Array] | None:
+        """States, residuals and steps, as far as there are any."""
+        if self.states is None or self.residuals is None:
+            return None
+        count = min(self.stored, len(self.states))
+        return self.states[:count], self.residuals[:count], self.steps[:count]
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.stored, self.tried = int(state["stored"]), int(state["tried"])
-        self.plain_error, self.corrected_error = float(state["plain_error"]), float(state["corrected_error"])
+    @ring.setter
+    def ring(self, saved: tuple[Array, Array, Array] | None) -> None:
         self.states = self.residuals = None
-        if state["states"] is not None:
-            states, residuals = (state[name].cpu().numpy() for name in ("states", "residuals"))
-            capacity = self.config.residuals
-            self.states = np.zeros((capacity, states.shape[1]))
-            self.residuals = np.zeros((capacity, *residuals.shape[1:]))
-            count = min(len(states), capacity)
-            self.states[:count], self.residuals[:count] = states[:count], residuals[:count]
-            self.steps[:count] = state["steps"].cpu().numpy()[:count]
+        if saved is not None:
+            states, residuals, steps = (part[: self.config.residuals] for part in saved)
+            self.states = np.zeros((self.config.residuals, states.shape[1]))
+            self.residuals = np.zeros((self.config.residuals, *residuals.shape[1:]))
+            self.states[: len(states)], self.residuals[: len(states)] = states, residuals
+            self.steps[: len(states)] = steps
 
 
 def _lengths(coefficients: Array, gram: Array) -> Array:

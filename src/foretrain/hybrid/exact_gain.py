@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from foretrain.motion.records import WindowRecord
 from foretrain.motion.slope import LossSlope
+from foretrain.persist.stateful import Stateful
 from foretrain.show.numbers import clock, loss_text
 
 _MOST_WORTH = 5.0
 """Steps of the optimizer that a step of a move counts here at the most. After a chain the optimizer's own steps lower
 the loss far more slowly than on a way of their own, and by that pace alone a leap would be worth nearly anything."""
-_SAVED = (
-    *("moves", "chains", "worth", "bounded", "stalled", "factor", "by_moves", "share", "rising"),
-    *("best_worth", "best_is_least"),
-)
-_POINTS = ("start", "lowest", "best")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +27,17 @@ class Point:
     """Gradients that the run had taken."""
 
 
-class ExactGain:
+class ExactGain(Stateful):
     """Each kept move lowered the loss; the pace at which the optimizer's own steps lowered it just before says how many
     of them that fall would have taken. All guesses are on the low side: the faster of two paces counts; it is taken to
     go on, although losses fall ever more slowly; a leap counts a few steps at the most, and one step where the
     optimizer's own steps had stopped lowering the loss.
     """
+
+    saved = (
+        *("moves", "chains", "worth", "bounded", "stalled", "factor", "start", "lowest", "by_moves"),
+        *("best", "best_worth", "best_is_least", "share", "rising"),
+    )
 
     def __init__(self) -> None:
         self.moves = 0
@@ -150,18 +151,6 @@ class ExactGain:
         steps = round(self.best_worth)
         unit = 10 ** max(0, len(str(steps)) - 2)
         return f"{'more than' if self.best_is_least else 'some'} {steps // unit * unit:,} steps"
-
-    # --- state -------------------------------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        points = {name: asdict(getattr(self, name)) for name in _POINTS}
-        return {name: getattr(self, name) for name in _SAVED} | points
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name in _SAVED:
-            setattr(self, name, state[name])
-        for name in _POINTS:
-            setattr(self, name, Point(**state[name]))
 
 
 def _reached(point: Point) -> str:

@@ -8,11 +8,14 @@ situation, plus what each horizon has of its own.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from foretrain.persist.stateful import Stateful
 
 Array = NDArray[np.float64]
 
@@ -45,8 +48,10 @@ class HorizonContext:
         return np.asarray(known)
 
 
-class HorizonBandit:
+class HorizonBandit(Stateful):
     """`choose` before each move, `reward` when its worth is known, `shorten` when one did harm."""
+
+    saved = ("allowed", "rewards", "reward_scale", "moments", "targets")
 
     def __init__(self, max_predict_steps: int, window: int) -> None:
         self.longest = max_predict_steps
@@ -103,18 +108,7 @@ class HorizonBandit:
         own[nearest] = 1.0
         return np.concatenate([shape, own])
 
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "allowed": self.allowed,
-            "rewards": self.rewards,
-            "reward_scale": self.reward_scale,
-            "moments": self.moments.tolist(),
-            "targets": self.targets.tolist(),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if len(state["targets"]) != len(self.targets):
-            return  # other horizons since: what was learned about the old ones does not fit
-        self.allowed, self.rewards = float(state["allowed"]), int(state["rewards"])
-        self.reward_scale = float(state["reward_scale"])
-        self.moments, self.targets = np.asarray(state["moments"], float), np.asarray(state["targets"], float)
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """What was learned about other horizons says nothing about these: then it starts anew."""
+        if getattr(state.get("targets"), "shape", self.targets.shape) == self.targets.shape:
+            super().load_state_dict(state)

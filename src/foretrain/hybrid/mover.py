@@ -12,10 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from foretrain.engine.batch import map_tensors, tensors_of
 from foretrain.engine.engine import Engine
 from foretrain.engine.fence import Failure, OwnCodeError
+from foretrain.engine.hooks import StepHook
 from foretrain.engine.memory.host import add_each, copy_each
-from foretrain.engine.step import StepOutput, map_tensors, tensors_of
+from foretrain.engine.step import StepOutput
 from foretrain.events import Event, Moved, Notice, Phase, Recovered
 from foretrain.health.guard import Reading
 from foretrain.health.recovery import Action, Kind
@@ -29,7 +31,7 @@ from foretrain.hybrid.judges.probes import Probes
 from foretrain.hybrid.ledger import Audit
 from foretrain.hybrid.moves import leap
 from foretrain.hybrid.moves.chain import EXACT, Chain
-from foretrain.hybrid.moves.move import Move, pack_move, unpack_move
+from foretrain.hybrid.moves.move import Move, unpack_move
 from foretrain.hybrid.moves.obstacles import in_words, not_repeatable
 from foretrain.hybrid.moves.products import Products
 from foretrain.hybrid.policy import Pilot
@@ -37,6 +39,7 @@ from foretrain.hybrid.snapshot import Safety
 from foretrain.motion.predictors.base import Array
 from foretrain.motion.trajectory import basis_type
 from foretrain.persist.codec import random_state, restore_random_state
+from foretrain.persist.stateful import plain
 
 _BATCHES_OF_AUDIT = 4
 """On which the forks of an audit are compared: the last of a window, and the one that the move begins with."""
@@ -84,16 +87,16 @@ class Mover:
     def remember(self, batch: Any) -> None:
         """The last batches of a window, to compare the forks of an audit on. A loop may fill one buffer over and over,
         so they are copied."""
-        if self.trajectory.steps >= self.trajectory.window - _BATCHES_OF_AUDIT:
+        if self.trajectory.steps > self.trajectory.window - _BATCHES_OF_AUDIT:
             copied = map_tensors(batch, lambda tensor: tensor.clone())
             self._recent = [*self._recent, copied][-(_BATCHES_OF_AUDIT - 1) :]
 
-    def full(self, batch: Any, full_step: Callable[..., StepOutput]) -> StepOutput:
-        """A full step; where noise is low its gradient is remembered for later leaps."""
+    def watching(self) -> tuple[StepHook, ...]:
+        """What watches the next full step: where noise is low its gradient is remembered for later leaps."""
         if self.pilot.may_chain:
-            return self.chain.full(batch, full_step)
+            return (self.chain,) if self.chain.possible else ()
         self.chain.forget()
-        return full_step(batch)
+        return ()
 
     def same_batch(self) -> bool:
         """Whether steps see the same batch over and over: then the loss is exact."""
@@ -631,7 +634,7 @@ class Mover:
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "move": None if self.move is None else pack_move(self.move),
+            "move": plain(self.move),
             **self.safety.state_dict(),
             "chain": self.chain.state_dict(),
             "recent": self._recent,
@@ -646,8 +649,7 @@ class Mover:
         self.chain.load_state_dict(state["chain"])
         self._recent = [self.own(batch) for batch in state["recent"]]
         self.probes.load_state_dict(state["held_out"])
-        if "unseen" in state:  # not there in older checkpoints
-            self.unseen.load_state_dict(state["unseen"])
+        self.unseen.load_state_dict(state["unseen"])
         outputs = state["outputs"]
         self._outputs = [] if outputs is None else list(outputs.to(device).clone().unbind())
         self.move = None if state["move"] is None else unpack_move(state["move"], self.own)

@@ -27,6 +27,7 @@ from foretrain.motion.predictors.base import Array, Forecast
 from foretrain.motion.records import HORIZONS_IN_WINDOWS, PhaseRecord, WindowRecord
 from foretrain.motion.slope import LossSlope
 from foretrain.motion.trajectory import LARGEST_FP32_BASIS
+from foretrain.persist.stateful import entry
 
 _WINDOWS_TO_SCORE = 2
 """Windows after a move until a forecast has met what followed."""
@@ -613,8 +614,7 @@ class Pilot:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name, part in self._parts().items():
-            if name in state or part is not self.exact:  # older checkpoints know nothing of it
-                part.load_state_dict(state[name])
+            part.load_state_dict(entry(state, name, "Pilot"))
         self.counts = Counts(**copy.deepcopy(state["counts"]))
         self.last_reason = str(state["last_reason"])
         horizon, audited, most = state["chosen"]
@@ -622,7 +622,7 @@ class Pilot:
         self._since_move = int(state["since_move"])
         self.rest_steps, self._rests = int(state["rest_steps"]), int(state["rests"])
         self._last_rest = int(state["last_rest"])
-        self.no_room = bool(state.get("no_room", False))
+        self.no_room = bool(state["no_room"])
 
     def _parts(self) -> dict[str, Any]:
         names = ("machine", "guard", "recovery", "gate", "bandit", "confidence", "correction", "predictability")

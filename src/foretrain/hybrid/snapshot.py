@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foretrain.engine.engine import HELD_OUT_RECORD, Engine
+from foretrain.engine.engine import Engine
 from foretrain.engine.memory.host import host_like
 from foretrain.engine.memory.offload import HostSnapshots
+from foretrain.engine.progress import HELD_OUT_RECORD
 from foretrain.hybrid.policy import Pilot
 from foretrain.persist.codec import Snapshot, put_together, snapshot
 
@@ -102,6 +103,7 @@ class Safety:
         state = self.engine.changing_state_dict()
         names = ("global_step", "position", *HELD_OUT_RECORD)
         state["progress"] = {name: state["progress"][name] for name in names}
+        del state["meter"], state["seconds"]  # what was spent stays spent
         look_ahead = getattr(self.engine, "look_ahead", None)
         state["look_ahead"] = look_ahead.state_dict() if look_ahead is not None else None
         predictor = self.pilot.observer.guarded
@@ -148,8 +150,7 @@ class Safety:
         state = put_together(to or self._snapshot())
         self.engine.rewind(state)
         for name in HELD_OUT_RECORD:
-            if name in state["progress"]:  # not there in older checkpoints
-                setattr(self.engine, name, state["progress"][name])
+            setattr(self.engine.progress, name, state["progress"][name])
         look_ahead = getattr(self.engine, "look_ahead", None)
         if look_ahead is not None and state["look_ahead"] is not None:  # else switched on when the run was resumed
             look_ahead.load_state_dict(state["look_ahead"])
@@ -164,11 +165,11 @@ class Safety:
         """Emergency: the weights of the snapshot; data goes on, so that bad data is not met again."""
         if self.taken is not None:
             position = self.engine.position
-            record = {name: getattr(self.engine, name) for name in HELD_OUT_RECORD}
+            record = {name: getattr(self.engine.progress, name) for name in HELD_OUT_RECORD}
             self.rewind()
             self.engine.position = position
             for name, value in record.items():  # they were measured on weights that were sound
-                setattr(self.engine, name, value)
+                setattr(self.engine.progress, name, value)
             self.engine.meter.fetch()
             self.engine.meter.skipped_in_a_row = 0  # they were steps of other weights
             self.pilot.observer.restart()
@@ -202,7 +203,7 @@ class Safety:
         self.taken_at = int(state["safe_step"])
         if self.host is not None:
             self.host.lane.finish()  # the memory of the one before is given back
-        self.taken, self.best = self._loaded(state["safe"], device), self._loaded(state.get("best"), device)
+        self.taken, self.best = self._loaded(state["safe"], device), self._loaded(state["best"], device)
         self.wait()
 
     def _loaded(self, state: Any, device: torch.device) -> Snapshot | None:

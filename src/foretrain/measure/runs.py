@@ -16,9 +16,8 @@ from typing import Any
 import torch
 
 from foretrain.config import Config, changed, to_mapping
-from foretrain.engine.engine import count
+from foretrain.engine.batch import count, rows_of, tensors_of
 from foretrain.engine.graphs import GraphedStep
-from foretrain.engine.step import rows_of, tensors_of
 from foretrain.errors import CheckpointError, ConfigError, DataError, ForetrainError, SaveError
 from foretrain.events import Bus, Evaluated, Event, Listener, Moved, Notice, PhaseChanged, Progress
 from foretrain.measure.controls import RepeatLast, hold_still

@@ -9,6 +9,7 @@ import numpy as np
 
 from foretrain.motion.quality import Quality
 from foretrain.motion.records import HORIZONS_IN_WINDOWS, LAST_WINDOW, WindowRecord
+from foretrain.persist.stateful import Stateful
 
 _KEPT = 0.8
 LOW_NOISE_RATIO = 0.3
@@ -24,8 +25,10 @@ MARGIN = 0.05
 """Shares of the motion that differ by less are alike."""
 
 
-class Predictability:
+class Predictability(Stateful):
     """Signal against noise in displacements, gradients and losses."""
+
+    saved = ("window_cosine", "gradient_cosine", "noise_ratio", "same_batch", "windows")
 
     def __init__(self) -> None:
         self.window_cosine = math.nan
@@ -102,12 +105,6 @@ class Predictability:
             "low_noise": self.low_noise,
             "verdict": self.sentence(quality, held_out),
         }
-
-    def state_dict(self) -> dict[str, Any]:
-        return dict(vars(self))
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
 
 
 def _fade(old: float, new: float) -> float:

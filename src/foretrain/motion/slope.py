@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
+
+from foretrain.persist.stateful import Stateful
 
 _WINDOWS = 12
 
 
-class LossSlope:
+class LossSlope(Stateful):
     """Least squares over the last windows of full steps. A move lies between stretches and is not counted as steps."""
+
+    saved = ("steps", "points", "last_fall", "last_log_fall")
+    points: list[list[float]]
 
     def __init__(self) -> None:
         self.steps = 0
-        self.points: list[list[float]] = []
+        self.points = []
         """[full steps so far, mean loss of the window]"""
         self.last_fall = math.nan
         """Fall per step within the last window."""
@@ -47,12 +51,3 @@ class LossSlope:
         """Full steps that a gain in loss is worth; nan where the loss does not fall."""
         slope = self.per_step(low_noise)
         return gain / slope if slope > 0 else math.nan
-
-    def state_dict(self) -> dict[str, Any]:
-        falls = {"last_fall": self.last_fall, "last_log_fall": self.last_log_fall}
-        return {"steps": self.steps, "points": self.points} | falls
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.steps = int(state["steps"])
-        self.points = [[float(step), float(loss)] for step, loss in state["points"]]
-        self.last_fall, self.last_log_fall = float(state["last_fall"]), float(state["last_log_fall"])

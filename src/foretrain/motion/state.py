@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from foretrain.motion.features import FEATURES, KNOWN_SPREADS, Feature, describe
 from foretrain.motion.records import ForecastRecord, PhaseRecord, WindowRecord
+from foretrain.persist.stateful import Stateful
 
 __all__ = ["FEATURES", "KNOWN_SPREADS", "Feature", "StateEncoder", "describe"]
 
@@ -21,8 +21,14 @@ RATES = (1 / 4, 1 / 16, 1 / 64)
 """Weights of the newest loss in the moving averages."""
 
 
-class StateEncoder:
+class StateEncoder(Stateful):
     """Turns records into the normalised state. Every call counts for the running mean and deviation."""
+
+    saved = (
+        *("averages", "log_gradient", "log_displacement", "previous_displacement", "previous_weights", "path"),
+        *("last_step", "count", "mean", "square", "last"),
+    )
+    averages: list[float]
 
     def __init__(self, window: int) -> None:
         self.window = window
@@ -183,22 +189,9 @@ class StateEncoder:
             math.log1p(phase.steps_since_move),
         ]
 
-    def state_dict(self) -> dict[str, Any]:
-        state = {name: value for name, value in vars(self).items() if name != "window" and not name.startswith("_")}
-        return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in state.items()} | {
-            "averages": list(self.averages)
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name in self.state_dict():
-            known = getattr(self, name)
-            value = state[name]
-            if isinstance(known, np.ndarray):
-                value = np.asarray(value, dtype=float)
-                if value.shape != known.shape:
-                    raise ValueError(f"{name} of the state encoder has shape {value.shape}, not {known.shape}")
-            setattr(self, name, value)
-        self.averages = list(self.averages)
+    def after_load(self) -> None:
+        if len(self.averages) != len(RATES):
+            raise ValueError(f"{len(self.averages)} averages, not {len(RATES)}")
 
 
 def _predictor(forecast: ForecastRecord) -> list[float]:

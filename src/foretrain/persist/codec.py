@@ -59,14 +59,6 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
             path += "'"
         tensors[path] = real_view(value.detach())
         return {"$complex" if value.is_complex() else "$tensor": path}
-    if isinstance(value, (dict, Mapping)):  # `dict` alone is told faster
-        if all(isinstance(key, str) and not key.startswith("$") for key in value):
-            return {
-                key: item if type(item) in _AS_THEY_ARE else _encode(item, _join(path, key), tensors)
-                for key, item in value.items()
-            }
-        entries = [[_plain(key), _encode(item, _join(path, key), tensors)] for key, item in value.items()]
-        return {"$entries": entries}
     if isinstance(value, (list, tuple)):
         items = [
             item
@@ -75,6 +67,14 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
             for index, item in enumerate(value)
         ]
         return items if isinstance(value, list) else {"$tuple": items}
+    if isinstance(value, (dict, Mapping)):  # `dict` alone is told faster
+        if all(isinstance(key, str) and key[:1] != "$" for key in value):
+            return {
+                key: item if type(item) in _AS_THEY_ARE else _encode(item, f"{path}.{key}" if path else key, tensors)
+                for key, item in value.items()
+            }
+        entries = [[_plain(key), _encode(item, _join(path, key), tensors)] for key, item in value.items()]
+        return {"$entries": entries}
     return _plain(value)
 
 
@@ -229,13 +229,13 @@ def restore_model(
     were not to be saved; None: those that are frozen."""
     constant = set(frozen_weights(model)) if constant is None else constant
     own = check_model(model, saved, origin, constant)
-    _copy_all([(value, saved[name]) for name, value in own.items() if isinstance(value, Tensor)])
+    copy_all([(value, saved[name]) for name, value in own.items() if isinstance(value, Tensor)])
     for name, value in own.items():
         if not isinstance(value, Tensor):  # what a module returned from get_extra_state
             model.load_state_dict({name: saved[name]}, strict=False)
 
 
-def _copy_all(pairs: list[tuple[Tensor, Tensor]]) -> None:
+def copy_all(pairs: list[tuple[Tensor, Tensor]]) -> None:
     """Every second tensor into its first, in a few launches."""
     targets = [target for target, _ in pairs]
     if targets:
@@ -269,7 +269,7 @@ def restore_optimizer(
     rates = [group.get("lr") for group in optimizer.param_groups]
     if _same_tensors(current, saved):
         with torch.no_grad():
-            _copy_all(_fill(current["state"], saved["state"]))
+            copy_all(_fill(current["state"], saved["state"]))
         for group, values in zip(optimizer.param_groups, groups, strict=True):
             for key in (values.keys() & group.keys()) - {"params", "lr"}:
                 if isinstance(group[key], Tensor):

@@ -86,7 +86,7 @@ def read_checkpoint(source: str | Path) -> tuple[Path, dict[str, Any], Config]:
     """Return path, state and configuration of the newest checkpoint of a run folder, or of one checkpoint folder."""
     source = Path(source)
     store = source if is_checkpoint(source) else _newest(source)
-    state = checkpoint.read(store)
+    state = checkpoint.read_weights(store)
     meta = state.get("meta")
     if not isinstance(meta, dict) or not isinstance(meta.get("config"), dict):
         raise CheckpointError(f"{store}: no run of `fit` has saved it; name a run folder or one of its checkpoints")

@@ -289,7 +289,7 @@ def restore_adapter(base: Base, store: Path, state: dict[str, Any], config: Conf
     lora.attach(base.model, settings_of(config), config.seed)
     alone = {"device": "cpu", "hybrid.mode": "off", "optimizer.learning_rate": config.optimizer.peak_rate}
     trainer = HybridTrainer(base.model, config=configuration.changed(config, alone))
-    trainer.load_state_dict(state, str(store))
+    trainer.load_weights(state, str(store))
     return trainer
 
 

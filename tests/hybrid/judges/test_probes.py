@@ -11,7 +11,7 @@ import torch
 from tests.hybrid.moves.test_chain import Random
 from tests.worlds import Net, Regression, world
 
-from foretrain.engine.step import rows_of
+from foretrain.engine.batch import rows_of
 from foretrain.hybrid.gate import FORWARD
 from foretrain.hybrid.judges.probes import Probes
 from foretrain.persist.codec import random_state

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from foretrain.engine.engine import Engine
+from foretrain.engine.hooks import StepHook
 from foretrain.engine.optim.moments import read_moment
 from foretrain.engine.step import StepOutput
 from foretrain.hybrid.moves.obstacles import obstacles
@@ -38,7 +39,7 @@ _SAVED_LATER = ("lowest_unseen", "stopped")
 """Not there in older checkpoints."""
 
 
-class Chain:
+class Chain(StepHook):
     """Leaps, their length and their success. `length` adapts to how they do beside the optimizer's own steps."""
 
     def __init__(self, engine: Engine, pairs: int, memory_mb: float, longest: int) -> None:
@@ -82,17 +83,19 @@ class Chain:
 
     # --- full steps of the optimizer ---------------------------------------------------------------------------------
 
-    def full(self, batch: Any, step: Callable[..., StepOutput]) -> StepOutput:
-        """A full step whose gradient is remembered."""
-        if not self.possible:
-            return step(batch)
+    wants_gradients = True
+
+    def before_step(self) -> None:
         if self.secant is None:
             self.secant = Secant(self.parameters, self.pairs, _REACH)
-        secant = self.secant
-        secant.at()
-        output = step(batch, lambda: secant.gradient_known([p.grad for p in self.parameters]))
+        self.secant.at()
+
+    def gradients_ready(self) -> None:
+        if self.secant is not None:
+            self.secant.gradient_known([p.grad for p in self.parameters])
+
+    def after_step(self, output: StepOutput) -> None:
         self._last = output.loss
-        return output
 
     def forget(self) -> None:
         """The loss is too noisy for pairs, for now at least. A marked point stays: it is compared before it is used."""

@@ -8,8 +8,9 @@ from typing import Any
 
 from foretrain.config import Config, changed
 from foretrain.config.schema import FIRST_RATE
+from foretrain.engine.batch import map_tensors
 from foretrain.engine.fence import OwnCodeError
-from foretrain.engine.step import StepOutput, map_tensors
+from foretrain.engine.step import StepOutput
 from foretrain.events import Notice, RateTrial, RateTried
 from foretrain.hybrid.mover import Mover
 
