@@ -26,7 +26,7 @@ class Job:
     """What one run needs."""
 
     model: nn.Module
-    """With first weights as `seed` gives them."""
+    """It has its first weights, as `seed` gives them."""
     loader: Iterable[Any]
     held_out: list[Any]
     """Seen during the run, and what learning rates are chosen by."""

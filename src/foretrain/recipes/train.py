@@ -1,4 +1,4 @@
-"""From a configuration to a finished run: data, model, trainer, run folder."""
+"""Takes a configuration to a finished run: data, model, trainer, run folder."""
 
 from __future__ import annotations
 
