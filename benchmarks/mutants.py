@@ -112,7 +112,7 @@ class Project:
         if mutant.before == mutant.after:
             return "it changes nothing"
         try:
-            ast.parse(mutant.changed(text))
+            ast.parse(mutant.changed(text) if path.suffix == ".py" else "")
         except SyntaxError as error:
             return f"it makes no Python: {error.msg}"
         missing = [test for test in mutant.tests if not self.has(test)]

@@ -138,8 +138,8 @@ def probe(trainer: HybridTrainer, batch: Any, before: int) -> int:
         probes.loss(move)
         size = peak(before)
         probes.bring_back(-1)
-        if trainer.away is not None:
-            trainer.away.back()
+        if trainer.engine.away is not None:
+            trainer.engine.away.back()
     peak(before)
     return size
 

@@ -215,7 +215,7 @@ def trust(trainer: HybridTrainer) -> None:
 
 def everything(trainer: HybridTrainer) -> Snapshot:
     """A copy of all that a rollback must bring back."""
-    state = HybridTrainer.__mro__[1].state_dict(trainer)
+    state = trainer.engine.state_dict()
     state["buffers"] = list(trainer.model.buffers())
     state["predictor"] = trainer.observer.predictor.state_dict()
     state["look_ahead"] = trainer.look_ahead.state_dict() if trainer.look_ahead is not None else None

@@ -108,10 +108,11 @@ def _observe(kind: str, device: str) -> Call:
 
 
 def _encode(device: str) -> Call:
+    from foretrain.motion.losses import WindowLosses
     from foretrain.motion.records import ForecastRecord, PhaseRecord, WindowRecord
     from foretrain.motion.state import StateEncoder
 
-    encoder, steps = StateEncoder(_WINDOW), itertools.count(_WINDOW, _WINDOW)
+    encoder, steps = StateEncoder(_WINDOW, WindowLosses()), itertools.count(_WINDOW, _WINDOW)
     losses, norms = tuple(3 - 0.01 * n for n in range(_WINDOW)), tuple(1 + 0.1 * n for n in range(_WINDOW))
     phase = PhaseRecord("full", 20, 2, 40)
     forecast = ForecastRecord((0.5,) * 5, (0.5,) * 5, (0.01,) * 5, 0.5, 0.5)
@@ -119,6 +120,7 @@ def _encode(device: str) -> Call:
     def call() -> object:
         rest = (20.0, 0.1, (0.5, 0.5, 0.5, 0.5), 2.0, 1e-5, 1e-3, 0.2, 1e-4, 1e-3, 1e-3, (0.9, 0.5))
         window = WindowRecord(next(steps), losses, norms, 1e-3, 1.0, 0.5, *rest)
+        encoder.losses.add(window.losses)
         return encoder.encode(window, forecast, phase)
 
     return call

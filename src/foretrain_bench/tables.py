@@ -15,7 +15,7 @@ from rich.progress import Progress as ProgressBar
 from rich.table import Table
 
 from foretrain.config.schema import Level
-from foretrain.show.console import duration
+from foretrain.config.units import duration
 from foretrain.show.screen import screen
 from foretrain_bench.formats import Results
 from foretrain_bench.history import BenchmarkSeries, sparkline

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from html import unescape
 from pathlib import Path
 
 import pytest
@@ -36,7 +37,7 @@ def for_trackers(tuned: Tuned, folder: Path) -> str:
 
 
 def on_the_page(tuned: Tuned, folder: Path) -> str:
-    return page(read_runs([write_run(folder / "run", [STARTED, tuned, FINDING])])).replace("&quot;", '"')
+    return unescape(page(read_runs([write_run(folder / "run", [STARTED, tuned, FINDING])])))
 
 
 @pytest.mark.parametrize("shown", [on_the_console, for_trackers, on_the_page])

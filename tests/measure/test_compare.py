@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from foretrain.config import Config, changed, from_mapping
+from foretrain.engine.engine import Engine
 from foretrain.errors import DataError, InputError
 from foretrain.measure.compare import ComparisonRunner, compare
 from foretrain.measure.plan import HYBRID, PLAIN_SETTINGS, REPEAT, STILL, Arm, Options
@@ -332,14 +333,14 @@ def test_first_weights_that_do_not_follow_from_the_seed_are_caught(base: Config,
 
 
 def test_an_arm_that_secretly_trains_more_is_caught(toy: Toy, base: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = HybridTrainer.full
+    honest = Engine.full
 
-    def twice(self: HybridTrainer, batch: Any, *hooks: Any) -> Any:
-        if self.pilot is not None:
+    def twice(self: Engine, batch: Any, *hooks: Any) -> Any:
+        if self.config.hybrid.mode != "off":
             self.full_step(batch)
         return honest(self, batch, *hooks)
 
-    monkeypatch.setattr(HybridTrainer, "full", twice)
+    monkeypatch.setattr(Engine, "full", twice)
     carry_out(toy, Spec("plain", 1, 1.0, 20, {"hybrid.mode": "off"}), base, set())
     with pytest.raises(AccountingError, match="backward passes"):
         carry_out(toy, Spec("hybrid", 1, 1.0, 20), base, set())

@@ -102,8 +102,8 @@ def test_directions_and_snapshots_are_exact(
     taken = trainer.mover.safety.taken.tensors.items()
     kept = [tensor for name, tensor in taken if name.startswith(("model.", "optimizer.state", "average."))]
     assert planned["snapshot"] == size_of(kept)
-    assert trainer.average is not None
-    assert planned["average"] == size_of(trainer.average.average)
+    assert trainer.engine.average is not None
+    assert planned["average"] == size_of(trainer.engine.average.average)
 
 
 def test_the_row_of_directions_is_the_layout_s_own(make_model: Callable[..., GPT2]) -> None:

@@ -117,7 +117,7 @@ class EvaluationProgress:
         if done == total or now - self._told < _QUIET_SECONDS:
             return
         self._told = now
-        from foretrain.show.console import duration
+        from foretrain.config.units import duration
 
         left = duration((now - self._began) / done * (total - done))
         say(f"{what} {done:,} of {total:,} ({done / total:.0%}), {left} left")

@@ -4,7 +4,6 @@ from foretrain.config.listing import KNOWN, settings
 from foretrain.config.loading import from_mapping, load, parse_override
 from foretrain.config.schema import (
     Config,
-    CorrectionConfig,
     DataConfig,
     ModelConfig,
     OptimizerConfig,
@@ -16,7 +15,6 @@ from foretrain.config.writing import changed, given, to_mapping, to_toml
 __all__ = [
     "KNOWN",
     "Config",
-    "CorrectionConfig",
     "DataConfig",
     "ModelConfig",
     "OptimizerConfig",

@@ -26,7 +26,7 @@ from foretrain.engine.metrics import measured
 from foretrain.engine.optim import build as optim
 from foretrain.engine.precision import Precision, choose_device
 from foretrain.engine.progress import RunProgress
-from foretrain.engine.rates import FollowedRates, Rates, ScheduledRates, check_scheduler
+from foretrain.engine.rates import FollowedRates, Rates, RateSource, ScheduledRates, check_scheduler
 from foretrain.engine.sparse import check_sparse
 from foretrain.engine.step import FullStep, LossFunction, StepOutput
 from foretrain.engine.trained import Change, TrainedWeights, arranged
@@ -44,7 +44,7 @@ from foretrain.persist.codec import (
     restore_random_state,
     seed_random,
 )
-from foretrain.persist.form import FORMAT, check_form, check_format
+from foretrain.persist.form import FORMAT
 from foretrain.persist.stateful import StateError, entry
 
 
@@ -84,7 +84,7 @@ class Engine:
         self.precision = Precision(config.precision, self.device)
         self.rate = self._rates(scheduler)
         self.clip = config.optimizer.gradient_clip_norm
-        """Without what recovery makes of it."""
+        """Without what the rate sources make of it; 0: none."""
         if self.own_optimizer and "optimizer.gradient_clip_norm" not in given(config):
             self.clip = 0.0
         self.trained = TrainedWeights(self.model, self.optimizer)
@@ -107,8 +107,9 @@ class Engine:
             self.away = OptimizerParking(self.optimizer, self.full_step.parameters, self.device)
         self.hooks: tuple[StepHook, ...] = ()
         """They watch every full step."""
-        self.rate_factor = 1.0
-        """What recovery makes of the scheduled learning rate."""
+        self.rate_sources: tuple[RateSource, ...] = ()
+        """All that changes the scheduled learning rate and the configured clipping."""
+        self._steady: tuple[float, float] | None = None
         self.cuda_graph = config.engine.cuda_graph
         self._run_step: Callable[[Any], StepOutput] | None = None
         self._run_gradient: GraphedGradient | None = None
@@ -123,6 +124,8 @@ class Engine:
         self.first_trained: Callable[[dict[str, nn.Parameter]], None] = lambda weights: None
         """Called with weights that are about to be trained for the first time in this run, which nobody saved so far.
         Set by `fit`."""
+        self.on_cover: list[Callable[[], None]] = []
+        """Called when other weights are trained than before."""
         self._frozen: tuple[list[str], str] | None = None
 
     # --- how far the run is, as others ask for it -------------------------------------------------------------------
@@ -182,6 +185,8 @@ class Engine:
         if self.full_step.in_backward is not None:
             self.full_step.in_backward.cover(self.trained.parameters)
         self._run_step = self._run_gradient = self._run_loss = None  # recorded with others
+        for cover in self.on_cover:
+            cover()
 
     # --- learning rates and the length of the run --------------------------------------------------------------------
 
@@ -202,6 +207,35 @@ class Engine:
     def schedule(self, step: int) -> float:
         """Learning rate at `step`, as far as it is known, before recovery changes it."""
         return self.rate.at(step)
+
+    @property
+    def rate_factor(self) -> float:
+        """What the sources make of the scheduled learning rate: the product of their factors."""
+        if self._steady is not None:
+            return self._steady[0]
+        factor = 1.0
+        for source in self.rate_sources:
+            factor *= source.rate_factor
+        return factor
+
+    @property
+    def clip_limit(self) -> float:
+        """The lowest limit for gradients that the configuration or a source wants; 0: none."""
+        if self._steady is not None:
+            return self._steady[1]
+        limit = self.clip or math.inf
+        for source in self.rate_sources:
+            limit = min(limit, source.clip)
+        return 0.0 if limit == math.inf else limit
+
+    @contextmanager
+    def steady_rate(self) -> Iterator[None]:
+        """Sources change nothing inside the block: what is compared there was made alike."""
+        self._steady = (self.rate_factor, self.clip_limit)
+        try:
+            yield
+        finally:
+            self._steady = None
 
     @property
     def planned_steps(self) -> int:
@@ -225,7 +259,7 @@ class Engine:
         for hook in hooks:
             hook.before_step()
         curious = [hook for hook in hooks if hook.wants_gradients]
-        with self.rate.during(self.progress.global_step, self.rate_factor):
+        with self._rate_of_update():
             if curious:
                 output = self.full_step(batch, curious, self.gradient)
             else:
@@ -246,8 +280,16 @@ class Engine:
 
     def update(self, loss: Tensor) -> StepOutput:
         """The optimizer's step with the gradients that are there."""
-        with self.rate.during(self.progress.global_step, self.rate_factor):
+        with self._rate_of_update():
             return self.full_step.update(loss)
+
+    def _rate_of_update(self) -> AbstractContextManager[None]:
+        """An update inside the block is made at the rate, and with the clipping, that the sources want now."""
+        limit = self.clip_limit
+        if limit != self.full_step.clip:
+            self.full_step.clip = limit
+            self._run_step = None  # a recorded graph has the old value in it
+        return self.rate.during(self.progress.global_step, self.rate_factor)
 
     def gradient(self, batch: Any) -> Tensor:
         """Forward and backward alone: the loss, and gradients on the parameters. Recorded where whole steps are."""
@@ -284,12 +326,6 @@ class Engine:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return self.clock.paused()
-
-    def set_clip(self, clip: float) -> None:
-        """Change the clipping of gradients in mid-run."""
-        if clip != self.full_step.clip:
-            self.full_step.clip = clip
-            self._run_step = None  # a recorded graph has the old value in it
 
     def _choose_step(self, batch: Any) -> Callable[[Any], StepOutput]:
         """The step as it is, or recorded as a CUDA graph where launches dominate."""
@@ -491,33 +527,12 @@ class Engine:
 
     def load_weights(self, state: dict[str, Any], origin: str = "the given state") -> None:
         """Weights, buffers and averages of a state, in place; all else stays."""
-        with self._as_checkpoint_error(origin):
+        with as_checkpoint_error(origin):
             constant = self._checked(state, origin)
             self.trained.learned(self._names_in(state["model"]))
             if self.average is not None:
                 self.average.cover(self.trained.ever, self.trained.names)
             self._put_back_weights(state, origin, constant)
-
-    def load_state_dict(self, state: dict[str, Any], origin: str = "the given state") -> None:
-        """Put a state back, in place: afterwards every step is, bit for bit, what it would have been."""
-        with self._as_checkpoint_error(origin):
-            check_format(state.get("format"), origin)
-            check_form(self.state_dict(), state)
-            self._put_back(state, origin)
-            self.trained.want(state["trained"]["wanted"])  # the next step notices, as it would have then
-
-    @staticmethod
-    @contextmanager
-    def _as_checkpoint_error(origin: str) -> Iterator[None]:
-        try:
-            yield
-        except (StateError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
-            if is_out_of_memory(error):
-                raise
-            raise CheckpointError(
-                f"{origin}: it does not hold the state of such a trainer ({type(error).__name__}: {error}); "
-                "use the settings it was saved with, or start a new run"
-            ) from error
 
     def rewind(self, state: dict[str, Any]) -> None:
         """Back to an earlier state of this run, bit for bit; what was spent in between stays spent."""
@@ -578,7 +593,8 @@ class Engine:
         check_model(self.model, state["model"], origin, constant)
         return constant
 
-    def _put_back(self, state: dict[str, Any], origin: str) -> None:
+    def put_back(self, state: dict[str, Any], origin: str) -> None:
+        """What `state_dict` gave, in place. `freeze_as_saved` follows when all else is there."""
         constant = self._checked(state, origin)
         saved = entry(state, "trained", "Engine")
         self.trained.hold(saved["groups"], state["optimizer"]["param_groups"])
@@ -589,6 +605,24 @@ class Engine:
         self.clock = Stopwatch(float(entry(state, "seconds", "Engine")))
         self.meter.load_state_dict(entry(state, "meter", "Engine"))
         self.progress.load_state_dict(entry(state, "progress", "Engine"))
+
+    def freeze_as_saved(self, state: dict[str, Any]) -> None:
+        """What was frozen or unfrozen just before the state was saved: the next step notices, as it would have then."""
+        self.trained.want(state["trained"]["wanted"])
+
+
+@contextmanager
+def as_checkpoint_error(origin: str) -> Iterator[None]:
+    """Whatever a state that does not fit leads to is told as one kind of error."""
+    try:
+        yield
+    except (StateError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
+        if is_out_of_memory(error):
+            raise
+        raise CheckpointError(
+            f"{origin}: it does not hold the state of such a trainer ({type(error).__name__}: {error}); "
+            "use the settings it was saved with, or start a new run"
+        ) from error
 
 
 def own_loss(model: nn.Module, batch: Any) -> Tensor:

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -25,6 +25,18 @@ _REMEMBERED = 3
 """Rates of the last steps, by which it is told whether they rise or fall."""
 _STEADY = 1e-3
 """Relative change over two steps below which a rate counts as constant."""
+
+
+class RateSource(Protocol):
+    """Changes the learning rate and the clipping of a run, such as recovery, tuning or a race of rates."""
+
+    @property
+    def rate_factor(self) -> float:
+        """What the scheduled rate is to be multiplied with."""
+
+    @property
+    def clip(self) -> float:
+        """The highest gradient norm; infinite where there is no such order."""
 
 
 class Rates(Stateful, ABC):

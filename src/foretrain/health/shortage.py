@@ -12,8 +12,8 @@ from torch import nn
 
 from foretrain.config import Config, changed
 from foretrain.config.paths import value_of
+from foretrain.config.units import format_size
 from foretrain.errors import ConfigError, root_of_shortage
-from foretrain.events import in_words
 
 _PARTS = {
     "Engine.to_device": "the copy of a batch to the device",
@@ -67,7 +67,7 @@ def look_at(error: BaseException) -> Shortage | None:
     found = _ASKED.search(str(root))
     asked = found[1] if found is not None else ""
     if asked.endswith("bytes"):
-        asked = in_words(int(asked.split()[0]))
+        asked = format_size(int(asked.split()[0]), 1)
     return Shortage(asked, *_where([*_frames(error), *(_frames(root) if root is not error else ())]))
 
 

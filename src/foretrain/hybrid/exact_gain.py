@@ -6,10 +6,10 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from foretrain.config.units import clock, loss_text
+from foretrain.motion.losses import WindowLosses
 from foretrain.motion.records import WindowRecord
-from foretrain.motion.slope import LossSlope
 from foretrain.persist.stateful import Stateful
-from foretrain.show.numbers import clock, loss_text
 
 _MOST_WORTH = 5.0
 """Steps of the optimizer that a step of a move counts here at the most. After a chain the optimizer's own steps lower
@@ -73,7 +73,7 @@ class ExactGain(Stateful):
         if self.moves and low < self.lowest.loss:
             self.lowest, self.by_moves = Point(low, record.step, seconds, passes), False
 
-    def kept(self, start: Point, end: float, now: Point, slope: LossSlope, steps: int, chained: bool) -> None:
+    def kept(self, start: Point, end: float, now: Point, slope: WindowLosses, steps: int, chained: bool) -> None:
         """A move of so many steps from one exact loss to another was kept, and validated up to now."""
         self.start = self.start if self.moves else start
         self.moves += 1
@@ -95,7 +95,7 @@ class ExactGain(Stateful):
         if saved > self.best_worth - (self.best.passes - self.start.passes if self.best_worth else 0):
             self.best, self.best_worth, self.best_is_least = now, self.worth, self.bounded or self.stalled > 0
 
-    def _pace(self, slope: LossSlope, logarithmic: bool) -> float:
+    def _pace(self, slope: WindowLosses, logarithmic: bool) -> float:
         """At which the optimizer alone lowered the loss: within its last window or from the one before to it, whichever
         is faster. Where the learning rate was still warming up, as if it had been at its peak."""
         paces = [slope.last_log_fall if logarithmic else slope.last_fall]

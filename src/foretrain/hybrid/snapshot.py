@@ -12,6 +12,7 @@ from foretrain.engine.engine import Engine
 from foretrain.engine.memory.host import host_like
 from foretrain.engine.memory.offload import HostSnapshots
 from foretrain.engine.progress import HELD_OUT_RECORD
+from foretrain.hybrid.moves.lookahead import LookAhead
 from foretrain.hybrid.policy import Pilot
 from foretrain.persist.codec import Snapshot, put_together, snapshot
 
@@ -24,8 +25,9 @@ _EVERY = 500
 class Safety:
     """One snapshot: of the beginning of a move while one is open, of a healthy run otherwise."""
 
-    def __init__(self, engine: Engine, pilot: Pilot) -> None:
+    def __init__(self, engine: Engine, pilot: Pilot, look_ahead: LookAhead | None = None) -> None:
         self.engine = engine
+        self.look_ahead = look_ahead
         self.pilot = pilot
         self.host: HostSnapshots | None = None
         """Snapshots are in host memory."""
@@ -104,8 +106,7 @@ class Safety:
         names = ("global_step", "position", *HELD_OUT_RECORD)
         state["progress"] = {name: state["progress"][name] for name in names}
         del state["meter"], state["seconds"]  # what was spent stays spent
-        look_ahead = getattr(self.engine, "look_ahead", None)
-        state["look_ahead"] = look_ahead.state_dict() if look_ahead is not None else None
+        state["look_ahead"] = self.look_ahead.state_dict() if self.look_ahead is not None else None
         predictor = self.pilot.observer.guarded
         state["predictor"] = {"name": predictor.name, "state": predictor.state()} if for_move else None
         state["guard"] = self.pilot.guard.state_dict()
@@ -151,9 +152,8 @@ class Safety:
         self.engine.rewind(state)
         for name in HELD_OUT_RECORD:
             setattr(self.engine.progress, name, state["progress"][name])
-        look_ahead = getattr(self.engine, "look_ahead", None)
-        if look_ahead is not None and state["look_ahead"] is not None:  # else switched on when the run was resumed
-            look_ahead.load_state_dict(state["look_ahead"])
+        if self.look_ahead is not None and state["look_ahead"] is not None:  # else switched on when it was resumed
+            self.look_ahead.load_state_dict(state["look_ahead"])
         predictor = self.pilot.observer.guarded
         saved = state["predictor"]
         if saved is not None and predictor.name == saved["name"]:  # else another one took over when the run was resumed

@@ -83,8 +83,8 @@ def carry_out(
     trainer, recorder = _trainer(job, spec, config)
     if listener is not None:
         trainer.bus.subscribe(listener)
-    drawn = _DrawnBatches(job.loader, count if trainer.unit == "tokens" else rows_of)
-    weights = _checksum([p.detach() for p in trainer.full_step.parameters])
+    drawn = _DrawnBatches(job.loader, count if trainer.engine.unit == "tokens" else rows_of)
+    weights = _checksum([p.detach() for p in trainer.engine.full_step.parameters])
     if trainer.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(trainer.device)
     updates = _count_updates(trainer)
@@ -98,7 +98,7 @@ def carry_out(
     if summary["reason"] == "interrupted":
         raise KeyboardInterrupt
     test_loss = trainer.evaluate(job.test)
-    graphed = isinstance(trainer._run_step, GraphedStep)  # inside a graph nobody can count
+    graphed = isinstance(trainer.engine._run_step, GraphedStep)  # inside a graph nobody can count
     account = {
         "drawn_tokens": drawn.tokens,
         "updates": None if graphed else updates[0],
@@ -111,7 +111,7 @@ def carry_out(
         "learning_rate": (summary.get("learning_rate") or {}).get("chosen", config.optimizer.peak_rate),
         "loss": test_loss,
         "held_out_loss": summary["final_val_loss"],
-        "seconds": trainer.clock.seconds,
+        "seconds": trainer.engine.clock.seconds,
         "steps": summary["global_step"],
         "backward_passes": summary["backward_passes"],
         "tokens": summary["tokens"],
@@ -121,7 +121,7 @@ def carry_out(
         "rolled_back": moves.get("rolled_back", 0),
         "account": account,
         "peak_memory_mb": summary.get("peak_memory_mb"),
-        **recorder.series(trainer.clock.seconds),
+        **recorder.series(trainer.engine.clock.seconds),
     }
     if not all(loss is not None and math.isfinite(loss) for loss in (test_loss, summary["final_val_loss"])):
         result |= {"loss": None, "held_out_loss": None, "failed": "it ended at a loss that is no number"}
@@ -171,7 +171,7 @@ def _warm_up(task: Task, config: Config, warmed: set[str]) -> None:
             batch = next(batches)
             trainer.step(batch)
         if trainer.pilot is not None:
-            trainer.probe(trainer.to_device(batch))
+            trainer.engine.probe(trainer.engine.to_device(batch))
     trainer.evaluate(job.held_out[:1])
     warmed.add(key)
 
@@ -267,7 +267,7 @@ class _Recorder:
         self._notices: list[str] = []
 
     def __call__(self, event: Event) -> None:
-        seconds = round(self._trainer.clock.seconds, 4)
+        seconds = round(self._trainer.engine.clock.seconds, 4)
         match event:
             case Evaluated():
                 self._curve.append([event.step, seconds, event.loss])

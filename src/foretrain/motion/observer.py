@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from foretrain.engine.fence import Fence
 from foretrain.engine.hooks import StepHook
 from foretrain.engine.step import StepOutput
+from foretrain.motion.losses import WindowLosses
 from foretrain.motion.predictors.base import Array, Followed, Forecast, Predictor, Score, Situation, score
 from foretrain.motion.predictors.guarded import GuardedPredictor
 from foretrain.motion.quality import Quality
@@ -23,8 +24,6 @@ from foretrain.motion.samples import Sample, Statistics, bias_corrections
 from foretrain.motion.state import StateEncoder
 from foretrain.motion.trajectory import Motion, Since, Trajectory
 from foretrain.persist.stateful import Stateful, entry
-
-_SMOOTHING = 1 / 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +63,7 @@ class Observer(StepHook, Stateful):
     """Watches one window at a time. Between windows nothing is read from the device."""
 
     saved = (
-        *("sample", "encoder", "quality", "smoothed_loss", "predicted_loss", "windows", "situation", "outputs"),
+        *("sample", "encoder", "quality", "losses", "predicted_loss", "windows", "situation", "outputs"),
         *("_next", "_frozen", "_due", "scored"),
     )
     predicted_loss: float | None
@@ -89,9 +88,9 @@ class Observer(StepHook, Stateful):
         self.optimizer = optimizer
         self.window = trajectory.window
         self.sample = Sample(parameters, optimizer)
-        self.encoder = StateEncoder(self.window)
+        self.losses = WindowLosses()
+        self.encoder = StateEncoder(self.window, self.losses)
         self.quality = Quality(self.window)
-        self.smoothed_loss = math.nan
         self.predicted_loss = None
         """What was said a window ago that the smoothed loss would be now; None where nothing was said of now."""
         self.situation = None
@@ -103,6 +102,11 @@ class Observer(StepHook, Stateful):
         self._outputs: list[Tensor] = []
         self._next = self._frozen = None
         self._due = None
+
+    @property
+    def smoothed_loss(self) -> float:
+        """The moving average of the losses of watched windows."""
+        return self.losses.smoothed
 
     @property
     def due(self) -> bool:
@@ -119,7 +123,7 @@ class Observer(StepHook, Stateful):
         self.predicted_loss = None
         self.windows = 0
         if new_level:
-            self.smoothed_loss = math.nan
+            self.losses.new_level()
 
     def cover(self, parameters: list[nn.Parameter], names: Sequence[str], dtype: torch.dtype) -> None:
         """Watch others from now on. All that is known of how weights move is forgotten."""
@@ -161,13 +165,13 @@ class Observer(StepHook, Stateful):
         self._outputs.clear()
         if not self.trajectory.held:
             record = self._record(self.trajectory.skip(extra), None, moment)
-            self._smooth(record)
+            self.losses.add(record.losses)
             self.scored = []
             self._due = _Due(record, None)
             return
         motion = self.trajectory.close(extra)
         record = self._record(motion.extra, motion, moment)
-        self._smooth(record)
+        self.losses.add(record.losses)
         self._score(motion)
         forecast_record = self._forecast_record(moment)
         state = self.encoder.encode(record, forecast_record, moment.phase)
@@ -188,13 +192,6 @@ class Observer(StepHook, Stateful):
         self.windows += 1
         record, self._due = self._due.record, None
         return record
-
-    def _smooth(self, record: WindowRecord) -> None:
-        for loss in record.losses:
-            if math.isfinite(loss):
-                step = _SMOOTHING if math.isfinite(self.smoothed_loss) else 1.0
-                old = self.smoothed_loss if math.isfinite(self.smoothed_loss) else 0.0
-                self.smoothed_loss = old + step * (loss - old)
 
     def _record(self, extra: Sequence[Array], motion: Motion | None, moment: Moment) -> WindowRecord:
         outputs, sampled, weight_norm = extra  # as `close` asked for them

@@ -30,7 +30,8 @@ def check_format(found: Any, origin: str) -> None:
             f"{origin}: saved by a newer version (format {found}, this one reads format {FORMAT}); update foretrain"
         )
     raise FormatError(
-        f"{origin}: saved by an earlier development version (format {1 if found is None else found}, this one reads format {FORMAT}); "
+        f"{origin}: saved by an earlier development version (format {1 if found is None else found}, "
+        f"this one reads format {FORMAT}); "
         "finish that run with the version that began it, or begin anew in another folder. Its weights alone can still "
         "be read: `foretrain export`, or load_weights"
     )

@@ -75,7 +75,7 @@ def model_of(store: Path, state: dict[str, Any], config: Config) -> GPT2:
     model = gpt2.build(config.model, config.seed)
     trainer = HybridTrainer(model, config=configuration.changed(config, {"device": "cpu", "hybrid.mode": "off"}))
     trainer.load_weights(state, str(store))
-    if trainer.average is not None:
+    if trainer.engine.average is not None:
         with trainer.averaged_weights():
             averaged = {name: value.clone() for name, value in model.state_dict().items()}
         model.load_state_dict(averaged)

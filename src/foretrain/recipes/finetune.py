@@ -35,7 +35,7 @@ from foretrain.recipes.frame import RunOptions, TrainingJob, carry_out
 from foretrain.recipes.open_model import Base, find_folder, open_base
 from foretrain.serve.answers import answer_questions
 from foretrain.show.follow import read_runs
-from foretrain.show.pages.scales import finite
+from foretrain.show.numbers import finite
 from foretrain.trainer import HybridTrainer
 
 _PROBE_SEED = 2

@@ -35,7 +35,7 @@ def test_probes_see_the_same_random_numbers_and_disturb_none() -> None:
     first = probes.loss(move)  # type: ignore[arg-type]
     assert torch.equal(torch.get_rng_state(), before)
     torch.rand(7)
-    assert run.trainer.probe(move.batch) != first
+    assert run.trainer.engine.probe(move.batch) != first
     assert probes.loss(move) == first == probes.loss(move, move.batch)  # type: ignore[arg-type]
     assert probes.loss(move, Regression()(1)) != first  # type: ignore[arg-type]
     assert probes.seconds > 0
@@ -95,10 +95,10 @@ def test_without_offload_nothing_leaves() -> None:
     probes, optimizer = run.trainer.mover.probes, run.trainer.optimizer
     assert probes.engine.away is None
     before = {id(p): {name: id(value) for name, value in state.items()} for p, state in optimizer.state.items()}
-    gradients = [id(p.grad) for p in run.trainer.full_step.parameters]
+    gradients = [id(p.grad) for p in run.trainer.engine.full_step.parameters]
     probes.offload()
     probes.bring_back(-1)
     after = {id(p): {name: id(value) for name, value in state.items()} for p, state in optimizer.state.items()}
     assert after == before
     assert len(before) == len(gradients)
-    assert [id(p.grad) for p in run.trainer.full_step.parameters] == gradients
+    assert [id(p.grad) for p in run.trainer.engine.full_step.parameters] == gradients

@@ -129,11 +129,11 @@ def test_it_is_as_strong_as_the_learning_rate_is_high() -> None:
     trainer, _ = trained(30, **settings)
     assert trainer.look_ahead is not None
     before = [p.detach().clone() for p in trainer.model.parameters()]
-    strength = trainer.schedule(30) / 0.05
+    strength = trainer.engine.schedule(30) / 0.05
     assert 0.3 < strength < 0.7
     seen: list[Tensor] = []
-    inner = trainer.full_step._loss
-    trainer.full_step._loss = lambda data: (seen.append(trainer.model.w.detach().clone()), inner(data))[1]
+    inner = trainer.engine.full_step._loss
+    trainer.engine.full_step._loss = lambda data: (seen.append(trainer.model.w.detach().clone()), inner(data))[1]
     mean = trainer.look_ahead.m[0].clone()
     trainer.step(batch(30))
     assert torch.allclose(seen[0], before[0] + 0.8 * strength * mean, atol=1e-7)

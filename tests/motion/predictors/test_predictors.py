@@ -384,8 +384,8 @@ def test_the_seed_changes_the_networks() -> None:
 
 def open_gate(predictor: Predictor) -> None:
     """So that the corrections show, whether or not they helped."""
-    if hasattr(predictor, "gate"):
-        predictor._gates = np.ones(len(HORIZONS_IN_WINDOWS))  # type: ignore[attr-defined]
+    if hasattr(predictor, "trust"):
+        predictor._shares = np.ones(len(HORIZONS_IN_WINDOWS))  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("name", ["mlp", "rssm"])

@@ -18,8 +18,8 @@ from foretrain.engine.optim.moments import read_moment
 from foretrain.engine.step import StepOutput
 from foretrain.hybrid.moves.obstacles import obstacles
 from foretrain.hybrid.moves.secant import Secant
+from foretrain.motion.losses import WindowLosses
 from foretrain.motion.samples import bias_corrections
-from foretrain.motion.slope import LossSlope
 from foretrain.persist.codec import random_state, restore_random_state
 
 EXACT = 1e-5
@@ -253,7 +253,7 @@ class Chain(StepHook):
         _, correction = bias_corrections(self.engine.optimizer, max(1, int(step)))
         return secant.scales(moments, correction, 1e-8)
 
-    def over(self, slope: LossSlope) -> bool:
+    def over(self, slope: WindowLosses) -> bool:
         """Long enough, or no better than the optimizer's own steps."""
         whole = _fall(self.start_loss, self.loss) / max(self.cost, 1.0)
         slow = self.leaps >= _SHORTEST_LENGTH and not (self.rate > self._usual(slope) or whole > self._usual(slope))
@@ -266,7 +266,7 @@ class Chain(StepHook):
             self.leaps, self.loss = leaps, loss
             self._last = torch.full((), loss, device=self.engine.device)
 
-    def end(self, slope: LossSlope, refused: bool, unseen: float | None = None) -> None:
+    def end(self, slope: WindowLosses, refused: bool, unseen: float | None = None) -> None:
         """Longer chains while leaps beat the optimizer's own steps, shorter ones otherwise. unseen: the held-out loss
         at the end, if it judges."""
         if self.secant is not None and (self.leaps or unseen is not None):
@@ -279,7 +279,7 @@ class Chain(StepHook):
         good = self.cost > 0 and fall / self.cost > self._usual(slope) and not refused
         self.length = min(2 * self.length, self.longest) if good else max(self.length // 2, _SHORTEST_LENGTH)
 
-    def _usual(self, slope: LossSlope) -> float:
+    def _usual(self, slope: WindowLosses) -> float:
         """Fall per full step of the optimizer alone, in the window before; 0 where it only made up for its own rise."""
         if self.returned:
             return 0.0

@@ -11,42 +11,43 @@ import pytest
 
 from foretrain.config.schema import GuardConfig, HybridConfig
 from foretrain.events import Phase
-from foretrain.health.guard import Finding, Guard, Level, Reading, Signal, Verdict
-from foretrain.health.recovery import PAUSE, Action, Context, Kind, Outcome, Recovery
+from foretrain.health.act import PAUSE, Action, Context, Kind, Outcome, Recovery
+from foretrain.health.detect import Detector
+from foretrain.health.signs import Diagnosis, Severity, Signal, StepReading, Symptom
 
 FULL = Context(Phase.FULL)
 OPEN = Context(Phase.CORRECT, move_open=True)
-NORMAL = Verdict(0, Level.NORMAL)
+NORMAL = Diagnosis(0, Severity.NORMAL)
 
 
 def make(**changes: float) -> Recovery:
     return Recovery(HybridConfig(), GuardConfig.model_validate(changes))
 
 
-def verdict(signal: Signal, level: Level = Level.WARNING, exit_to: Phase | None = None, **more: Any) -> Verdict:
-    return Verdict(100, level, (Finding(signal, level, str(signal), exit_to),), exit_to, str(signal), **more)
+def verdict(signal: Signal, level: Severity = Severity.WARNING, exit_to: Phase | None = None, **more: Any) -> Diagnosis:
+    return Diagnosis(100, level, (Symptom(signal, level, str(signal), exit_to),), exit_to, str(signal), **more)
 
 
 def kinds(actions: list[Action]) -> list[Kind]:
     return [action.kind for action in actions]
 
 
-NOT_FINITE = verdict(Signal.NOT_FINITE, Level.CRITICAL)
+NOT_FINITE = verdict(Signal.NOT_FINITE, Severity.CRITICAL)
 EXPLOSION = verdict(Signal.GRADIENT_EXPLOSION, setback=0.5)
 SPIKE = verdict(Signal.GRADIENT_EXPLOSION, setback=0.01)
-OSCILLATION = verdict(Signal.OSCILLATION, Level.CRITICAL)
+OSCILLATION = verdict(Signal.OSCILLATION, Severity.CRITICAL)
 
 
 @pytest.mark.parametrize("noise", [0.02, 0.1, 0.3])
 def test_a_healthy_run_is_left_alone(noise: float) -> None:
     for seed in range(5):
         hybrid = HybridConfig()
-        guard, recovery = Guard(hybrid, GuardConfig()), make()
+        guard, recovery = Detector(hybrid, GuardConfig()), make()
         random = np.random.default_rng(seed)
         for step in range(2000):
             loss = 2 + 8.8 * math.exp(-step / 60) + noise * random.standard_t(5)
             norm = math.exp(random.normal(0, 0.5))
-            for action in recovery.decide(guard.check(Reading(step, Phase.FULL, loss, norm)), FULL):
+            for action in recovery.decide(guard.check(StepReading(step, Phase.FULL, loss, norm)), FULL):
                 assert action.kind in (Kind.CONTINUE, Kind.FORCE_FULL)
                 assert (action.rate_factor, action.clip) == (1.0, None)
             assert (recovery.rate_factor, recovery.clip) == (1.0, math.inf)
@@ -130,7 +131,7 @@ def test_clipping_ends_when_the_rate_is_back() -> None:
 
 def test_oscillation_acts_only_if_it_persists_and_the_loss_no_longer_falls() -> None:
     recovery = make()
-    falling = verdict(Signal.OSCILLATION, Level.CRITICAL, improving=True)
+    falling = verdict(Signal.OSCILLATION, Severity.CRITICAL, improving=True)
     warning = verdict(Signal.OSCILLATION)
     for _ in range(3 * PAUSE):
         recovery.decide(falling, FULL)
@@ -161,7 +162,7 @@ def test_a_diverging_open_move_is_undone_with_the_rate_as_it_was() -> None:
 
 def test_without_an_open_move_a_high_loss_only_stops_prediction() -> None:
     recovery = make()
-    actions = recovery.decide(verdict(Signal.LOSS_DEVIATION, Level.CRITICAL), FULL)
+    actions = recovery.decide(verdict(Signal.LOSS_DEVIATION, Severity.CRITICAL), FULL)
     assert kinds(actions) == [Kind.FORCE_FULL]
     assert actions[0].rate_factor == 1.0
 
@@ -177,13 +178,13 @@ def test_prediction_error_and_drift() -> None:
 @pytest.mark.parametrize(("signal", "factor"), [(Signal.RUNAWAY, 0.5), (Signal.RUIN, 0.1)])
 def test_ruin_takes_more_of_the_rate_than_a_runaway(signal: Signal, factor: float) -> None:
     recovery = make()
-    (action,) = recovery.decide(verdict(signal, Level.CRITICAL), FULL)
+    (action,) = recovery.decide(verdict(signal, Severity.CRITICAL), FULL)
     assert (action.kind, action.rate_factor) == (Kind.ROLL_BACK, factor)
     assert recovery.rate_factor == factor
 
 
 def test_a_runaway_rolls_back_and_in_the_end_aborts() -> None:
-    runaway = verdict(Signal.RUNAWAY, Level.CRITICAL)
+    runaway = verdict(Signal.RUNAWAY, Severity.CRITICAL)
     recovery = make(max_rollbacks=2)
     seen = []
     for _ in range(3):
@@ -199,7 +200,7 @@ def test_a_runaway_rolls_back_and_in_the_end_aborts() -> None:
 
 def test_rollbacks_are_forgotten_after_a_good_stretch() -> None:
     recovery = make(max_rollbacks=1)
-    runaway = verdict(Signal.RUNAWAY, Level.CRITICAL)
+    runaway = verdict(Signal.RUNAWAY, Severity.CRITICAL)
     for _ in range(5):
         assert kinds(recovery.decide(runaway, FULL)) == [Kind.ROLL_BACK]
         for _ in range(200):

@@ -1,4 +1,4 @@
-"""A gain in loss is worth as many steps as the run itself would need for it."""
+"""What the losses of windows say: a gain in loss is worth as many steps as the run itself would need for it."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import math
 import numpy as np
 import pytest
 
-from foretrain.motion.slope import LossSlope
+from foretrain.motion.losses import WindowLosses
 
 
-def falling(per_step: float, windows: int = 10, noise: float = 0.0, seed: int = 0) -> LossSlope:
+def falling(per_step: float, windows: int = 10, noise: float = 0.0, seed: int = 0) -> WindowLosses:
     draw = np.random.default_rng(seed)
-    slope = LossSlope()
+    slope = WindowLosses()
     for window in range(windows):
         slope.add(tuple(5.0 - per_step * (10 * window + i) + noise * draw.normal() for i in range(10)))
     return slope
@@ -34,8 +34,8 @@ def test_noise_averages_out_over_windows() -> None:
 
 
 def test_nothing_is_known_before_three_windows() -> None:
-    assert math.isnan(LossSlope().per_step(low_noise=False))
-    assert math.isnan(LossSlope().per_step(low_noise=True))
+    assert math.isnan(WindowLosses().per_step(low_noise=False))
+    assert math.isnan(WindowLosses().per_step(low_noise=True))
     assert math.isnan(falling(0.01, windows=2).per_step(low_noise=False))
     assert falling(0.01, windows=1).per_step(low_noise=True) == pytest.approx(0.01)
 
@@ -65,7 +65,7 @@ def test_losses_that_are_no_numbers_are_left_out() -> None:
 
 
 def test_state_survives_a_round_trip() -> None:
-    one, other = falling(0.02, noise=0.1), LossSlope()
+    one, other = falling(0.02, noise=0.1), WindowLosses()
     other.load_state_dict(one.state_dict())
     for slope in (one, other):
         slope.add((1.0, 0.9, 0.8))
