@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from foretrain.cli import app as cli
-from foretrain.cli.doctor import Diagnosis
+from foretrain.cli.doctor import DoctorFinding
 from foretrain.config import Config, load
 from foretrain.data import tokenizers
 from foretrain.data.tokenizers import ByteTokenizer
@@ -238,7 +238,7 @@ def test_doctor_says_what_a_run_would_use(
 def test_doctor_exits_with_1_when_something_is_wrong(
     command: Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("foretrain.cli.doctor.examine", lambda: [Diagnosis("device", "it is broken", "problem")])
+    monkeypatch.setattr("foretrain.cli.doctor.examine", lambda: [DoctorFinding("device", "it is broken", "problem")])
     assert command("doctor") == 1
     assert capsys.readouterr().out == "!!!  device     it is broken\n"
     assert command("doctor", "--json") == 1

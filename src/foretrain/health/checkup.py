@@ -23,7 +23,7 @@ IDEAL_RATIO = 1e-3
 """Gradient/weight ratio of which a layer's worst look is farthest."""
 COLUMNS = ("gradient_norm", "gradient_to_weight", "update_to_weight")
 Numbers = dict[str, float | None]
-"""Of one layer at one look, by the names above."""
+"""The numbers of one layer at one look, by the names above."""
 
 
 class Checkup(StepHook):

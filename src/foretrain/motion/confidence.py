@@ -35,9 +35,9 @@ class ConfidenceFeatures:
     error: float
     """Relative error 1 - R2 of the last forecast at the nearest horizon; 1 where nothing is known."""
     cosine: float
-    """Of predicted and real displacement, for the same forecast."""
+    """Cosine of predicted and real displacement, for the same forecast."""
     disagreement: float = 0.0
-    """Of the ensemble, relative to the move."""
+    """How much the members of the ensemble differ, relative to the move."""
     spread: float = 0.0
     """Standard deviation of the last few errors: how stable the predictor's success is."""
 

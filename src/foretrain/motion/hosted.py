@@ -28,7 +28,8 @@ HOSTED_ROWS = 2 * _R + 1
 
 
 def elements_at_once(number: int, buffer_bytes: int = BUFFER_BYTES) -> int:
-    """Of each row that fit into a buffer, in a format of so many bytes; at the end of a window also three in fp32."""
+    """Return how many elements of each row fit into a buffer, in a format of so many
+    bytes; at the end of a window three more are in fp32."""
     return buffer_bytes // (_BUFFERS * (_BUFFER_ROWS * number + 3 * torch.float32.itemsize))
 
 

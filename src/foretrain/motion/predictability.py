@@ -16,7 +16,7 @@ LOW_NOISE_RATIO = 0.3
 LOW_NOISE_COSINE = 0.9
 """Cosine of successive gradients above which batches hardly differ."""
 NOISY_COSINE = 0.5
-"""The same, below which they clearly differ."""
+"""Cosine of successive gradients below which batches clearly differ."""
 
 FEWEST = 3
 """Forecasts of a horizon from which on their mean says something."""
@@ -33,7 +33,7 @@ class Predictability(Stateful):
         """losses: they take in every window, too."""
         self.losses = losses
         self.window_cosine = math.nan
-        """Of one window's displacement with the one before."""
+        """Cosine of one window's displacement with the one before."""
         self.gradient_cosine = math.nan
         self.same_batch = False
         """Every step sees the same batch: the loss is exact."""

@@ -23,7 +23,7 @@ class _Tally:
 
     count: int = 0
     made: int = 0
-    """Of these, forecasts that the weights move at all: before it knows something, a predictor says "no change"."""
+    """How many of these forecast any motion of the weights: before it knows something, a predictor says "no change"."""
     cosine: float = 0.0
     norm_ratio: float = 0.0
     loss_error: float = 0.0
@@ -85,7 +85,7 @@ class Quality(Stateful):
         return 1 - tally.recent_error / tally.recent_square if tally else float("nan")
 
     def repeat_r2(self, windows: int) -> float:
-        """The same of repeating the last displacement."""
+        """Return this share for repeating the last displacement."""
         tally = self._nearest(windows)
         return 1 - tally.recent_repeat / tally.recent_square if tally else float("nan")
 

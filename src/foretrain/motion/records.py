@@ -31,9 +31,9 @@ class WindowRecord:
     weight_norm: float
     displacement_norm: float
     cosines: tuple[float, ...]
-    """Of the displacement with each basis direction as it stood before."""
+    """Cosine of the displacement with each basis direction as it stood before."""
     effective_rank: float
-    """Of the basis and the displacement together: exp of the entropy of the normalised spectrum."""
+    """Rank of the basis and the displacement together: exp of the entropy of the normalised spectrum."""
     gradient_mean: float
     gradient_std: float
     """Over the elements of the last gradient."""

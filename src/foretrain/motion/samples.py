@@ -26,10 +26,10 @@ class Statistics(NamedTuple):
     gradient_cosine: float
     """With the gradient of the step before."""
     moment_mean: float
-    """Of the absolute first moment; the gradient itself where there is none."""
+    """Mean of the absolute first moment; the gradient itself where there is none."""
     moment_std: float
     second_moment_mean: float
-    """Of the root of the second moment; the gradient's root mean square where there is none."""
+    """Mean of the root of the second moment; the gradient's root mean square where there is none."""
 
 
 class Sample(Stateful):

@@ -336,7 +336,7 @@ def _read(folder: Path, formats: tuple[int, ...], parts: tuple[str, ...] | None 
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:
-    """Of a file whose checksum is right. A lack of memory comes out of safetensors as a strange ValueError, and is no
+    """Read a file whose checksum is right. A lack of memory comes out of safetensors as a strange ValueError, and is no
     damage: what fails twice is."""
     try:
         return load_file(path)

@@ -186,7 +186,7 @@ def frozen_weights(model: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def checksum(tensors: Mapping[str, Tensor]) -> str:
-    """Of names, forms and bits, the same on every device. The device is waited for once."""
+    """Digest names, forms and bits; the result is the same on every device. The device is waited for once."""
     sums = []
     for tensor in tensors.values():
         numbers = real_view(tensor.detach()).contiguous()

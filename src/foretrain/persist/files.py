@@ -20,7 +20,7 @@ _MOST_LEVELS = 100
 
 
 def for_json(value: Any) -> Any:
-    """The same with None for numbers that JSON does not have."""
+    """Return the value with None for numbers that JSON does not have."""
     if isinstance(value, Mapping):
         return {key: for_json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -136,7 +136,7 @@ def give_usual_mode(path: Path) -> None:
 
 
 def give_mode_of_folder(path: Path) -> None:
-    """The same for a file in a folder that was just made: the umask has decided about the folder."""
+    """Give a file the mode of its folder, which was just made: the umask has decided about the folder."""
     path.chmod(stat.S_IMODE(path.parent.stat().st_mode) & 0o666)
 
 

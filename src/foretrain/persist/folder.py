@@ -17,7 +17,7 @@ from foretrain.persist.files import explain_failed_write, for_json, make_folder,
 
 _DESCRIBING = ("config.toml", "tokenizer.json", "summary.json", "report.html")
 WEIGHTS = "model.safetensors"
-"""Of a module of the user's own, at the end of its run."""
+"""File with the weights of a module of the user's own, at the end of its run."""
 _TRACKERS = ("trackers.json", "tensorboard", "wandb", "mlflow", "trackio")
 _LARGE = ("model", "adapter", WEIGHTS, "metrics.jsonl", "checkpoints")
 
@@ -39,7 +39,7 @@ class RunFolder:
         self.files: dict[str, str] = {}
         """Small text files that describe the run; written by `describe`."""
         self.command = "train"
-        """Of `foretrain`, that goes on with it."""
+        """The command of `foretrain` that goes on with it."""
         self.opened = time.monotonic()
         self._locks: list[int] = []
         self._made = False

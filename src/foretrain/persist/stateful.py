@@ -27,7 +27,7 @@ _IN_PLACE = "in place"
 Buffer = Annotated[Tensor, _IN_PLACE]
 """The type of a tensor that others hold on to: loading fills it, and never replaces it."""
 ArrayBuffer = Annotated[NDArray[np.float64], _IN_PLACE]
-"""The same for an array of numpy."""
+"""The type of such an array of numpy."""
 
 LARGEST_NUMBER = 2**64
 """No count comes near it. Chosen: larger ones take long to print, and do not fit into a tensor."""

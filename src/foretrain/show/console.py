@@ -299,7 +299,7 @@ def _steps(summary: Mapping[str, Any], in_parts: bool) -> str:
 
 
 def _passes(summary: Mapping[str, Any]) -> str | None:
-    """Of a run in which they are not the steps."""
+    """Return the backward passes of a run in which they are not the steps."""
     passes = summary["backward_passes"]
     return None if passes == summary["global_step"] else f"{passes:,}"
 
@@ -368,7 +368,7 @@ def _counted(moves: Mapping[str, int]) -> str:
 
 
 def _scores(values: Mapping[str, Any]) -> str:
-    """Of the forecasts of one horizon. Before it knows something, a predictor makes none."""
+    """Say how good the forecasts of one horizon were. Before it knows something, a predictor makes none."""
     if values.get("made") == 0:
         return f"no forecast yet (repeat {values['repeat_r2']:.2f})"
     return f"R2 {values['r2']:.2f} (repeat {values['repeat_r2']:.2f}), cosine {values['cosine']:.2f}"

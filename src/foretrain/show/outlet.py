@@ -23,7 +23,7 @@ _LONGEST_LINE = 2000
 
 
 def visible(text: str) -> str:
-    """The same with escapes for characters that steer a terminal."""
+    """Return the text with escapes for characters that steer a terminal."""
     return _UNSEEN.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 

@@ -72,9 +72,9 @@ class RunRecord:
     started: Fields = field(default_factory=dict)
     ended: Fields | None = None
     summary: Fields = field(default_factory=dict)
-    """Of a run that ended; empty while it runs and after a failure."""
+    """What a run said when it ended; empty while it runs and after a failure."""
     config: Fields = field(default_factory=dict)
-    """Of a run without a summary."""
+    """The settings of a run without a summary."""
     progress: list[Entry] = field(default_factory=list)
     undone: list[Entry] = field(default_factory=list)
     evaluations: list[Entry] = field(default_factory=list)

@@ -42,7 +42,7 @@ def trouble_in_words(summary: Mapping[str, Any]) -> str:
 
 
 def longer_in_words(summary: Mapping[str, Any], folder: str | Path) -> str:
-    """Of a fine-tuning run that ended too early: how to go on with it. Nothing for others."""
+    """Say how to go on with a fine-tuning run that ended too early; nothing for others."""
     falling = summary.get("still_falling")
     if not isinstance(falling, Mapping):
         return ""

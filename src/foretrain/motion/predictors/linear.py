@@ -38,7 +38,7 @@ LONG_PULL = 3.0
 YOUNG = 8.0
 """Windows' worth of evidence below which the share left unexplained is refined twice per window, not once."""
 _PLACES = np.interp(np.arange(LONGEST + 1), np.array([0, *HORIZONS]), np.arange(len(HORIZONS) + 1.0))
-"""Of each number of windows between the horizons."""
+"""The place of each number of windows between the horizons."""
 
 
 class LinearPredictor(Stateful, Predictor):

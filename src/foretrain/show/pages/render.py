@@ -131,7 +131,7 @@ def one_file(name: str, scripts: Sequence[str], data: Mapping[str, Any], **value
 
 
 def served(name: str, data: Mapping[str, Any], **values: object) -> str:
-    """The same page for a server that has style and scripts under addresses of their own."""
+    """Render the page for a server that has style and scripts under addresses of their own."""
     return template(name).render(values, policy="", style="", scripts=(), live=True, data=as_data(data))
 
 

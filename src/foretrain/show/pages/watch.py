@@ -34,7 +34,8 @@ CLIENTS = 8
 INTERVAL = 0.5
 """Seconds between two looks at the files, however many browsers there are."""
 SHARE = 0.1
-"""Of the time, spent on looks at the most: the page of a long run takes longer to make, and is made more rarely."""
+"""The largest share of the time that is spent on looks: the page of a long run takes longer to make, and is
+made more rarely."""
 _SIGN_OF_LIFE = 15.0
 
 
