@@ -6,7 +6,7 @@ import math
 import re
 
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-"""As in trade, GB is 10^9 bytes and GiB 2^30."""
+"""GB is 10^9 bytes, as in trade, and GiB is 2^30."""
 _MOST_DIGITS = 30
 _FORM = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([KMGT]i?B)")
 
