@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from foretrain import Loader
 from foretrain.config import Config, from_mapping
-from foretrain.measure.compare import Comparison
+from foretrain.measure.compare import ComparisonRunner
 from foretrain.measure.ladder import rungs
 from foretrain.measure.plan import Arm, Options
 from foretrain.measure.runs import Spec, carry_out
@@ -152,7 +152,7 @@ class ImageTask:
         return Job(model, loader, batches[0::2], batches[1::2], classify)
 
 
-def explore(comparison: Comparison, grid: list[dict[str, Any]], minutes: float) -> None:
+def explore(comparison: ComparisonRunner, grid: list[dict[str, Any]], minutes: float) -> None:
     """Single runs; each entry: arm, settings, and optionally seed, rate_factor, max_steps, control."""
     started, warmed = time.monotonic(), set[str]()
     for entry in grid:
@@ -207,7 +207,7 @@ def main() -> None:
         + (rungs(base) if options.ladder else ()),
         not options.no_controls,
     )
-    comparison = Comparison(task, base, plan, options.out / options.task)
+    comparison = ComparisonRunner(task, base, plan, options.out / options.task)
     if options.grid:
         explore(comparison, json.loads(options.grid.read_text())[options.task], options.minutes)
         return

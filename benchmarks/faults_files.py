@@ -269,14 +269,14 @@ def _other_version(work: Work) -> None:
         if outcome.code:
             work.check_error(outcome, {2}, "checkpoint")
     else:
-        number = work.draw.choice([0, 2, 99])
+        number = work.draw.choice([0, 1, 3, 99])
         for folder in work.saved if how == "format" else work.saved[:1]:
             manifest = json.loads((folder / "manifest.json").read_text("utf-8"))
             (folder / "manifest.json").write_text(json.dumps(manifest | {"format": number}), encoding="utf-8")
         if how == "format":
-            work.refused(f"has format {number}; this version reads format 1")
+            work.refused(f"(format {number}, this one reads format 2)")
         else:
-            work.check(work.go(), {0, 2}, f"has format {number}; this version reads format 1")
+            work.check(work.go(), {0, 2}, f"(format {number}, this one reads format 2)")
     shutil.rmtree(work.run)
     kept.rename(work.run)
 

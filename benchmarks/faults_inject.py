@@ -19,6 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from foretrain import HybridTrainer
+from foretrain.engine.engine import Engine
 from foretrain.engine.step import FullStep
 
 Act = Callable[[], None]
@@ -218,14 +219,14 @@ def not_finite(passes: frozenset[int]) -> Injection:
     """The losses of these backward passes are not a number."""
 
     def inject(stack: ExitStack) -> None:
-        loss, taken, bad = FullStep.loss, HybridTrainer.full, [False]
+        loss, taken, bad = FullStep.loss, Engine.full, [False]
 
-        def full(trainer: HybridTrainer, *arguments: Any) -> Any:
-            bad[0] = trainer.backward_passes in passes
+        def full(engine: Engine, *arguments: Any) -> Any:
+            bad[0] = engine.backward_passes in passes
             if bad[0]:
                 tell_fired(SPOILED)
             try:
-                return taken(trainer, *arguments)
+                return taken(engine, *arguments)
             finally:
                 bad[0] = False
 
@@ -233,7 +234,7 @@ def not_finite(passes: frozenset[int]) -> Injection:
             value = loss(step, batch)
             return value * torch.nan if bad[0] else value
 
-        HybridTrainer.full = full  # type: ignore[method-assign]
+        Engine.full = full  # type: ignore[method-assign]
         FullStep.loss = spoiled  # type: ignore[method-assign]
 
     return inject

@@ -151,7 +151,7 @@ def setups() -> dict[str, Setup]:
             {"predictor.type": "rssm", "predictor.deterministic_dim": 8, "predictor.stochastic_dim": 2},
         ),
         _train("rollout", EAGER, {"hybrid.mode": "rollout"}, verdicts=["any"]),
-        _train("rollout, offload", EAGER, PINNED, {"hybrid.mode": "rollout", "memory.lookahead": 2}),
+        _train("rollout, offload", EAGER, PINNED, {"hybrid.mode": "rollout", "memory.return_ahead": 2}),
         _tune("adapter"),
         _tune("adapter, auto", optimizer__learning_rate="auto", schedule__warmup_steps=6),
         _tune("adapter, auto, averaged", optimizer__learning_rate="auto", evaluation__ema_decay=0.8, lora__dropout=0.1),

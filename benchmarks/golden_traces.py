@@ -35,7 +35,12 @@ import foretrain
 from foretrain import Followed, Forecast, HybridTrainer, Predictor, Situation, load
 
 Trace = list[str]
-TIMES = {"seconds", "total_seconds", "tokens_per_second", "time", "path", "megabytes", "resident_peak", "eta"}
+GONE = {"correction", "corrections", "correction_interval"}
+"""Settings and entries of the summary that some of the commits compared do not have."""
+TIMES = {"seconds", "total_seconds", "tokens_per_second", "time", "path", "resident_peak", "eta"}
+TIMES |= {"megabytes", "weights_megabytes", "prediction_megabytes"}  # these depend on the form of checkpoints
+RENAMED = {"lookahead": "return_ahead"}
+"""Settings by the name that they had, as the summary lists them: a new name is no other behaviour."""
 SHORT = {
     "device": "cpu",
     "hybrid.warmup_steps": 20,
@@ -176,7 +181,8 @@ class Kept:
 def plain(value: Any) -> Any:
     """JSON without times and paths; numbers as their exact digits."""
     if isinstance(value, Mapping):
-        return {str(key): plain(entry) for key, entry in value.items() if key not in TIMES}
+        kept = {key: entry for key, entry in value.items() if key not in TIMES | GONE}
+        return {RENAMED.get(str(key), str(key)): plain(entry) for key, entry in kept.items()}
     if isinstance(value, list | tuple):
         return [plain(entry) for entry in value]
     if isinstance(value, float) and not math.isfinite(value):
@@ -187,6 +193,8 @@ def plain(value: Any) -> Any:
 
 
 def configured(settings: Mapping[str, Any], preset: str = "measured") -> Any:
+    if hasattr(load(None).config, "correction"):  # commits that still had it: without it, as all others are
+        settings = {"correction.limit": 0.0, **settings}
     return load(None, [f"{name}={json.dumps(value)}" for name, value in settings.items()], preset).config
 
 

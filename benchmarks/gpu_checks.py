@@ -78,13 +78,13 @@ def recorded_gradient_equals_eager() -> str:
     batches = iter(loader)
     worst = 0.0
     for step in range(12):
-        batch = made.to_device(next(batches))
+        batch = made.engine.to_device(next(batches))
         if step > 5:
-            graph = (made.gradient(batch), *(p.grad.clone() for p in made.full_step.parameters))
-            eager = (made.full_step.gradient(batch), *(p.grad for p in made.full_step.parameters))
+            graph = (made.engine.gradient(batch), *(p.grad.clone() for p in made.engine.full_step.parameters))
+            eager = (made.engine.full_step.gradient(batch), *(p.grad for p in made.engine.full_step.parameters))
             worst = max(worst, *(float((a - b).abs().max()) for a, b in zip(graph, eager, strict=True)))
         made.step(batch)
-    assert made._run_gradient is not None
+    assert made.engine._run_gradient is not None
     assert worst < 1e-5, worst
     return f"largest difference of loss and gradients {worst:.1e}"
 
@@ -96,16 +96,16 @@ def recorded_loss_equals_eager() -> str:
     batches = iter(loader)
     worst = 0.0
     for step in range(14):
-        batch = made.to_device(next(batches))
+        batch = made.engine.to_device(next(batches))
         one, two = made.step(batch), other.step(batch)
         assert abs(one.loss - two.loss) < 1e-5, (step, one.loss, two.loss)
         rows = (batch[0][:5], batch[1][:5])
         for part in (batch, rows, (batch[0][:3], batch[1][:3])):
-            graph = float(made.forward_loss([part]))
+            graph = float(made.engine.forward_loss([part]))
             with torch.no_grad():
-                eager = float(made.full_step.loss(part))
+                eager = float(made.engine.full_step.loss(part))
             worst = max(worst, abs(graph - eager))
-    assert made._run_loss is not None
+    assert made.engine._run_loss is not None
     assert worst < 1e-5, worst
     return f"largest difference of the loss {worst:.1e}"
 
@@ -181,7 +181,7 @@ def moves_work() -> str:
         )
         while made.global_step < 300 or made.judging:
             made.step((inputs, targets))
-        final[mode] = made.probe((inputs, targets))
+        final[mode] = made.engine.probe((inputs, targets))
     assert final["leap"] < 0.5 * final["off"], final
     return f"{'; '.join(told)}; exact loss after 300 steps {final['leap']:.2e} against {final['off']:.2e} without leaps"
 
@@ -202,7 +202,7 @@ def own_rates_are_followed() -> str:
         )
         batch, told, used = torch.ones(4, device="cuda"), [], []
         for step in range(12):
-            made.rate_factor = 0.5 if step % 3 == 0 else 1.0
+            made.checkup.health.rate_factor = 0.5 if step % 3 == 0 else 1.0
             before = model.weight.detach().clone()
             told.append(made.step(batch))
             used.append(before - model.weight.detach())
@@ -210,7 +210,7 @@ def own_rates_are_followed() -> str:
         for wanted, result, moved in zip(expected, told, used, strict=True):
             assert abs(float(moved.mean()) - wanted) < 1e-4 * wanted + 1e-6, (rate, wanted, float(moved.mean()))
             assert abs(result.learning_rate - wanted) < 1e-6, (rate, wanted, result.learning_rate)
-        assert isinstance(made._run_step, GraphedStep) is recorded, rate
+        assert isinstance(made.engine._run_step, GraphedStep) is recorded, rate
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(5):
@@ -235,7 +235,7 @@ def resume_is_exact() -> str:
             ends = []
             for stop in (None, 20):
                 made, loader = trainer(**settings, **{"optimizer.type": optimizer, "checkpoint.interval": 20})
-                assert isinstance(made._choose_step(next(iter(loader))), GraphedStep)
+                assert isinstance(made.engine._choose_step(next(iter(loader))), GraphedStep)
                 held_out = held_out_batches(TOKENS[:20_000], 64, 8, 4)
                 if stop is None:
                     made.fit(loader, held_out, out=f"{folder}/straight", progress=False)

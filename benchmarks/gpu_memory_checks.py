@@ -30,7 +30,7 @@ def host_memory_equals_device() -> str:
         {"memory.basis": "pinned"},
         {"memory.offload": True},
         {"memory.snapshots": "pinned", "memory.basis": "pinned", "memory.offload": True},
-        {"memory.snapshots": "pinned", "memory.offload": True, "memory.lookahead": 0},
+        {"memory.snapshots": "pinned", "memory.offload": True, "memory.return_ahead": 0},
     )
     told = []
     for mode, optimizer in (("leap", "adamw"), ("rollout", "muon")):
@@ -86,9 +86,9 @@ def offload_frees_memory() -> str:
     batches = iter(loader)
     for _ in range(3):
         made.step(next(batches))
-    away, state = made.away, made.optimizer.state
+    away, state = made.engine.away, made.optimizer.state
     assert away is not None
-    gradients = sum(p.grad.numel() * 4 for p in made.full_step.parameters if p.grad is not None)
+    gradients = sum(p.grad.numel() * 4 for p in made.engine.full_step.parameters if p.grad is not None)
     size = sum(t.numel() * 4 for values in state.values() for t in values.values() if t.ndim)
     expected = {p: values["exp_avg"].clone() for p, values in state.items()}
     torch.cuda.synchronize()
@@ -220,7 +220,7 @@ def _trained(out: Path, settings: dict[str, Any], resume: bool = False) -> tuple
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     made.fit(loader, held_out_batches(TOKENS[:20_000], 64, 8, 4), out=str(out), resume=resume, progress=False)
-    loss = made.probe(next(iter(loader)))
+    loss = made.engine.probe(next(iter(loader)))
     return [p.detach().clone() for p in made.model.parameters()], loss, made.summary()
 
 

@@ -100,8 +100,8 @@ def overhead(ours: list[float], theirs: list[float]) -> dict[str, Any]:
 def one_look(arm: Arm, times: int) -> float:
     """Seconds of a look by itself, with the judging and the event, everything waited for: more than it can cost."""
     trainer, batch = arm.trainer, next(arm.batches)
-    batch = trainer.to_device(batch)
-    output = trainer.full(batch)
+    batch = trainer.engine.to_device(batch)
+    output = trainer.engine.full(batch)
     spent = []
     for _ in range(times):
         _wait(trainer)

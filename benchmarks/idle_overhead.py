@@ -51,7 +51,7 @@ class Arm:
         for _ in range(steps):
             self.trainer.step(next(self.batches))
             if self.trainer.global_step % 10 == 0:
-                self.trainer.meter.read()
+                self.trainer.engine.meter.read()
         if self.trainer.device.type == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter() - started

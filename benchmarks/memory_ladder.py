@@ -34,7 +34,7 @@ RUNGS: dict[str, dict[str, Any]] = {
     "updates in the backward pass": {"engine.update_in_backward": True},
     "snapshots in host memory": {"memory.snapshots": "pinned"},
     "directions in host memory": {"memory.basis": "pinned"},
-    "everything": {"memory.offload": True, "memory.lookahead": 0},
+    "everything": {"memory.offload": True, "memory.return_ahead": 0},
 }
 """`everything`: the optimizer's state leaves the device in PREDICT, too."""
 

@@ -71,7 +71,7 @@ class Mutant:
 
     area: str
     file: str
-    """Below `src/foretrain`."""
+    """Below `src/foretrain`, or below `src`."""
     before: str
     after: str
     promise: str
@@ -93,7 +93,13 @@ class Project:
     libraries: tuple[str, ...] = _LIBRARIES
 
     def source(self, mutant: Mutant) -> Path:
-        return self.root / self.package / mutant.file
+        return self.path(mutant.file)
+
+    def path(self, file: str) -> Path:
+        """Return where a file of the package or of the packages beside it is."""
+        package = self.root / self.package
+        beside = package.parent / file
+        return beside if beside.is_file() else package / file
 
     def stale(self, mutant: Mutant) -> str:
         """What is wrong with an entry of the list; empty: nothing."""
@@ -106,7 +112,7 @@ class Project:
         if mutant.before == mutant.after:
             return "it changes nothing"
         try:
-            ast.parse(mutant.changed(text))
+            ast.parse(mutant.changed(text) if path.suffix == ".py" else "")
         except SyntaxError as error:
             return f"it makes no Python: {error.msg}"
         missing = [test for test in mutant.tests if not self.has(test)]

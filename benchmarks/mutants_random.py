@@ -14,15 +14,14 @@ from typing import Any
 
 MODULES = (
     "hybrid/ledger.py",
-    "hybrid/correction.py",
     "hybrid/exact_gain.py",
     "hybrid/gate.py",
-    "health/guard.py",
+    "health/detect.py",
     "hybrid/horizon.py",
     "hybrid/moves/leap.py",
     "hybrid/cycle.py",
     "hybrid/moves/obstacles.py",
-    "health/recovery.py",
+    "health/act.py",
     "data/chats.py",
     "data/examples.py",
     "data/loader.py",
@@ -32,7 +31,7 @@ MODULES = (
     "hybrid/moves/lookahead.py",
     "motion/predictability.py",
     "motion/quality.py",
-    "motion/slope.py",
+    "motion/losses.py",
     "engine/average.py",
     "persist/checkpoint.py",
     "engine/optim/in_backward.py",
@@ -48,10 +47,11 @@ MODULES = (
     "persist/codec.py",
     "engine/step.py",
     "measure/analysis.py",
-    "measure/history.py",
+    "foretrain_bench/history.py",
     "measure/plan.py",
     "measure/stats.py",
-    "measure/verdict.py",
+    "foretrain_bench/stats.py",
+    "foretrain_bench/verdict.py",
     "models/cache.py",
     "models/lora.py",
     "models/loss.py",
@@ -64,7 +64,7 @@ MODULES = (
     "show/outlet.py",
     "config/units.py",
 )
-"""Below src/foretrain. Their test files take seconds."""
+"""Below src/foretrain, or below src. Their test files take seconds."""
 _COMPARISONS: dict[type[ast.cmpop], ast.cmpop] = {
     ast.Lt: ast.LtE(),
     ast.LtE: ast.Lt(),
@@ -140,19 +140,30 @@ def drawn(project: Any, count: int, seed: int) -> list[tuple[str, str, str, str,
     """(area, file, text of the file, text with a change, what was changed, its test file) `count` times."""
     draw = random.Random(seed)  # noqa: S311
     found: dict[tuple[str, int], tuple[str, str, str, str, str, str]] = {}
-    sources = {name: (project.root / project.package / name).read_text(encoding="utf-8") for name in MODULES}
+    sources = {name: project.path(name).read_text(encoding="utf-8") for name in MODULES}
     places = [(name, number) for name, text in sources.items() for number in range(len(list(sites(ast.parse(text)))))]
     for name, number in draw.sample(places, min(count, len(places))):
-        folder, _, file = name.rpartition("/")
-        tests = f"{folder}/test_{file}" if folder else f"test_{file}"
         tree = ast.parse(sources[name])
         old = list(sites(tree))[number]
         new = changed(copy.deepcopy(old))
         assert new is not None
         words = f"line {getattr(old, 'lineno', 0)}: {_shown(old)} -> {_shown(new)}"
         text = ast.unparse(ast.fix_missing_locations(_Replace(old, new).visit(tree)))
-        found[name, number] = (folder or "top", name, sources[name], text + "\n", words, tests)
+        found[name, number] = (
+            name.rpartition("/")[0] or "top",
+            name,
+            sources[name],
+            text + "\n",
+            words,
+            tests_of(name),
+        )
     return list(found.values())
+
+
+def tests_of(name: str) -> str:
+    """Return the test file of a module, below `tests`."""
+    folder, _, file = name.removeprefix("foretrain_").rpartition("/")
+    return f"{folder}/test_{file}".lstrip("/")
 
 
 def _shown(node: ast.AST) -> str:

@@ -48,13 +48,13 @@ ARMS: dict[str, dict[str, Any]] = {
     "snapshots": {"memory.snapshots": "pinned"},
     "basis": {"memory.basis": "pinned"},
     "offload": {"memory.offload": True},
-    "offload, lookahead 0": {"memory.offload": True, "memory.lookahead": 0},
+    "offload, return_ahead 0": {"memory.offload": True, "memory.return_ahead": 0},
     "everything": {"memory.snapshots": "pinned", "memory.basis": "pinned", "memory.offload": True},
-    "everything, lookahead 0": {
+    "everything, return_ahead 0": {
         "memory.snapshots": "pinned",
         "memory.basis": "pinned",
         "memory.offload": True,
-        "memory.lookahead": 0,
+        "memory.return_ahead": 0,
     },
 }
 CYCLE = {"hybrid.warmup_steps": 20, "hybrid.full_steps": 20, "hybrid.correct_steps": 5, "hybrid.max_predict_steps": 10}
@@ -174,19 +174,19 @@ def switched(settings: dict[str, Any], mode: str, rounds: int, cycles: int) -> A
     settings = {**settings, **CYCLE, "hybrid.mode": mode, **ARMS["offload"]}
     steps, before = cycles * STEPS[mode], host_bytes()
     arm = Arm(settings)
-    trainer, leaving = arm.trainer, arm.trainer.away
+    trainer, leaving = arm.trainer, arm.trainer.engine.away
     seconds: dict[str, list[float]] = {"device": [], "offload": []}
     memories: dict[str, Any] = {}
     for turn in range(rounds):
         for name in seconds if turn % 2 == 0 else list(seconds)[::-1]:
             while trainer.phase.value != "full":
                 trainer.step(next(arm.batches))
-            trainer.away = leaving if name == "offload" else None
+            trainer.engine.away = leaving if name == "offload" else None
             seconds[name].append(arm.train(steps))
     for name in seconds:
         while trainer.phase.value != "full":
             trainer.step(next(arm.batches))
-        trainer.away = leaving if name == "offload" else None
+        trainer.engine.away = leaving if name == "offload" else None
         memories[name] = memory(arm, mode, before)
     if leaving is not None and trainer.device.type == "cuda":
         memories["offload"]["copied_gb_per_second"] = round(leaving.parking.lane.rate / 1e9, 2)

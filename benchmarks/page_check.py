@@ -2,12 +2,14 @@
 
 python benchmarks/page_runs.py RUNS                 # real runs to look at, once; 15 minutes on one core
 python benchmarks/page_check.py RUNS/demo RUNS/long RUNS/troubled RUNS/busy RUNS/huge [--pictures FOLDER] [--save FILE]
+    [--comparison benchmarks/results/2026-11-15-campaign-lm30m-adamw.json ...]
 
 Needs chromium and chromedriver (on Debian: apt-get install chromium chromium-driver). For every run: no console error,
 all charts drawn, numbers equal to summary.json, below 3 MB, loaded and drawn within 2 s, the ledger whole on demand,
 everything reached with the keyboard and named for a screen reader, enough contrast in both themes. Then all runs in one
 page; one with a single entry, whose curves are dots and whose long numbers fit in their cards; a small training
-followed live through cut connections, a kill and a resumption; and one of 100,000 steps (`--steps`, 0: none).
+followed live through cut connections, a kill and a resumption; and one of 100,000 steps (`--steps`, 0: none). The page
+of a comparison: every chart drawn, a click on an arm hides all its seeds, what lies under the pointer is said.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from typing import Any
 from browser import Browser
 from foretrain.environment import describe
 from foretrain.persist.files import write_atomic
+from foretrain.show.pages import comparison_page
 from foretrain.show.pages.report import write_report
 from page_live import check_live, check_scale
 from page_reading import check_reading
@@ -36,6 +39,7 @@ def main() -> None:
     parser.add_argument("runs", nargs="+", type=Path)
     parser.add_argument("--pictures", type=Path, help="write screenshots there: light, dark, narrow, and as printed")
     parser.add_argument("--steps", type=int, default=100_000, help="of the run that is watched all along")
+    parser.add_argument("--comparison", nargs="*", type=Path, default=[], help="results of `foretrain compare`")
     parser.add_argument("--save", type=Path, help="write what was measured there, as JSON")
     given = parser.parse_args()
     if given.pictures:
@@ -48,6 +52,8 @@ def main() -> None:
             name = "-".join(run.resolve().name for run in runs)[:80]
             found["reports"][name] = check_report(browser, runs, name, Path(folder), given.pictures)
 
+        for result in given.comparison:
+            found["reports"][result.stem] = check_comparison(browser, result, Path(folder), given.pictures)
         check_smallest(browser, Path(folder))
 
         def numbers(run: Path) -> None:
@@ -94,6 +100,55 @@ def check_report(browser: Browser, runs: list[Path], name: str, folder: Path, pi
     figures |= {"drawn_seconds": round(seconds, 4), "curves": drawn, "heap_megabytes": heap, **ledger, **reading}
     print(f"{name}: {figures}")
     return figures
+
+
+def check_comparison(browser: Browser, result: Path, folder: Path, pictures: Path | None) -> dict[str, Any]:
+    """Every chart drawn, an arm hidden and shown by a click on its name, and a point told by the pointer on it."""
+    name, target = result.stem, folder / f"{result.stem}.html"
+    write_atomic(target, comparison_page.page(json.loads(result.read_text(encoding="utf-8"))))
+    browser.look(1280, 900)
+    browser.open(target.as_uri())
+    charts = browser.ask("[...document.querySelectorAll('[data-chart]')].map(one => one.dataset.chart)")
+    empty = [chart for chart in charts if browser.until(f"{_holder(chart)}.dataset.drawn") == "empty"]
+    assert len(charts) - len(empty) >= 3, (name, empty)
+    picture = f"{_holder('curve')}.querySelector('canvas').toDataURL()"
+    whole = browser.ask(picture)
+    arm = f"{_holder('curve')}.querySelectorAll('th[role=button]')"
+    assert int(browser.ask(f"{arm}.length")) > 1, name
+    pictures_of_click = []
+    for pressed in ("false", "true"):
+        browser.ask(f"{arm}[0].click()")
+        browser.until(f"{arm}[0].getAttribute('aria-pressed') === '{pressed}'")
+        browser.until("new Promise(done => requestAnimationFrame(() => done(true)))")
+        pictures_of_click.append(browser.ask(picture))
+    assert pictures_of_click[0] != whole, name
+    assert pictures_of_click[1] == whole, name
+    browser.ask(f"{_holder('curve')}.scrollIntoView({{block: 'center', behavior: 'instant'}})")
+    told = ""
+    box = browser.ask(
+        f"(({{left, top, width, height}}) => [left, top, width, height])({_holder('curve')}"
+        ".querySelector('.u-over').getBoundingClientRect())"
+    )
+    for place in range(20 * 15):  # over the whole chart, in steps smaller than the distance from which a point is told
+        where = {"x": box[0] + box[2] * (place % 20 + 0.5) / 20, "y": box[1] + box[3] * (place // 20 + 0.5) / 15}
+        browser.command("Input.dispatchMouseEvent", type="mouseMoved", **where)
+        told = str(browser.ask("(one => one.hidden ? '' : one.textContent)(document.querySelector('.bubble'))"))
+        if told:
+            break
+    assert ", seed " in told, (name, told)
+    reading = check_reading(browser, name, "curve")
+    assert (errors := browser.errors()) == [], errors
+    if pictures:
+        browser.open(target.as_uri())
+        for width, dark, kind in ((1280, False, "light"), (1280, True, "dark"), (390, False, "phone")):
+            browser.picture(pictures / f"{name}-{kind}.png", width, dark)
+    figures = {"bytes": target.stat().st_size, "charts": len(charts) - len(empty), **reading}
+    print(f"{name}: {figures}")
+    return figures
+
+
+def _holder(chart: str) -> str:
+    return f"document.querySelector('[data-chart=\"{chart}\"]')"
 
 
 def check_smallest(browser: Browser, folder: Path) -> None:

@@ -74,7 +74,7 @@ LEVERS: list[dict[str, Any]] = [
     SMALL | {"batch_size": 16, "memory.offload": True} | HYBRID,
     SMALL | {"batch_size": 16, "precision.predict": "fp32"} | HYBRID,
     SMALL | {"batch_size": 16, "engine.loss_rows": 1024},
-    SMALL | {"batch_size": 16, "memory.offload": True, "memory.lookahead": 0} | HYBRID,
+    SMALL | {"batch_size": 16, "memory.offload": True, "memory.return_ahead": 0} | HYBRID,
 ]
 
 
@@ -138,8 +138,8 @@ def probe(trainer: HybridTrainer, batch: Any, before: int) -> int:
         probes.loss(move)
         size = peak(before)
         probes.bring_back(-1)
-        if trainer.away is not None:
-            trainer.away.back()
+        if trainer.engine.away is not None:
+            trainer.engine.away.back()
     peak(before)
     return size
 

@@ -72,9 +72,9 @@ def cost(predictor: Predictor, groups: int, repeats: int) -> dict[str, float]:
     for _ in range(40):
         now, followed = motion.next()
         predictor.observe(now, followed)
-    gate = getattr(predictor, "gate", None)
-    if gate is not None:  # the corrections count in the forecast's cost even if they were of no use on this motion
-        predictor._gates = np.ones(len(HORIZONS_IN_WINDOWS))  # type: ignore[attr-defined]
+    trust = getattr(predictor, "trust", None)
+    if trust is not None:  # the corrections count in the forecast's cost even if they were of no use on this motion
+        predictor._shares = np.ones(len(HORIZONS_IN_WINDOWS))  # type: ignore[attr-defined]
     result = {
         f"forecast {h}": milliseconds(lambda h=h: predictor.forecast(now, [h]), repeats)  # type: ignore[misc]
         for h in SINGLE

@@ -57,7 +57,7 @@ def engine(size: Size, batch: int, device: str, data: np.ndarray, **settings: An
         for _ in range(steps):
             trainer.step(next(batches))
             if trainer.global_step % 10 == 0:
-                trainer.meter.read()
+                trainer.engine.meter.read()
 
     return train
 

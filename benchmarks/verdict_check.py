@@ -105,7 +105,7 @@ def main() -> None:
         worker(options.worker)
         return
     from foretrain import environment
-    from foretrain.measure.bench import commit_of, this_version
+    from foretrain_bench.timing import this_version
 
     experiments = (
         ("same code", 0.0, options.same, (5,)),
@@ -129,7 +129,7 @@ def main() -> None:
         "benchmark": "verdict check",
         "command": " ".join(["python", "benchmarks/verdict_check.py", *_options(options)]),
         "date": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "commit": commit_of(this_version().source),
+        "commit": environment.commit_of(this_version().source),
         "environment": environment.describe("cpu"),
         "seconds": round(time.monotonic() - started),
         "unit": "seconds per sample, a list of samples per process",

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+import textwrap
 from pathlib import Path
 
 from foretrain.config import Config, settings
 from foretrain.config.names import BARE_ALIASES, KEY_ALIASES, PRESETS, RESERVED, SECTION_ALIASES, WITHOUT_SIZE
 
 PAGE = Path(__file__).parent / "configuration.md"
+WIDTH = 120
 
 INTRODUCTION = """# Configuration
 
@@ -31,8 +33,12 @@ could be the learning rate's or prediction's, and is refused with both names.
 """
 
 
+def wrapped(text: str, indent: str = "") -> list[str]:
+    return textwrap.wrap(text, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
 def page() -> str:
-    """The whole page."""
+    """Return the whole page."""
     lines = [INTRODUCTION]
     section = None
     for setting in settings():
@@ -40,11 +46,10 @@ def page() -> str:
         if name != section:
             section = name
             model = Config.model_fields[name].annotation if name else Config
-            lines += ["", f"## `[{name}]`" if name else "## Top level", "", (model.__doc__ or "").strip(), ""]
-            lines += ["| key | values | default | meaning |", "|---|---|---|---|"]
+            about = " ".join((model.__doc__ or "").split())
+            lines += ["", f"## `[{name}]`" if name else "## Top level", "", *wrapped(about), ""]
         default = "unset" if setting.default is None else f"`{json.dumps(setting.default)}`"
-        kind = setting.kind.replace("|", "\\|")
-        lines.append(f"| `{key}` | {kind} | {default} | {setting.meaning.replace('|', chr(92) + '|')} |")
+        lines += wrapped(f"- **`{key}`** ({setting.kind}; default {default}): {setting.meaning}", "  ")
     lines += [
         "",
         "## Presets",
@@ -54,11 +59,10 @@ def page() -> str:
         "methodology: phases and rates, no model size (that is `model.type`).",
         "",
     ]
-    keys = list(dict.fromkeys(key for values in PRESETS.values() for key in values))
-    lines += ["| preset | " + " | ".join(f"`{key}`" for key in keys) + " |"]
-    lines += ["|---" * (len(keys) + 1) + "|"]
     for name, values in PRESETS.items():
-        lines.append(f"| `{name}` | " + " | ".join(str(values.get(key, "")) for key in keys) + " |")
+        if values:
+            told = ", ".join(f"`{key} = {json.dumps(value)}`" for key, value in values.items())
+            lines += wrapped(f"- **`{name}`**: {told}", "  ")
     lines += [""]
     lines += [
         "## Other names",

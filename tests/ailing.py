@@ -111,8 +111,8 @@ class Patient:
         while trainer.global_step < trainer.config.max_steps:
             trainer.step(self.data(trainer.position))
             if self.held_out and trainer.global_step % every == 0:
-                trainer.meter.fetch()
-                trainer.last_train_loss = trainer.meter.unread[-1][0]
+                trainer.engine.meter.fetch()
+                trainer.engine.progress.last_train_loss = trainer.engine.meter.unread[-1][0]
                 trainer.evaluated(self.judge(trainer))
         trainer.checkup.finish()
         return self.judge(trainer), trainer.checkup.health.findings

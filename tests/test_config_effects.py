@@ -24,6 +24,7 @@ from torch import nn
 from foretrain.config import from_mapping, load, settings, to_mapping
 from foretrain.data import tokens
 from foretrain.engine import precision, schedule
+from foretrain.engine.engine import Engine
 from foretrain.engine.memory.host import host_bytes
 from foretrain.engine.optim.muon import Muon
 from foretrain.errors import ConfigError, DataError, DivergenceError, OutOfMemory
@@ -145,8 +146,8 @@ def test_no_check_is_left_of_a_removed_setting() -> None:
 
 @effect("preset")
 def _(bench: Bench) -> None:
-    assert bench.trainer(preset="small").rate.peak == 1e-4
-    assert bench.trainer(preset="large").rate.peak == 1e-5
+    assert bench.trainer(preset="small").engine.rate.peak == 1e-4
+    assert bench.trainer(preset="large").engine.rate.peak == 1e-5
 
 
 @effect("max_steps")
@@ -614,8 +615,8 @@ def _(bench: Bench) -> None:
 
         config = bench.config(precision__type="bf16", precision__predict=name)
         trainer = HybridTrainer(bench.make_model(), None, loss, config)
-        trainer.probe(bench.make_batch())
-        trainer.probe_all([bench.make_batch()])
+        trainer.engine.probe(bench.make_batch())
+        trainer.engine.probe_all([bench.make_batch()])
         trainer.step(bench.make_batch())
         trainer.evaluate([bench.make_batch()])
         assert seen == [dtype, dtype, torch.bfloat16, torch.bfloat16]
@@ -676,7 +677,7 @@ def _(bench: Bench) -> None:
         trainer = bench.trainer(precision__type="fp16", precision__loss_scale=8.0, precision__growth_interval=interval)
         for number in range(4):
             trainer.step(bench.make_batch(seed=number))
-        assert float(trainer.precision.scale) == 8.0 * 2**doublings
+        assert float(trainer.engine.precision.scale) == 8.0 * 2**doublings
 
 
 @effect("engine.compile")
@@ -801,16 +802,16 @@ def _(bench: Bench) -> None:
 @effect("memory.offload")
 def _(bench: Bench) -> None:
     for wanted in (True, False):
-        parked = away_while_probing(bench.patch, memory__offload=wanted, memory__lookahead=0)
+        parked = away_while_probing(bench.patch, memory__offload=wanted, memory__return_ahead=0)
         assert set(parked) == {wanted}
     with pytest.raises(ConfigError, match=r"engine\.cuda_graph = true and memory\.offload = true exclude each other"):
         bench.config(memory__offload=True, engine__cuda_graph=True)
 
 
-@effect("memory.lookahead")
+@effect("memory.return_ahead")
 def _(bench: Bench) -> None:
     for steps in (0, 1, 3):
-        parked = away_while_probing(bench.patch, memory__offload=True, memory__lookahead=steps)
+        parked = away_while_probing(bench.patch, memory__offload=True, memory__return_ahead=steps)
         assert parked[: len(parked) - steps] == [True] * (len(parked) - steps)
         assert parked[len(parked) - steps :] == [False] * steps
 
@@ -851,13 +852,13 @@ def _(bench: Bench) -> None:
 @effect("evaluation.batches")
 def _(bench: Bench) -> None:
     seen: list[int] = []
-    original = HybridTrainer.evaluate
+    original = Engine.evaluate
 
-    def counted(trainer: HybridTrainer, batches: Any) -> float:
+    def counted(engine: Engine, batches: Any) -> float:
         seen.append(len(batches))
-        return original(trainer, batches)
+        return original(engine, batches)
 
-    bench.patch.setattr(HybridTrainer, "evaluate", counted)
+    bench.patch.setattr(Engine, "evaluate", counted)
     for wanted in (1, 3):
         bench.train(max_steps=1, evaluation__batches=wanted)
     assert seen == [1, 3]
@@ -877,7 +878,7 @@ def _(bench: Bench) -> None:
 def _(bench: Bench) -> None:
     for patience, steps in ((0, 6), (1, 2), (3, 4)):
         rising = iter(range(1, 100))
-        bench.patch.setattr(HybridTrainer, "evaluate", lambda trainer, batches, rising=rising: float(next(rising)))
+        bench.patch.setattr(Engine, "evaluate", lambda engine, batches, rising=rising: float(next(rising)))
         changes = {"evaluation__interval": 1, "evaluation__early_stopping_patience": patience}
         assert bench.train(**changes)[0]["global_step"] == steps
 
@@ -960,7 +961,7 @@ def _(bench: Bench) -> None:
         HybridTrainer(Large(3, 1), config=bench.config(memory__on_out_of_memory="stop")).step(batch)
     trainer = HybridTrainer(Large(3, 1), config=bench.config(memory__on_out_of_memory="retry"))
     assert trainer.step(batch).global_step == 1
-    assert trainer.full_step.accumulation == 2
+    assert trainer.engine.full_step.accumulation == 2
 
 
 @effect("memory.timeline")
@@ -1158,12 +1159,6 @@ def harmful(**changes: Any) -> Hybrid:
     return hybrid(predictor=Repeating(1.0, far=-30.0), **changes)
 
 
-def biased(**changes: Any) -> Hybrid:
-    """Forecasts go half as far as the weights really go: past residuals tell by how much to correct a move."""
-    settings = {"hybrid__warmup_steps": 100, "hybrid__full_steps": 30, **changes}
-    return hybrid(300, predictor=Repeating(0.5), **settings)
-
-
 @effect("hybrid.mode")
 def _(bench: Bench) -> None:
     plain, leap, rollout = (hybrid(hybrid__mode=mode) for mode in ("off", "leap", "rollout"))
@@ -1217,15 +1212,6 @@ def _(bench: Bench) -> None:
     """Of a loss right after a leap: what is tolerated is judged later."""
     for threshold, verdict in ((3.0, "refused"), (1e6, "rolled back")):
         assert harmful(hybrid__search=False, hybrid__divergence_threshold=threshold).moves[0].verdict == verdict
-
-
-@effect("hybrid.correction_interval")
-def _(bench: Bench) -> None:
-    never, often = (biased(hybrid__mode="rollout", hybrid__correction_interval=steps) for steps in (0, 3))
-    pairs = enumerate(zip(never.losses, often.losses, strict=False))
-    differing = next(place for place, (one, other) in pairs if one != other)
-    assert never.phases[differing - 2 : differing + 1] == ["predict"] * 3
-    assert often.losses[differing] < never.losses[differing]  # half of the way was missing
 
 
 @effect("hybrid.monitor_interval")
@@ -1427,38 +1413,6 @@ def _(bench: Bench) -> None:
         changes_forecasts("predictor__learning_rate", 1e-3, 1e-2, **{**SMALL, "predictor__type": kind})
 
 
-@effect("correction.residuals")
-def _(bench: Bench) -> None:
-    for count in (3, 6):
-        state = hybrid(correction__residuals=count, hybrid__warmup_steps=200).trainer.state_dict()
-        assert len(state["hybrid"]["pilot"]["correction"]["residuals"]) == count
-
-
-@effect("correction.similarity")
-def _(bench: Bench) -> None:
-    assert biased(correction__similarity=-1.0).trainer.summary()["corrections"]["applied"] > 0
-    assert biased(correction__similarity=0.999999).trainer.summary()["corrections"]["applied"] == 0
-
-
-@effect("correction.neighbors")
-def _(bench: Bench) -> None:
-    runs = [biased(correction__neighbors=count, correction__similarity=-1.0) for count in (1, 1, 5)]
-    assert torch.equal(runs[0].weights, runs[1].weights)
-    assert not torch.equal(runs[0].weights, runs[2].weights)
-
-
-@effect("correction.limit")
-def _(bench: Bench) -> None:
-    settings = {"hybrid__mode": "rollout", "hybrid__correction_interval": 1, "correction__similarity": -1.0}
-    falls = []
-    for limit in (0.0, 0.2, 1.0):
-        run = biased(correction__limit=limit, **settings)
-        place = run.phases.index("predict")
-        falls.append(run.losses[place - 1] - run.losses[place + 5])
-    assert 0 < falls[0] < falls[1] < falls[2]
-    assert biased(correction__limit=0.0).trainer.summary()["corrections"]["applied"] == 0
-
-
 @effect("audit.time_budget")
 def _(bench: Bench) -> None:
     assert not noisy(audit__time_budget=0.0).moves
@@ -1560,7 +1514,7 @@ def _(bench: Bench) -> None:
 def _(bench: Bench) -> None:
     for tuned, factor in ((False, 1.0), (True, 2.0)):
         run = hybrid(560, hybrid__warmup_steps=1000, optimizer__learning_rate=1e-7, guard__auto_tune=tuned)
-        assert run.trainer.rate_factor == factor
+        assert run.trainer.engine.rate_factor == factor
         assert run.trainer.optimizer.param_groups[0]["lr"] == pytest.approx(1e-7 * factor)
         assert [event.ailment for event in run.events if isinstance(event, HealthFound)] == [
             "plateau"
@@ -1586,7 +1540,7 @@ class Tuning:
 
     bench: Bench
 
-    def parts(self, **changes: Any) -> tuple[tuning.Base, tuning.Split, HybridTrainer]:
+    def parts(self, **changes: Any) -> tuple[tuning.Base, tuning.ExampleSplit, HybridTrainer]:
         config = config_for(write_base(self.bench.folder / "base"), self.colors(), **changes)
         opened = tuning.open_base(config.model.weights)
         split = tuning.prepare(config, opened)

@@ -79,13 +79,13 @@ def test_an_open_move_is_taken_back_before_others_are_trained(mode: str) -> None
     frozen = middle(trainer.model)
     trainer.model.middle.requires_grad_(False)
     trained: list[Any] = []
-    full = trainer.full
+    full = trainer.engine.full
 
-    def seen(batch: Any, between: Any = None) -> Any:
+    def seen(batch: Any, *hooks: Any) -> Any:
         trained.append(everything(trainer))
-        return full(batch, between)
+        return full(batch, *hooks)
 
-    trainer.full = seen  # type: ignore[method-assign]
+    trainer.engine.full = seen  # type: ignore[method-assign]
     run.step()
     now = differences(trained[0], before)
     assert {name for name in now if not name.startswith(("look_ahead", "predictor", "tree"))} == {
@@ -156,7 +156,7 @@ def test_an_emergency_brings_back_what_was_frozen_or_unfrozen_since(change: str,
     assert all(torch.equal(value, weights[name]) for name, value in trainer.model.state_dict().items())
     for parameter, state in optimizer.items():
         assert all(torch.equal(value, trainer.optimizer.state[parameter][name]) for name, value in state.items())
-    if trainer.average is not None:
+    if trainer.engine.average is not None:
         trainer.evaluate([DATA(0)])
     run.run()
 
@@ -287,7 +287,7 @@ def test_adapters_are_frozen_one_by_one(space: str, make_model: Callable[..., An
     run.run()
     assert same([first.lora_a.detach(), first.lora_b.detach()], frozen)
     assert run.trainer.mover.products is None or len(run.trainer.mover.products.pairs) * 2 == len(
-        run.trainer.trained.names
+        run.trainer.engine.trained.names
     )
     assert set(run.trainer.state_dict()["model"]) == {n for n, _ in model.named_parameters() if "lora" in n}
 
@@ -393,8 +393,8 @@ def test_head_first_is_resumed_to_the_bit(kind: str, mode: str, tmp_path: Path) 
         assert run(second, stop, 40, acts=False) == losses[stop:]
         assert same_weights(straight.model, second.model)
         assert [p.requires_grad for p in second.model.parameters()] == [False, False, True, True, True, True]
-        assert second.average.names == straight.average.names
-        assert same(second.average.average, straight.average.average)
+        assert second.engine.average.names == straight.engine.average.names
+        assert same(second.engine.average.average, straight.engine.average.average)
 
 
 def fit(folder: Path, resume: bool = False, max_steps: int = 60, **settings: Any) -> tuple[HybridTrainer, list[Event]]:
@@ -438,7 +438,7 @@ def test_the_best_weights_of_before_can_still_be_loaded(tmp_path: Path) -> None:
         if isinstance(event, Progress):
             if event.step == 12:
                 trainer.model.middle.requires_grad_(True)
-                trainer.best_val_loss = -1.0  # nothing is better from now on
+                trainer.engine.progress.best_val_loss = -1.0  # nothing is better from now on
             seen[event.step] = {name: value.clone() for name, value in trainer.model.state_dict().items()}
 
     batches = [DATA(position) for position in range(100)]

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from foretrain.engine.engine import Engine
 from foretrain.engine.memory.host import host_bytes
 from foretrain.engine.memory.offload import OptimizerParking
 from foretrain.events import Phase
@@ -27,9 +26,9 @@ EACH: dict[str, dict[str, Any]] = {
     "snapshots": {"memory.snapshots": "pinned"},
     "basis": {"memory.basis": "pinned"},
     "offload": {"memory.offload": True},
-    "offload at the end": {"memory.offload": True, "memory.lookahead": 0},
+    "offload at the end": {"memory.offload": True, "memory.return_ahead": 0},
     "everything": ALL,
-    "everything, early": ALL | {"memory.lookahead": 4},
+    "everything, early": ALL | {"memory.return_ahead": 4},
 }
 AUDITED = {"audit.time_budget": 1.0, "audit.steps": 8, "optimizer.learning_rate": 1e-3}
 FULL_HOUSE = {"evaluation.ema_decay": 0.9, "predictor.beta": 0.5}
@@ -112,7 +111,7 @@ def test_a_run_has_the_same_bits_when_its_state_leaves_and_comes_back_in_parts(
     monkeypatch.setattr(OptimizerParking, "hidden_bytes", lambda self, seconds: hidden)
     if name not in plain:
         plain[name] = make(name).run()
-    where = {"memory.offload": True, "memory.lookahead": lookahead, "memory.snapshots": snapshots}
+    where = {"memory.offload": True, "memory.return_ahead": lookahead, "memory.snapshots": snapshots}
     assert_same(make(name, **where).run(), plain[name])
 
 
@@ -121,9 +120,9 @@ def test_no_more_leaves_than_probes_hide_and_can_be_back_in_time(
     snapshots: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(OptimizerParking, "hidden_bytes", lambda self, seconds: 600)
-    where = {"memory.offload": True, "memory.lookahead": 3, "memory.snapshots": snapshots}
+    where = {"memory.offload": True, "memory.return_ahead": 3, "memory.snapshots": snapshots}
     run = make("audited rollout", **where)
-    parking = run.trainer.away
+    parking = run.trainer.engine.away
     assert parking is not None
     away: list[int] = []
     while run.trainer.global_step < 160:
@@ -136,7 +135,7 @@ def test_no_more_leaves_than_probes_hide_and_can_be_back_in_time(
 
 
 def is_away(run: World) -> bool:
-    return run.trainer.away is not None and run.trainer.away.away
+    return run.trainer.engine.away is not None and run.trainer.engine.away.away
 
 
 @pytest.mark.parametrize("changes", [ALL, {"memory.offload": True}], ids=["everything", "offload alone"])
@@ -198,12 +197,12 @@ def test_a_trainer_whose_state_is_away_can_be_given_another() -> None:
 def test_a_state_saved_while_it_is_away_is_not_changed_by_its_return() -> None:
     run = make("kept rollout", **ALL)
     run.run(lambda: is_away(run))
-    before = {k: v.clone() for k, v in take_apart(Engine.state_dict(run.trainer)).tensors.items()}
+    before = {k: v.clone() for k, v in take_apart(run.trainer.engine.state_dict()).tensors.items()}
     moments = [name for name in before if name.endswith("momentum_buffer")]
     assert moments
-    assert run.trainer.away is not None
-    run.trainer.away.back()
-    after = take_apart(Engine.state_dict(run.trainer)).tensors
+    assert run.trainer.engine.away is not None
+    run.trainer.engine.away.back()
+    after = take_apart(run.trainer.engine.state_dict()).tensors
     assert all(torch.equal(before[name], after[name]) for name in moments)
 
 

@@ -81,10 +81,11 @@ def test_without_moves_it_is_the_plain_loop_to_the_bit(
     assert hybrid.moves == []
     assert same_weights(hybrid.trainer.model, other.model)
     assert torch.equal(torch.get_rng_state(), state)
-    if other.average is not None:
-        assert hybrid.trainer.average is not None
+    if other.engine.average is not None:
+        assert hybrid.trainer.engine.average is not None
         assert all(
-            torch.equal(a, b) for a, b in zip(hybrid.trainer.average.average, other.average.average, strict=True)
+            torch.equal(a, b)
+            for a, b in zip(hybrid.trainer.engine.average.average, other.engine.average.average, strict=True)
         )
 
 
@@ -269,7 +270,6 @@ def test_an_audit_that_says_better_leaves_the_run_with_the_move() -> None:
     first = run.position
     trainer = run.trainer
     trainer.pilot.worth = lambda gain: 3.0  # type: ignore[method-assign]
-    trainer.pilot.correction.tried = -1000  # no correction of the move
     begun: dict[str, Any] = {}
     inner = trainer.mover._leave_predict
 
@@ -322,8 +322,8 @@ def test_every_step_is_counted_once(way: str, how: str, monkeypatch: pytest.Monk
     run = world(make(), data, settings, how)
     trainer = run.trainer
     passes: list[Tensor] = []
-    inner = trainer.full_step._backward
-    monkeypatch.setattr(trainer.full_step, "_backward", lambda loss: (inner(loss), passes.append(loss.detach())))
+    inner = trainer.engine.full_step._backward
+    monkeypatch.setattr(trainer.engine.full_step, "_backward", lambda loss: (inner(loss), passes.append(loss.detach())))
     last = 0
     while trainer.global_step < trainer.config.max_steps or trainer.judging:
         result = run.step()
@@ -361,8 +361,8 @@ def test_all_that_was_seen_is_counted_and_nothing_else(way: str) -> None:
         trainer.step(data(0 if way == "chain" else position))
         position += 1
     assert trainer.pilot.counts.tried
-    assert trainer.tokens + trainer.probe_tokens == seen
-    assert trainer.tokens <= 16 * trainer.backward_passes
+    assert trainer.engine.progress.tokens + trainer.engine.progress.probe_tokens == seen
+    assert trainer.engine.progress.tokens <= 16 * trainer.backward_passes
 
 
 def test_predicted_steps_save_full_ones_where_they_are_worth_it() -> None:
@@ -402,7 +402,7 @@ def test_a_kept_move_carries_the_average_along() -> None:
     settings = {**AUDITED, "evaluation.ema_decay": 0.9}
     run = before_a_move(world(Net(), Regression(), settings, "repeat"))
     trainer = run.trainer
-    assert trainer.average is not None
+    assert trainer.engine.average is not None
 
     def averaged() -> list[Tensor]:
         with trainer.averaged_weights():
@@ -444,49 +444,13 @@ def test_monitor_interval_is_how_often_a_forward_pass_looks(interval: int) -> No
     run = rolled(hybrid__monitor_interval=interval)
     plan, trainer = run.trainer.pilot.plan(), run.trainer
     probed: list[int] = []
-    inner = trainer.probe
-    trainer.probe = lambda batch: (probed.append(trainer.mover.open_move.moved), inner(batch))[1]  # type: ignore[method-assign]
+    inner = trainer.engine.probe
+    trainer.engine.probe = lambda batch: (probed.append(trainer.mover.open_move.moved), inner(batch))[1]  # type: ignore[method-assign]
     losses = [run.step().loss for _ in range(plan.horizon)]
     looked = [number for number in range(1, plan.horizon + 1) if number % interval == 0 or number == plan.horizon]
     assert probed == [0, *looked, plan.horizon]  # the anchor first, the same tokens again last
     for number, loss in enumerate(losses, start=1):
         assert math.isnan(loss) == (number not in looked)
-
-
-def test_correction_interval_is_how_often_a_rollout_is_corrected() -> None:
-    run = rolled(hybrid__correction_interval=4)
-    trainer, plan = run.trainer, run.trainer.pilot.plan()
-    asked: list[int] = []
-    trainer.mover._suggestion = lambda coefficients, steps: (  # type: ignore[method-assign]
-        asked.append(trainer.mover.open_move.moved + 1),
-        np.zeros_like(coefficients),
-    )[1]
-    for _ in range(plan.horizon):
-        run.step()
-    assert asked == list(range(4, plan.horizon + 1, 4))
-
-
-def test_an_active_correction_moves_the_weights() -> None:
-    plain_run, corrected = rolled(hybrid__correction_interval=0), rolled(hybrid__correction_interval=2)
-    correction = corrected.trainer.pilot.correction
-    correction.tried, correction.plain_error, correction.corrected_error = 10, 1.0, 0.5
-    assert correction.active
-    assert correction.stored > 0
-    horizon = corrected.trainer.pilot.plan().horizon
-    for run in (plain_run, corrected):
-        for _ in range(horizon):
-            run.step()
-    assert not same_weights(plain_run.trainer.model, corrected.trainer.model)
-
-
-def test_the_correction_before_validation_is_counted() -> None:
-    run = world(Net(), Regression(), AUDITED, "repeat")
-    before_a_move(run)
-    correction = run.trainer.pilot.correction
-    correction.tried, correction.plain_error, correction.corrected_error = 10, 1.0, 0.5
-    while not run.moves:
-        run.step()
-    assert run.trainer.summary()["corrections"]["applied"] == 1
 
 
 # --- rest ------------------------------------------------------------------------------------------------------------
@@ -611,7 +575,7 @@ def test_a_run_without_directions_is_resumed_exactly(reason: int, monkeypatch: p
 
 
 def without_clock(state: Snapshot) -> Snapshot:
-    state.tree["progress"]["seconds"] = 0.0
+    state.tree["seconds"] = 0.0
     return state
 
 
@@ -630,7 +594,7 @@ def test_nan_during_a_rest_is_noticed() -> None:
     assert "skip_batch" in kinds
     rolled_back = next(event for event in run.events if isinstance(event, Recovered) and event.action == "roll_back")
     assert "learning rate x 0.1" in rolled_back.text
-    assert 0.1 <= run.trainer.rate_factor < 1.0  # noticed at once, so a part may have been given back by now
+    assert 0.1 <= run.trainer.engine.rate_factor < 1.0  # noticed at once, so a part may have been given back by now
     assert all(torch.isfinite(p).all() for p in run.trainer.model.parameters())
 
 
@@ -719,7 +683,7 @@ def test_a_predictor_of_ones_own_is_saved_and_resumed(stop: int, tmp_path: Path)
     with pytest.raises(OSError, match="the disk is gone"):
         run("broken", stop, resume=False)
     resumed = run("broken", 10**9, resume=True)
-    assert resumed.clock.seconds > 0
+    assert resumed.engine.clock.seconds > 0
     assert whole.summary()["moves"]["kept"] + whole.summary()["moves"]["shrunk"] >= 1
     assert same_weights(whole.model, resumed.model)
     assert whole.summary()["moves"] == resumed.summary()["moves"]
@@ -823,31 +787,6 @@ def test_a_predictor_that_keeps_the_tensors_it_is_given_does_not_spoil_the_snaps
         for _ in range(20):
             run.step()
     assert counts == [10.0, 10.0]
-
-
-def test_the_correction_carries_the_average_along() -> None:
-    settings = {**AUDITED, "evaluation.ema_decay": 0.9}
-    run = before_a_move(world(Net(), Regression(), settings, "repeat"))
-    trainer = run.trainer
-    correction = trainer.pilot.correction
-    correction.tried, correction.plain_error, correction.corrected_error = 10, 1.0, 0.5
-    run.step()
-    assert trainer.phase is Phase.CORRECT
-    seen: dict[str, list[Tensor]] = {}
-
-    def both() -> dict[str, list[Tensor]]:
-        weights = [p.detach().clone() for p in trainer.model.parameters()]
-        with trainer.averaged_weights():
-            return {"weights": weights, "average": [p.detach().clone() for p in trainer.model.parameters()]}
-
-    before = both()
-    inner = trainer.mover._apply_correction
-    trainer.mover._apply_correction = lambda move: (inner(move), seen.update(both()))  # type: ignore[method-assign]
-    run.step()
-    assert not torch.equal(seen["weights"][0], before["weights"][0])
-    for index in range(len(before["weights"])):
-        moved = seen["weights"][index] - before["weights"][index]
-        assert torch.allclose(seen["average"][index] - before["average"][index], moved, atol=1e-6)
 
 
 def test_look_ahead_switched_on_at_a_resume_survives_an_emergency() -> None:

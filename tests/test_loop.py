@@ -28,6 +28,7 @@ from foretrain import (
 )
 from foretrain.config import from_mapping
 from foretrain.engine import precision
+from foretrain.engine.engine import Engine
 from foretrain.events import (
     CheckpointSaved,
     Evaluated,
@@ -140,7 +141,7 @@ def test_progress_is_the_mean_since_the_last_and_the_end_is_always_told(make_tra
 
 def test_best_and_last_held_out_loss(make_trainer: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     values = iter([3.0, 2.0, math.nan, 2.5, 1.5])
-    monkeypatch.setattr(HybridTrainer, "evaluate", lambda trainer, batches: next(values))
+    monkeypatch.setattr(Engine, "evaluate", lambda engine, batches: next(values))
     trainer, events = make_trainer({"max_steps": 5, "evaluation.interval": 1})
     summary = trainer.fit(batches(), batches(1), progress=False)
     assert [event.best for event in of(events, Evaluated)] == [True, True, False, False, True]
@@ -151,14 +152,14 @@ def test_a_held_out_loss_that_is_no_number_at_first_does_not_stay_the_best(
     make_trainer: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     values = iter([math.nan, 3.0, 4.0])
-    monkeypatch.setattr(HybridTrainer, "evaluate", lambda trainer, batches: next(values))
+    monkeypatch.setattr(Engine, "evaluate", lambda engine, batches: next(values))
     trainer, _ = make_trainer({"max_steps": 3, "evaluation.interval": 1})
     assert trainer.fit(batches(), batches(1), progress=False)["best_val_loss"] == 3.0
 
 
 def test_early_stopping(make_trainer: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     values = iter([3.0, 2.0, 2.1, 1.9, 2.0, 2.2, 2.1, 9.0])
-    monkeypatch.setattr(HybridTrainer, "evaluate", lambda trainer, batches: next(values))
+    monkeypatch.setattr(Engine, "evaluate", lambda engine, batches: next(values))
     settings = {"max_steps": 20, "evaluation.interval": 1, "evaluation.early_stopping_patience": 3}
     trainer, events = make_trainer(settings)
     summary = trainer.fit(batches(), batches(1), out=tmp_path / "run", progress=False)
@@ -303,7 +304,7 @@ def test_any_loader_is_resumed_exactly(name: str, stop: int, make_trainer: Make,
     assert of(events, Resumed)[0].step == of(events, RunStarted)[0].step == stop
     assert [event.loss for event in of(events, Progress)] == losses[stop:]
     assert torch.equal(second.model.weight, straight.model.weight)
-    assert second.tokens == straight.tokens
+    assert second.engine.progress.tokens == straight.engine.progress.tokens
 
 
 def test_a_loader_that_has_to_be_read_past_says_so(make_trainer: Make, tmp_path: Path) -> None:
@@ -491,7 +492,7 @@ def test_too_many_skipped_steps_end_the_run_with_a_checkpoint_of_the_last_good_w
     assert of(events, RunEnded)[0].reason == "failed"
     state = checkpoint.read(tmp_path / "run" / "checkpoints" / "step-00000007")
     assert torch.equal(state["model"]["weight"], good.model.weight)
-    assert state["progress"]["skipped_in_a_row"] == 3
+    assert state["meter"]["skipped_in_a_row"] == 3
 
     again, events = make_trainer({**settings, "max_steps": 12})
     summary = again.fit(batches(), out=tmp_path / "run", resume=True, progress=False)
@@ -551,7 +552,7 @@ def test_fp16_may_overflow_at_first(make_trainer: Make) -> None:
     summary = trainer.fit(batches(), progress=False)
     assert summary["global_step"] == 30
     assert 0 < summary["skipped_steps"] < 25
-    assert float(trainer.precision.scale) < 2.0**24
+    assert float(trainer.engine.precision.scale) < 2.0**24
 
 
 @pytest.mark.parametrize("kind", ["adamw", "adam", "sgd", "muon"])

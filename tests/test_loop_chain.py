@@ -107,11 +107,14 @@ def test_an_evaluation_of_what_was_taken_back_is_no_record(tmp_path: Path) -> No
     told = [event for event in events if isinstance(event, Evaluated)]
     assert min(event.loss for event in told) < -90
     assert any(event.verdict == "refused" for event in events if isinstance(event, Moved))
-    assert trainer.best_val_loss is not None
-    assert trainer.best_val_loss > 0
+    assert trainer.engine.progress.best_val_loss is not None
+    assert trainer.engine.progress.best_val_loss > 0
     (kept,) = CheckpointStore(tmp_path / "checkpoints").best()
-    assert kept == trainer.best_step
-    assert checkpoint.read(tmp_path / "checkpoints" / f"best-step-{kept:08d}")["best"]["loss"] == trainer.best_val_loss
+    assert kept == trainer.engine.progress.best_step
+    assert (
+        checkpoint.read(tmp_path / "checkpoints" / f"best-step-{kept:08d}")["best"]["loss"]
+        == trainer.engine.progress.best_val_loss
+    )
     assert any("-after-rollback-" in event.path for event in events if isinstance(event, CheckpointSaved))
 
 

@@ -105,12 +105,10 @@ def test_drawn_changes_are_python_and_the_same_for_a_seed(mutants: Any) -> None:
     assert found == drawing.drawn(project, 12, 5)
     assert len({words for *_, words, _ in found}) == 12
     for _, file, before, after, _, tests in found:
-        assert (project.root / project.package / file).read_text() == before
+        assert project.path(file).read_text() == before
         assert ast.dump(ast.parse(before)) != ast.dump(ast.parse(after))
         assert project.has(tests)
-    assert all(
-        project.has(f"{name.rpartition('/')[0]}/test_{name.rpartition('/')[2]}".lstrip("/")) for name in drawing.MODULES
-    )
+    assert all(project.has(drawing.tests_of(name)) for name in drawing.MODULES)
 
 
 def test_what_can_be_drawn() -> None:

@@ -66,7 +66,7 @@ def plain_loss(name: str, weight_decay: float | None = None) -> float:
     trainer, batch = trainer_of(name, SETTINGS[name], hybrid__mode="off", **changes), table(name)
     losses = [trainer.step(batch).loss for _ in range(STEPS)]  # each at the weights before its step
     assert trainer.backward_passes == STEPS
-    end = trainer.probe(batch)
+    end = trainer.engine.probe(batch)
     assert end < losses[-1] < min(losses[: STEPS * 99 // 100])
     return end
 
@@ -77,9 +77,9 @@ def passes_to_the_plain_loss(name: str, **changes: Any) -> tuple[int, HybridTrai
     target = plain_loss(name, changes.get("optimizer__weight_decay"))
     while trainer.global_step < STEPS:
         trainer.step(batch)
-        if not trainer.judging and trainer.probe(batch) <= target:
+        if not trainer.judging and trainer.engine.probe(batch) <= target:
             return trainer.backward_passes, trainer
-    pytest.fail(f"the loss of the plain run, {target}, was not reached: {trainer.probe(batch)}")
+    pytest.fail(f"the loss of the plain run, {target}, was not reached: {trainer.engine.probe(batch)}")
 
 
 each_table = pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_a_whole_run_ends_no_worse(name: str) -> None:
     trainer = trainer_of(name, SETTINGS[name])
     while trainer.global_step < STEPS or trainer.judging:
         trainer.step(table(name))
-    assert trainer.probe(table(name)) <= 1.001 * plain_loss(name)
+    assert trainer.engine.probe(table(name)) <= 1.001 * plain_loss(name)
     assert trainer.backward_passes <= 1.1 * STEPS  # audits of moves that gained are paid by what they gained
 
 
@@ -125,7 +125,7 @@ def test_a_whole_run_of_forecasts_ends_no_worse(name: str) -> None:
     trainer = trainer_of(name, SETTINGS[name], hybrid__secant_pairs=0)
     while trainer.global_step < STEPS or trainer.judging:
         trainer.step(table(name))
-    assert trainer.probe(table(name)) <= 1.001 * plain_loss(name)
+    assert trainer.engine.probe(table(name)) <= 1.001 * plain_loss(name)
     assert trainer.backward_passes <= 1.1 * STEPS  # audits of moves that gained are paid by what they gained
 
 

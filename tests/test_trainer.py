@@ -47,10 +47,10 @@ def test_a_step_says_what_it_did(make_model: Make, make_batch: Make, make_config
     assert first.loss == pytest.approx(expected, rel=1e-6)
     assert (first.phase, first.global_step, second.global_step) == ("warmup", 1, 2)
     assert (first.predicted_loss, first.confidence) == (None, None)
-    assert (first.learning_rate, second.learning_rate) == (trainer.schedule(0), trainer.schedule(1))
+    assert (first.learning_rate, second.learning_rate) == (trainer.engine.schedule(0), trainer.engine.schedule(1))
     assert first.gradient_norm > 0
     assert first.skipped is False
-    assert trainer.tokens == 2 * 4 * 16
+    assert trainer.engine.progress.tokens == 2 * 4 * 16
 
 
 def test_a_step_equals_a_plain_loop(make_model: Make, make_batch: Make, make_config: Make) -> None:
@@ -78,7 +78,7 @@ def test_the_rate_of_every_step_is_the_schedules(make_model: Make, make_batch: M
     trainer = HybridTrainer(make_model(), config=make_config({**settings, "max_steps": 20}))
     for step in range(20):
         rate = trainer.step(make_batch()).learning_rate
-        assert rate == trainer.schedule(step)
+        assert rate == trainer.engine.schedule(step)
         assert [group["lr"] for group in trainer.optimizer.param_groups] == pytest.approx([rate, rate / 4, rate / 4])
 
 
@@ -105,7 +105,7 @@ def test_any_module_learns_with_a_loss_function(kind: str, make_config: Make) ->
     for number in range(150):
         trainer.step(regression(seed=number))
     assert trainer.evaluate([regression(seed=99)]) < 0.7 * before
-    assert trainer.tokens == 150 * 32
+    assert trainer.engine.progress.tokens == 150 * 32
 
 
 def test_batches_may_be_dicts(make_config: Make) -> None:
@@ -144,7 +144,7 @@ def test_an_optimizer_of_ones_own_trains_at_its_own_rate(name: str, make_config:
     model = Perceptron()
     optimizer = OWN[name](model.parameters())
     trainer = HybridTrainer(model, optimizer, supervised(F.mse_loss), make_config({"max_steps": 100}))
-    peak = trainer.rate.peak
+    peak = trainer.engine.rate.peak
     before = trainer.evaluate([regression(seed=99)])
     rates = [trainer.step(regression(seed=number)).learning_rate for number in range(100)]
     assert set(rates) == {peak, optimizer.param_groups[0]["lr"]}
@@ -266,9 +266,8 @@ def assert_same(one: HybridTrainer, other: HybridTrainer) -> None:
     assert states[0].tensors.keys() == states[1].tensors.keys()
     for name, tensor in states[0].tensors.items():
         assert torch.allclose(tensor, states[1].tensors[name], rtol=0, atol=0, equal_nan=True), name
-    for state in states:
-        state.tree["progress"].pop("seconds")
-    assert states[0].tree["progress"] == states[1].tree["progress"]
+    for part in ("progress", "meter"):
+        assert states[0].tree[part] == states[1].tree[part]
 
 
 @pytest.mark.parametrize("stop", [1, 4, 7])
@@ -358,5 +357,5 @@ def test_a_bad_step_is_counted_and_training_goes_on(make_model: Make, make_batch
     results = [trainer.step(make_batch()) for _ in range(20)]
     assert [result.skipped for result in results] == [number == 2 for number in range(20)]
     assert results[-1].loss < 0.9 * results[0].loss
-    trainer.meter.fetch()
+    trainer.engine.meter.fetch()
     assert trainer.summary()["skipped_steps"] == 1

@@ -215,24 +215,18 @@ def trust(trainer: HybridTrainer) -> None:
 
 def everything(trainer: HybridTrainer) -> Snapshot:
     """A copy of all that a rollback must bring back."""
-    state = HybridTrainer.__mro__[1].state_dict(trainer)
+    state = trainer.engine.state_dict()
     state["buffers"] = list(trainer.model.buffers())
     state["predictor"] = trainer.observer.predictor.state_dict()
     state["look_ahead"] = trainer.look_ahead.state_dict() if trainer.look_ahead is not None else None
     if trainer.pilot is not None:
         state["guard"] = trainer.pilot.guard.state_dict()
         state["steps"] = dict(trainer.pilot.counts.steps)
-    for spent in (
-        "tokens",
-        "backward_passes",
-        "probe_tokens",
-        "seconds",
-        "skipped",
-        "skipped_in_a_row",
-        "unread",
-        "rows",
-    ):
-        state["progress"].pop(spent, None)
+    del state["seconds"]
+    for spent in ("tokens", "backward_passes", "probe_tokens", "rows"):
+        del state["progress"][spent]
+    for spent in ("skipped", "skipped_in_a_row", "unread"):
+        del state["meter"][spent]
     return snapshot(state)
 
 

@@ -278,19 +278,6 @@ def told_of(error: BaseException, text: str = "") -> tuple[str, str]:
     )
 
 
-def in_words(count: float) -> str:
-    """Bytes in words: 3.1 GB, 812 MB."""
-    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if count >= unit:
-            return f"{count / unit:.{0 if count >= 100 * unit else 1}f} {name}"
-    return f"{count:.0f} bytes"
-
-
-def speed_in_words(per_second: str, unit: str) -> str:
-    """16.8k tok/s, 250 samples/s. per_second: the number as it is shown."""
-    return f"{per_second} {'tok' if unit == 'tokens' else unit}/s"
-
-
 class Bus:
     """Hands every event to every listener, in the order they subscribed."""
 

@@ -21,6 +21,7 @@ from foretrain import environment
 from foretrain.config import Config, to_mapping
 from foretrain.config.paths import flattened
 from foretrain.config.schema import OptimizerConfig
+from foretrain.engine.batch import rows_of, split
 from foretrain.engine.batches import Batches, checked_state
 from foretrain.engine.described import unwrapped
 from foretrain.engine.fence import Failure, Ordered
@@ -28,7 +29,6 @@ from foretrain.engine.meters import Stopwatch
 from foretrain.engine.optim.muon import Muon, iteration_type
 from foretrain.engine.own import Measure
 from foretrain.engine.rates import FollowedRates
-from foretrain.engine.step import rows_of, split
 from foretrain.errors import (
     CheckpointError,
     ConfigError,
@@ -92,7 +92,7 @@ class Run:
         self.store = CheckpointStore(folder.checkpoints, self.config.checkpoint.keep) if folder is not None else None
         self.held_out = held_out
         trainer.judge_by(held_out)
-        trainer.first_trained = self._complete_best
+        trainer.engine.first_trained = self._complete_best
         self.stop = stop
         self.fingerprint = fingerprint
         self.metrics = metrics or {}
@@ -127,15 +127,15 @@ class Run:
         if self.folder is not None:
             self.folder.describe()
         self._announce(title, details)
-        trainer.clock.start()
-        self.logged_tokens, self.logged_seconds = trainer.tokens, trainer.clock.seconds
+        trainer.engine.clock.start()
+        self.logged_tokens, self.logged_seconds = trainer.engine.progress.tokens, trainer.engine.clock.seconds
         reason = "finished"
         try:
             trainer.catch_up()
-            due = trainer.evaluation_due and trainer.global_step < self.config.max_steps
+            due = trainer.engine.progress.evaluation_due and trainer.global_step < self.config.max_steps
             if (due and self._evaluate()) or self._patience_is_over():
                 reason = "stopped early"
-            elif self._interrupted and (trainer.window_due or trainer.evaluation_due):
+            elif self._interrupted and (trainer.window_due or trainer.engine.progress.evaluation_due):
                 reason = "interrupted"  # what comes before the next step was left
             elif trainer.global_step >= self.config.max_steps:
                 if not resume:
@@ -147,7 +147,7 @@ class Run:
                     trainer.mover.safety.loader_state = batches.state
                 reason = self._loop(batches)
             reason = self._finish(reason)
-            trainer.clock.stop()
+            trainer.engine.clock.stop()
             if self.load_best and reason != "interrupted":
                 self._load_best()
             summary = trainer.summary() | {"reason": reason, "total_seconds": round(self._total_seconds(), 3)}
@@ -174,7 +174,7 @@ class Run:
                 raise failure from None
             raise
         finally:
-            trainer.clock.stop()
+            trainer.engine.clock.stop()
         self.emit(RunEnded(trainer.global_step, reason, summary))
         if reason == "interrupted":  # the last that is said
             after = self._how_to_go_on() or "; nothing is saved without out=..., but the model has its weights"
@@ -222,21 +222,21 @@ class Run:
         text = f"{str(error).partition('; to make it fit')[0]}; back to the checkpoint of step {self.saved_step}"
         if not trainer.rescue.shrink(None, text):
             return False
-        spent, settings, earlier = trainer.clock.seconds, trainer.rescue.settings, self.earlier_seconds
+        spent, settings, earlier = trainer.engine.clock.seconds, trainer.rescue.settings, self.earlier_seconds
         self._resume()
         self.earlier_seconds = earlier
         trainer.rescue.settings = settings  # what was saved may have had larger ones
-        trainer.use(settings)
-        trainer.clock = Stopwatch(spent)
-        trainer.clock.start()
-        self.logged_tokens, self.logged_seconds = trainer.tokens, spent
+        trainer.engine.use(settings)
+        trainer.engine.clock = Stopwatch(spent)
+        trainer.engine.clock.start()
+        self.logged_tokens, self.logged_seconds = trainer.engine.progress.tokens, spent
         self._plan_ahead()
         return True
 
     @property
     def _interrupted(self) -> str:
         """The signal, or the order of own code, to stop after this step and save."""
-        order = self.trainer.fence.order
+        order = self.trainer.engine.fence.order
         return self.stop.requested or ("" if order is None else type(order).__name__)
 
     def _save_what_is_sound(self, error: BaseException) -> None:
@@ -282,7 +282,7 @@ class Run:
         if step < self.reached:  # a rollback: what is done again is told, measured and saved again
             self._plan_ahead()
             if self.store is not None:
-                self.store.prune_best(trainer.best_step)
+                self.store.prune_best(trainer.engine.progress.best_step)
         self.reached = step
         if step >= self.next_log or last:
             self.next_log = (step // self.config.log.interval + 1) * self.config.log.interval
@@ -294,7 +294,7 @@ class Run:
         if step >= self.next_evaluation and not last and settled:
             self.next_evaluation = (step // self.evaluate_every + 1) * self.evaluate_every
             if trainer.window_due:  # it comes first, in the run that is resumed
-                trainer.evaluation_due = bool(self.held_out)
+                trainer.engine.progress.evaluation_due = bool(self.held_out)
             elif self._evaluate() and trainer.chaining:
                 trainer.mover.chain.stopped = True
         if last:
@@ -314,18 +314,18 @@ class Run:
         if reason == "interrupted":
             self._save(must=True)
             return reason
-        complete = self.saved_step == self.trainer.global_step and not self.trainer.evaluation_due
+        complete = self.saved_step == self.trainer.global_step and not self.trainer.engine.progress.evaluation_due
         if reason == "finished" and self.trainer.pilot is not None and self.trainer.mover.end_loss is not None:
-            self.trainer.last_train_loss = self.trainer.mover.end_loss
+            self.trainer.engine.progress.last_train_loss = self.trainer.mover.end_loss
         if reason == "finished" and self.held_out and not complete:
             self._evaluate()
-            if self.trainer.evaluation_due:
+            if self.trainer.engine.progress.evaluation_due:
                 return self._finish("interrupted")
         self.trainer.checkup.finish()
         if not complete:
             self._save(must=True)
         if self.store is not None:
-            self.store.prune_best(self.trainer.best_step)
+            self.store.prune_best(self.trainer.engine.progress.best_step)
         return reason
 
     def _load_best(self) -> None:
@@ -334,7 +334,11 @@ class Run:
         if not found:
             self.emit(Notice("load_best: no evaluation was made, so the model stays as it is"))
             return
-        step = self.trainer.best_step if self.trainer.best_step in found else next(iter(found))
+        step = (
+            self.trainer.engine.progress.best_step
+            if self.trainer.engine.progress.best_step in found
+            else next(iter(found))
+        )
         path = found[step]
         state = checkpoint.read(path)
         self.trainer.load_weights(state, str(path))
@@ -365,22 +369,22 @@ class Run:
                 parameters=sum(p.numel() for p in parameters),
                 trained_parameters=sum(p.numel() for p in parameters if p.requires_grad),
                 device=str(trainer.device),
-                precision=trainer.precision.name,
+                precision=trainer.engine.precision.name,
                 title=title or type(unwrapped(trainer.model)).__name__,
                 details=details,
-                unit=trainer.unit,
+                unit=trainer.engine.unit,
                 optimizer=trainer.optimizer_in_words,
             )
         )
-        if self.config.schedule.type == "cyclic" and not isinstance(trainer.rate, FollowedRates):
+        if self.config.schedule.type == "cyclic" and not isinstance(trainer.engine.rate, FollowedRates):
             self.emit(Notice("schedule.type = 'cyclic' disturbs prediction; wsd is the better choice for hybrid runs"))
 
     def _check_first(self, result: StepResult) -> None:
         """A run whose first loss is no number would never learn; fp16 may overflow at first and finds its scale. One
         whose optimizer cannot be saved is not to find out at its first checkpoint."""
         if self.store is not None:
-            self.trainer.check_optimizer_state()
-        finite_gradient = self.trainer.precision.scaled or math.isfinite(result.gradient_norm)
+            self.trainer.engine.check_optimizer_state()
+        finite_gradient = self.trainer.engine.precision.scaled or math.isfinite(result.gradient_norm)
         if not math.isfinite(result.loss) or not finite_gradient:
             raise InputError(
                 f"the first loss is {result.loss} (gradient norm {result.gradient_norm}): nothing can be learned from "
@@ -390,23 +394,23 @@ class Run:
     def _log(self, result: StepResult) -> bool:
         """Whether there was anything to tell."""
         trainer = self.trainer
-        reading = trainer.rescue.again(trainer.meter.read)
+        reading = trainer.rescue.again(trainer.engine.meter.read)
         if reading is None:
             return False
-        trainer.last_train_loss = reading.loss
-        seconds = trainer.clock.seconds
-        speed = (trainer.tokens - self.logged_tokens) / max(seconds - self.logged_seconds, 1e-9)
-        self.logged_tokens, self.logged_seconds = trainer.tokens, seconds
+        trainer.engine.progress.last_train_loss = reading.loss
+        seconds = trainer.engine.clock.seconds
+        speed = (trainer.engine.progress.tokens - self.logged_tokens) / max(seconds - self.logged_seconds, 1e-9)
+        self.logged_tokens, self.logged_seconds = trainer.engine.progress.tokens, seconds
         self.emit(
             Progress(
                 step=trainer.global_step,
                 loss=reading.loss,
                 gradient_norm=reading.gradient_norm,
                 learning_rate=result.learning_rate,
-                tokens=trainer.tokens,
+                tokens=trainer.engine.progress.tokens,
                 tokens_per_second=round(speed, 1),
                 seconds=round(seconds, 3),
-                skipped_steps=trainer.meter.skipped,
+                skipped_steps=trainer.engine.meter.skipped,
                 phase=result.phase,
                 **trainer.prediction_progress(),
             )
@@ -420,13 +424,13 @@ class Run:
     def _check_finite(self) -> None:
         trainer = self.trainer
         limit = self.config.guard.max_skipped_steps
-        if self.config.guard.nan_check and trainer.meter.skipped_in_a_row >= limit:
+        if self.config.guard.nan_check and trainer.engine.meter.skipped_in_a_row >= limit:
             self._save(must=False)
             raise DivergenceError(
-                f"{trainer.meter.skipped_in_a_row} steps in a row were not finite (step {trainer.global_step}); "
+                f"{trainer.engine.meter.skipped_in_a_row} steps in a row were not finite (step {trainer.global_step}); "
                 f"{self._what_to_do()}"
             )
-        loss = trainer.last_train_loss
+        loss = trainer.engine.progress.last_train_loss
         if not self.config.guard.nan_check and loss != loss:
             raise DivergenceError(
                 f"the loss is NaN (step {trainer.global_step}) and guard.nan_check is off; switch it on or lower "
@@ -436,8 +440,8 @@ class Run:
     def _what_to_do(self) -> str:
         """Skipped steps change no weight: where the loss itself is no number, batch after batch, a lower rate will not
         make it one, and there is nothing to go on from."""
-        loss, rate = self.trainer.last_train_loss, self.trainer.checkup.levers.rate
-        more_precise = "" if self.trainer.precision.name == "fp32" else ", or with precision.type = 'fp32'"
+        loss, rate = self.trainer.engine.progress.last_train_loss, self.trainer.checkup.levers.rate
+        more_precise = "" if self.trainer.engine.precision.name == "fp32" else ", or with precision.type = 'fp32'"
         if loss is not None and math.isfinite(loss):
             return (
                 "the weights are those of the last good step, and only gradients overflow. Go on with a lower "
@@ -454,27 +458,33 @@ class Run:
         if not self.held_out:
             return False
         trainer = self.trainer
-        trainer.evaluation_due = True
-        with trainer.untimed(), trainer.memory.during("evaluation"):
+        trainer.engine.progress.evaluation_due = True
+        with trainer.engine.untimed(), trainer.memory.during("evaluation"):
             started = time.perf_counter()
             loss = self._held_out_loss()
             try:
-                trainer.last_metrics = trainer.measure(self.held_out, self.metrics, self._metric_failed)
+                trainer.engine.progress.last_metrics = trainer.engine.measure(
+                    self.held_out, self.metrics, self._metric_failed
+                )
             except Ordered:  # the run stops here, and is resumed with this evaluation
                 return False
             seconds = time.perf_counter() - started
-        best = loss == loss and (trainer.best_val_loss is None or loss < trainer.best_val_loss)
-        trainer.last_val_loss = loss
-        trainer.evaluations_without_best = 0 if best else trainer.evaluations_without_best + 1
+        best = loss == loss and (
+            trainer.engine.progress.best_val_loss is None or loss < trainer.engine.progress.best_val_loss
+        )
+        trainer.engine.progress.last_val_loss = loss
+        trainer.engine.progress.evaluations_without_best = (
+            0 if best else trainer.engine.progress.evaluations_without_best + 1
+        )
         if best:
-            trainer.best_val_loss, trainer.best_step = loss, trainer.global_step
-        averaged = trainer.average is not None
-        metrics = dict(trainer.last_metrics)
+            trainer.engine.progress.best_val_loss, trainer.engine.progress.best_step = loss, trainer.global_step
+        averaged = trainer.engine.average is not None
+        metrics = dict(trainer.engine.progress.last_metrics)
         self.emit(Evaluated(trainer.global_step, loss, round(seconds, 3), averaged, best, metrics))
         if best and self.config.checkpoint.keep_best:
             self._save_best(loss)
         trainer.evaluated(loss)
-        trainer.evaluation_due = False
+        trainer.engine.progress.evaluation_due = False
         return self._patience_is_over()
 
     def _metric_failed(self, name: str, failure: Failure) -> None:
@@ -491,13 +501,13 @@ class Run:
         trainer, freed = self.trainer, False
         while True:
             try:
-                return trainer.evaluate(self.held_out)
+                return trainer.engine.evaluate(self.held_out)
             except (RuntimeError, MemoryError) as error:
                 found = shortage.look_at(error)
                 if found is None:
                     raise
                 text = trainer.rescue.explain(found)
-            trainer.release()
+            trainer.engine.release()
             halves = [split(batch, 2, index) for batch in self.held_out for index in range(2)]
             halves = [half for half in halves if rows_of(half)]
             whole = len(halves) == len(self.held_out)
@@ -508,7 +518,7 @@ class Run:
 
     def _patience_is_over(self) -> bool:
         patience = self.config.evaluation.early_stopping_patience
-        return bool(patience) and self.trainer.evaluations_without_best >= patience
+        return bool(patience) and self.trainer.engine.progress.evaluations_without_best >= patience
 
     def _save(self, must: bool) -> None:
         """Save the whole state. In mid-run a failure is a warning; the last save must work."""
@@ -532,7 +542,7 @@ class Run:
         if self.store is None:
             return
         best = {"step": self.trainer.global_step, "loss": loss}
-        self.unsaved_best = self.trainer.weights_state_dict() | {"best": best, "meta": self._meta()}
+        self.unsaved_best = self.trainer.engine.weights_state_dict() | {"best": best, "meta": self._meta()}
         self._write_best(self.store)
         if self.unsaved_best is not None:  # at the next save the weights are others
             parts = take_apart(self.unsaved_best)
@@ -544,7 +554,7 @@ class Run:
         state, keep_others = self.unsaved_best, self.trainer.judging
         if state is not None:
             step = int(state["best"]["step"])
-            gone = step != self.trainer.best_step
+            gone = step != self.trainer.engine.progress.best_step
             if gone or self._saved(lambda: store.save_best(step, state, keep_others), must=False) is not None:
                 self.unsaved_best = None
 
@@ -558,19 +568,19 @@ class Run:
             return
         if self.unsaved_best is not None:
             added = {name: weight.detach().to("cpu", copy=True) for name, weight in weights.items()}
-            self.unsaved_best |= {"model": {**self.unsaved_best["model"], **added}, "frozen": trainer.frozen}
+            self.unsaved_best |= {"model": {**self.unsaved_best["model"], **added}, "frozen": trainer.engine.frozen}
         for step, path in store.best().items():
             try:
                 state = checkpoint.read(path)
             except CheckpointError:  # damaged: nothing can be made of it anyway
                 continue
             model = {**state["model"], **{name: weight.detach() for name, weight in weights.items()}}
-            state |= {"model": model, "frozen": trainer.frozen}
+            state |= {"model": model, "frozen": trainer.engine.frozen}
             self._saved(partial(store.save_best, step, state, keep_others=True), must=False)
 
     def _saved(self, save: Callable[[], Path], must: bool) -> Path | None:
         trainer = self.trainer
-        with trainer.untimed(), trainer.memory.during("checkpoint"):
+        with trainer.engine.untimed(), trainer.memory.during("checkpoint"):
             try:
                 if self.folder is not None:
                     self.folder.check_place()
@@ -591,7 +601,7 @@ class Run:
 
     def _write(self, store: CheckpointStore) -> Path:
         trainer = self.trainer
-        trainer.meter.fetch()
+        trainer.engine.meter.fetch()
         place = self.loader_state if self.batches is None or self.rewound else self.batches.state()
         return store.save(trainer.global_step, trainer.state_dict() | {"loader": place, "meta": self._meta()})
 
@@ -634,7 +644,7 @@ class Run:
         self.loader_state = checked_state(loaded.state.get("loader"), str(loaded.path))
         self.saved_step = loaded.step
         try:
-            self.earlier_seconds = float(meta.get("total_seconds") or self.trainer.clock.seconds)
+            self.earlier_seconds = float(meta.get("total_seconds") or self.trainer.engine.clock.seconds)
         except (TypeError, ValueError):
             raise CheckpointError(f"{loaded.path}: its total_seconds are no number; start from another one") from None
         self.emit(Resumed(loaded.step, str(loaded.path)))

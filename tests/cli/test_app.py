@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from foretrain.cli import app as cli
-from foretrain.cli.doctor import Finding
+from foretrain.cli.doctor import Diagnosis
 from foretrain.config import Config, load
 from foretrain.data import tokenizers
 from foretrain.data.tokenizers import ByteTokenizer
@@ -238,7 +238,7 @@ def test_doctor_says_what_a_run_would_use(
 def test_doctor_exits_with_1_when_something_is_wrong(
     command: Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("foretrain.cli.doctor.examine", lambda: [Finding("device", "it is broken", "problem")])
+    monkeypatch.setattr("foretrain.cli.doctor.examine", lambda: [Diagnosis("device", "it is broken", "problem")])
     assert command("doctor") == 1
     assert capsys.readouterr().out == "!!!  device     it is broken\n"
     assert command("doctor", "--json") == 1
@@ -285,12 +285,12 @@ def test_numbers_that_json_does_not_have_are_null_on_the_screen_too(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from foretrain.trainer import HybridTrainer
+    from foretrain.engine.engine import Engine
 
     def refuse(word: str) -> None:
         raise ValueError(f"{word} is not JSON")
 
-    monkeypatch.setattr(HybridTrainer, "evaluate", lambda trainer, batches: float("nan"))
+    monkeypatch.setattr(Engine, "evaluate", lambda engine, batches: float("nan"))
     out = tmp_path / "run"
     assert command("train", *tiny_settings, "--set", f"data.path={text_file}", "--out", out, "--json") == 0
     for text in (capsys.readouterr().out, (out / "summary.json").read_text(encoding="utf-8")):

@@ -10,7 +10,8 @@ import pytest
 
 from foretrain import config as configuration
 from foretrain.config import KNOWN, Config, from_mapping, load, settings, to_mapping, to_toml
-from foretrain.config.names import BARE_ALIASES, KEY_ALIASES, NICKNAMES, PRESETS, RESERVED
+from foretrain.config.loading import LoadedConfig
+from foretrain.config.names import BARE_ALIASES, GONE, KEY_ALIASES, NICKNAMES, PRESETS, RESERVED
 from foretrain.errors import ConfigError
 
 
@@ -18,7 +19,7 @@ def value(config: Config, name: str) -> Any:
     return reduce(getattr, name.split("."), config)
 
 
-def load_text(folder: Path, text: str, *overrides: str) -> configuration.Loaded:
+def load_text(folder: Path, text: str, *overrides: str) -> LoadedConfig:
     path = folder / "file.toml"
     path.write_text(text, encoding="utf-8")
     return load(path, overrides)
@@ -437,6 +438,12 @@ def test_a_notice_names_the_key_and_why_it_changes_nothing(tmp_path: Path) -> No
     )
 
 
+@pytest.mark.parametrize("name", sorted(GONE))
+def test_settings_that_are_gone_are_refused_with_the_reason(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"--set: {name} is gone: .*; leave it out"):
+        load(None, [f"{name}=1"])
+
+
 @pytest.mark.parametrize("name", sorted(RESERVED))
 def test_reserved_names_load_with_a_notice(name: str) -> None:
     loaded = load(None, [f"{name}=1"])
@@ -794,7 +801,7 @@ def test_what_is_printed_loads_back_equal(tmp_path: Path) -> None:
 
 
 def test_the_defaults_load_back_equal_and_without_notice(tmp_path: Path) -> None:
-    assert load_text(tmp_path, to_toml(Config())) == configuration.Loaded(Config(), ())
+    assert load_text(tmp_path, to_toml(Config())) == LoadedConfig(Config(), ())
 
 
 def test_the_changed_values_alone_load_back_equal(tmp_path: Path) -> None:
@@ -838,3 +845,12 @@ def test_trackers_are_a_list_or_names_with_commas() -> None:
         load(overrides=["log.trackers=comet"])
     listed = {setting.name: setting for setting in settings()}
     assert listed["log.trackers"].kind == 'list of "tensorboard" | "wandb" | "mlflow" | "trackio"'
+
+
+def test_the_old_name_of_return_ahead_loads_and_the_new_one_is_printed(tmp_path: Path) -> None:
+    config = load_text(tmp_path, "[memory]\nlookahead = 2\n").config
+    assert config.memory.return_ahead == load(None, ["memory.lookahead=2"]).config.memory.return_ahead == 2
+    assert "return_ahead = 2" in to_toml(config)
+    assert "lookahead" not in to_toml(config)
+    with pytest.raises(ConfigError, match=r"did you mean memory=\{'return_ahead': 3\}\?"):
+        Config(memory={"lookahead": 3})

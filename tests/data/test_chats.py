@@ -13,10 +13,10 @@ from tests.finetuning import make_base
 from foretrain.data import chats, templates
 from foretrain.data.examples import EncodedExamples, Example, find_format, read_examples
 from foretrain.data.handover import tokenizer_files
-from foretrain.data.loader import IGNORED
 from foretrain.data.templates import ChatFormat, make_format
 from foretrain.data.tokenizers import ByteTokenizer
 from foretrain.errors import DataError
+from foretrain.models.loss import IGNORED
 
 CHAT = [
     {"role": "system", "content": "Be brief."},

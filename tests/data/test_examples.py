@@ -26,9 +26,10 @@ from foretrain.data.examples import (
     read_examples,
     split,
 )
-from foretrain.data.loader import IGNORED, Loader
+from foretrain.data.loader import Loader
 from foretrain.data.tokenizers import BPETokenizer, ByteTokenizer, CharacterTokenizer, Tokenizer, train_bpe
 from foretrain.errors import DataError
+from foretrain.models.loss import IGNORED
 from foretrain.trainer import HybridTrainer
 
 QUESTION = {"question": "How many?", "answer": "3 + 4 = <<3+4=7>>7\n#### 7"}

@@ -16,9 +16,10 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from foretrain.data import loader as loading
-from foretrain.data.loader import IGNORED, Loader, MappedSamples, TokenWindows, held_out_batches
+from foretrain.data.loader import Loader, MappedSamples, TokenWindows, held_out_batches
 from foretrain.errors import DataError
 from foretrain.models import loss
+from foretrain.models.loss import IGNORED
 
 
 def windows(count: int = 500, context: int = 8, seed: int = 1) -> TokenWindows:

@@ -56,8 +56,8 @@ def test_a_recorded_gradient_is_put_back_on_the_parameters(monkeypatch: pytest.M
     loss = lambda model, batch: model(batch).square().mean()  # noqa: E731
     trainer = HybridTrainer(model, loss_fn=loss, config=from_mapping({"device": "cpu"}))
     batch = torch.ones(4, 3)
-    expected, gradients = trainer.full_step.gradient(batch), [p.grad for p in model.parameters()]
-    graphed = GraphedGradient(trainer.full_step)
+    expected, gradients = trainer.engine.full_step.gradient(batch), [p.grad for p in model.parameters()]
+    graphed = GraphedGradient(trainer.engine.full_step)
     for _ in range(3):
         trainer.optimizer.zero_grad(set_to_none=True)
         found = graphed(batch)
@@ -82,13 +82,13 @@ def test_the_loss_alone_is_recorded_for_two_forms_of_batches(monkeypatch: pytest
     monkeypatch.setattr(Recording, "replayed", 0)
     loss = lambda model, batch: model(batch).square().mean()  # noqa: E731
     trainer = HybridTrainer(nn.Linear(3, 1), loss_fn=loss, config=from_mapping({"device": "cpu"}))
-    graphed = GraphedLoss(trainer.full_step, "the memory of the step")
+    graphed = GraphedLoss(trainer.engine.full_step, "the memory of the step")
     for rows, replayed in ((4, 0), (4, 1), (2, 1), (2, 2), (4, 3), (1, 3), (1, 3)):  # of a third form: without a graph
         batch = torch.ones(rows, 3)
-        assert torch.equal(graphed(batch), trainer.full_step.loss(batch))
+        assert torch.equal(graphed(batch), trainer.engine.full_step.loss(batch))
         assert Recording.replayed == replayed
     assert pools == [("the memory of the step", "thread_local")] * 2
-    trainer.precision.forward = "bf16"  # a probe in another format is not the recorded one
+    trainer.engine.precision.forward = "bf16"  # a probe in another format is not the recorded one
     graphed(torch.ones(4, 3))
     assert Recording.replayed == 3
 
@@ -98,8 +98,8 @@ def test_without_a_recorded_step_gradients_are_taken_as_they_come() -> None:
     loss = lambda model, batch: model(batch).square().mean()  # noqa: E731
     trainer = HybridTrainer(model, loss_fn=loss, config=from_mapping({"device": "cpu"}))
     trainer.step(torch.ones(4, 3))
-    assert torch.equal(trainer.gradient(torch.ones(4, 3)), trainer.full_step.gradient(torch.ones(4, 3)))
-    assert trainer._run_gradient is None
+    assert torch.equal(trainer.engine.gradient(torch.ones(4, 3)), trainer.engine.full_step.gradient(torch.ones(4, 3)))
+    assert trainer.engine._run_gradient is None
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
@@ -111,9 +111,9 @@ def test_dropout_that_is_drawn_again_is_not_recorded(
     for wanted in ("auto", True):
         model = make_model(options={"activation_checkpointing": 0.5}, dropout=dropout)
         trainer = HybridTrainer(model, config=from_mapping({"device": "cpu", "engine.cuda_graph": wanted}))
-        trainer.device = torch.device("cuda")  # where steps this small are recorded
+        trainer.engine.device = torch.device("cuda")  # where steps this small are recorded
         try:
-            chosen[wanted] = trainer._choose_step(make_batch())
+            chosen[wanted] = trainer.engine._choose_step(make_batch())
         except ConfigError as error:
             chosen[wanted] = str(error)
     if dropout:
@@ -143,7 +143,7 @@ def test_what_is_recorded_changes_nothing_and_what_is_replayed_does(monkeypatch:
         return model(batch).square().mean()
 
     trainer = HybridTrainer(nn.Linear(3, 1), loss_fn=loss, config=from_mapping({"device": "cpu"}))
-    step, batch = trainer.full_step, torch.ones(4, 3)
+    step, batch = trainer.engine.full_step, torch.ones(4, 3)
     graphed = GraphedStep(step)
     for _ in range(WARMUP_STEPS):
         graphed(batch)
@@ -162,5 +162,5 @@ def test_a_step_that_cannot_be_recorded_is_run_as_it_is() -> None:
     trainer = HybridTrainer(nn.Linear(3, 1), loss_fn=lambda model, batch: model(batch).mean(), config=config)
     recording = Shortage("1.00 GiB", f"the forward pass of {RECORDING}", "here")
     assert trainer.rescue.shrink(recording, "out of memory")
-    assert trainer.cuda_graph is False
-    assert trainer.full_step.accumulation == 1
+    assert trainer.engine.cuda_graph is False
+    assert trainer.engine.full_step.accumulation == 1

@@ -119,7 +119,7 @@ def test_numpy_batches_train_as_tensors_do(form: str) -> None:
     one, other = (HybridTrainer(net(), None, nn.CrossEntropyLoss(), from_mapping(OFF)) for _ in range(2))
     assert one.step(given).loss == other.step((x, y)).loss
     assert torch.equal(one.model.weight, other.model.weight)  # type: ignore[arg-type]
-    assert one.tokens == 8
+    assert one.engine.progress.tokens == 8
     assert one.evaluate([given]) == other.evaluate([(x, y)])
 
 

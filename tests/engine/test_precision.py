@@ -115,17 +115,17 @@ def test_narrow_copies_of_what_is_recomputed_are_not_kept(share: float, make_bat
     }
     config = make_config(changes)
     trainer = HybridTrainer(run.build_model(config), config=config)
-    batch, autocast = make_batch(), trainer.precision.autocast
+    batch, autocast = make_batch(), trainer.engine.precision.autocast
 
     def peak() -> int:
         live = Live()
         live.ignore((*trainer.model.parameters(), *batch))
         with live, torch.no_grad():
-            trainer.full_step.loss(batch)
+            trainer.engine.full_step.loss(batch)
         return live.peak
 
     found = peak()
-    trainer.precision.autocast = lambda cache=True: autocast()  # type: ignore[method-assign]
+    trainer.engine.precision.autocast = lambda cache=True: autocast()  # type: ignore[method-assign]
     assert (found < 0.7 * peak()) is bool(share)
 
 
@@ -230,10 +230,10 @@ def test_an_overflowing_step_is_skipped_and_the_scale_finds_its_place(
     assert first.skipped
     assert math.isfinite(first.loss)
     assert all(torch.equal(p, q) for p, q in zip(before, trainer.model.parameters(), strict=True))
-    assert float(trainer.precision.scale) == 2.0**23
+    assert float(trainer.engine.precision.scale) == 2.0**23
     results = [trainer.step(make_batch(seed=number)) for number in range(20)]
     assert not any(result.skipped for result in results[-5:])
-    assert float(trainer.precision.scale) < 2.0**23
+    assert float(trainer.engine.precision.scale) < 2.0**23
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.05])

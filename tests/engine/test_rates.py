@@ -93,7 +93,7 @@ def test_clipping_is_there_only_if_asked_for() -> None:
     gradient = math.sqrt(2)  # of two parameters
     assert Made(config={**OFF, "optimizer.gradient_clip_norm": 0.5}).step()[1] == pytest.approx(0.1 * 0.5 / gradient)
     assert Made().step()[1] == pytest.approx(0.1)
-    assert Made().trainer.full_step.clip == 0.0
+    assert Made().trainer.engine.clip_limit == 0.0
 
 
 @pytest.mark.parametrize("own", [True, False])
@@ -104,8 +104,8 @@ def test_without_a_configuration_there_is_no_end_and_no_decay(own: bool) -> None
         warnings.simplefilter("error")
         for _ in range(820):
             result = trainer.step(torch.zeros(1))
-    assert result.learning_rate == trainer.rate.peak > 0
-    assert trainer.planned_steps > trainer.global_step > 800
+    assert result.learning_rate == trainer.engine.rate.peak > 0
+    assert trainer.engine.planned_steps > trainer.global_step > 800
 
 
 def test_steps_past_the_end_are_warned_of_once() -> None:
@@ -160,10 +160,10 @@ def test_it_goes_on_exactly_where_it_was_saved(name: str) -> None:
 def test_what_recovery_does_to_a_rate_is_gone_after_the_step() -> None:
     """A scheduler that goes on from the present number would multiply it in again and again."""
     made = Made(SCHEDULERS["exponential"])
-    made.trainer.rate_factor = 0.5
+    made.trainer.checkup.health.rate_factor = 0.5
     assert made.rates(4) == pytest.approx([0.05 * 0.9**step for step in range(4)])
     assert made.optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.9**4)
-    made.trainer.rate_factor = 1.0
+    made.trainer.checkup.health.rate_factor = 1.0
     assert made.rates(2) == pytest.approx([0.1 * 0.9**4, 0.1 * 0.9**5])
 
 
@@ -171,7 +171,7 @@ def test_groups_keep_their_own_rates() -> None:
     model = nn.Linear(1, 1).double()
     groups = [{"params": [model.weight], "lr": 0.1}, {"params": [model.bias], "lr": 0.4}]
     trainer = HybridTrainer(model, SGD(groups), slope, from_mapping(OFF))
-    trainer.rate_factor = 0.5
+    trainer.checkup.health.rate_factor = 0.5
     before = model.weight.item(), model.bias.item()
     trainer.step(torch.zeros(1, dtype=torch.double))
     moved = before[0] - model.weight.item(), before[1] - model.bias.item()
@@ -183,7 +183,7 @@ def test_a_rate_may_be_a_tensor_and_stays_the_same_one() -> None:
     rate = torch.tensor(0.1, dtype=torch.double)
     made = Made(SCHEDULERS["exponential"], lr=rate)
     inside = made.optimizer.param_groups[0]["lr"]
-    made.trainer.rate_factor = 0.5
+    made.trainer.checkup.health.rate_factor = 0.5
     assert made.rates(3) == pytest.approx([0.05, 0.045, 0.0405])
     assert made.optimizer.param_groups[0]["lr"] is inside
     assert float(inside) == pytest.approx(0.1 * 0.9**3)
@@ -201,7 +201,7 @@ def test_an_optimizer_may_have_no_rate_at_all() -> None:
 
     model = nn.Linear(1, 1)
     trainer = HybridTrainer(model, Fixed(model.parameters()), slope, from_mapping({"device": "cpu"}))
-    trainer.rate_factor = 0.5  # there is nothing that it could act on
+    trainer.checkup.health.rate_factor = 0.5  # there is nothing that it could act on
     before = model.weight.item()
     assert math.isnan(trainer.step(torch.zeros(1)).learning_rate)
     assert before - model.weight.item() == pytest.approx(0.3)

@@ -14,9 +14,10 @@ from torch.optim import Optimizer
 
 from foretrain import HybridTrainer
 from foretrain.config import OptimizerConfig, PrecisionConfig, from_mapping
+from foretrain.engine.batch import map_tensors, part_weights, rows_of, split, tensors_of
 from foretrain.engine.optim import build as optim
 from foretrain.engine.precision import Precision
-from foretrain.engine.step import FullStep, map_tensors, part_weights, rows_of, split, tensors_of
+from foretrain.engine.step import FullStep
 from foretrain.models.loss import IGNORED
 
 Make = Callable[..., Any]

@@ -18,8 +18,9 @@ from foretrain import CheckpointStore, HybridTrainer
 from foretrain.config import from_mapping, to_mapping
 from foretrain.errors import DivergenceError
 from foretrain.events import Event, Phase, Progress, Recovered, Tuned
-from foretrain.health.guard import Guard, Reading, Signal
-from foretrain.health.recovery import Kind
+from foretrain.health.act import Kind
+from foretrain.health.detect import Detector
+from foretrain.health.signs import Signal, StepReading
 from foretrain.motion.predictors.base import Forecast, Situation
 
 Batch = tuple[Tensor, Tensor, Tensor]
@@ -94,7 +95,7 @@ def plain_held_out(steps: int, kind: str, rate: float, clip: float) -> float:
 def test_without_a_fault_nothing_is_done() -> None:
     run = faulty(healthy).run()
     assert told(run) == []
-    assert run.trainer.rate_factor == 1.0
+    assert run.trainer.engine.rate_factor == 1.0
     assert run.trainer.summary()["recoveries"] == {}
     assert ends_well(run, within=0.0)
 
@@ -105,8 +106,8 @@ def test_without_a_fault_nothing_is_done() -> None:
 def test_one_bad_batch_is_skipped() -> None:
     run = faulty(between(200, 201, nan)).run()
     assert told(run) == ["skip_batch"]
-    assert run.trainer.rate_factor == 1.0
-    run.trainer.meter.read()
+    assert run.trainer.engine.rate_factor == 1.0
+    run.trainer.engine.meter.read()
     assert run.trainer.summary()["skipped_steps"] == 1
     assert ends_well(run)
 
@@ -124,13 +125,13 @@ def test_bad_batches_in_a_row_roll_back_with_a_tenth_of_the_rate() -> None:
     run.run(lambda: "roll_back" in told(run))
     trainer = run.trainer
     assert run.position <= 210
-    assert trainer.rate_factor == pytest.approx(0.1)
+    assert trainer.engine.rate_factor == pytest.approx(0.1)
     assert trainer.global_step < run.position
     rate = trainer.optimizer.param_groups[0]["lr"]
     run.step()
     assert float(trainer.optimizer.param_groups[0]["lr"]) == pytest.approx(0.1 * float(rate), rel=0.01)
     run.run()
-    assert trainer.rate_factor > 0.1  # given back bit by bit
+    assert trainer.engine.rate_factor > 0.1  # given back bit by bit
     assert trainer.global_step == STEPS == sum(trainer.summary()["steps"].values())
     assert ends_well(run, within=0.1)
 
@@ -139,10 +140,10 @@ def test_the_rate_comes_back_in_a_rest_too() -> None:
     """50 good steps double it; in a rest they are looked at together, up to 100 steps later."""
     run = faulty(between(200, 203, nan), {"max_steps": 800})
     run.run(lambda: "roll_back" in told(run))
-    assert run.trainer.rate_factor == pytest.approx(0.1)
+    assert run.trainer.engine.rate_factor == pytest.approx(0.1)
     for _ in range(340):
         run.step()
-    assert run.trainer.rate_factor == 1.0
+    assert run.trainer.engine.rate_factor == 1.0
 
 
 def test_harmed_weights_are_rolled_back() -> None:
@@ -158,22 +159,22 @@ def test_harmed_weights_are_rolled_back() -> None:
 
 def test_an_exploding_gradient_halves_the_rate_and_clips() -> None:
     run = faulty(between(200, 206, larger(12.0)), SGD)
-    run.run(lambda: run.trainer.rate_factor < 1 or run.position > 240)
+    run.run(lambda: run.trainer.engine.rate_factor < 1 or run.position > 240)
     trainer = run.trainer
-    assert trainer.rate_factor == 0.5
-    assert trainer.full_step.clip == 1.0
+    assert trainer.engine.rate_factor == 0.5
+    assert trainer.engine.clip_limit == 1.0
     event = next(event for event in run.events if isinstance(event, Recovered) and "0.5" in event.text)
     assert event.action == "force_full"
     assert "gradient norm" in event.text
     run.run()
-    assert (trainer.rate_factor, trainer.full_step.clip) == (1.0, 0.0)
+    assert (trainer.engine.rate_factor, trainer.engine.clip_limit) == (1.0, 0.0)
     assert ends_well(run)
 
 
 def test_a_spiked_learning_rate_is_recovered_from() -> None:
     run = faulty(healthy, {"optimizer.gradient_clip_norm": 0.0})
-    schedule = run.trainer.rate.at
-    run.trainer.rate.at = lambda step: schedule(step) * (300.0 if 200 <= step < 204 else 1.0)
+    schedule = run.trainer.engine.rate.at
+    run.trainer.engine.rate.at = lambda step: schedule(step) * (300.0 if 200 <= step < 204 else 1.0)
     run.run(lambda: run.trainer.global_step >= STEPS or run.position > 900)
     assert {"roll_back", "force_full"} & set(told(run))
     assert run.trainer.global_step == STEPS
@@ -182,7 +183,7 @@ def test_a_spiked_learning_rate_is_recovered_from() -> None:
 
 def test_one_spike_is_no_explosion() -> None:
     run = faulty(between(200, 201, larger(12.0))).run()
-    assert run.trainer.rate_factor == 1.0
+    assert run.trainer.engine.rate_factor == 1.0
     assert "roll_back" not in told(run)
     assert ends_well(run)
 
@@ -190,10 +191,10 @@ def test_one_spike_is_no_explosion() -> None:
 def test_a_jump_without_noise_is_a_runaway() -> None:
     """A run whose loss was 1.2 and is 50 ever after."""
     config = from_mapping({})
-    guard = Guard(config.hybrid, config.guard)
+    guard = Detector(config.hybrid, config.guard)
     for step in range(300):
-        guard.check(Reading(step, Phase.FULL, 1 + 4 * 0.99**step, 1.0))
-    verdicts = [guard.check(Reading(300 + step, Phase.FULL, 50.0, 5.0)) for step in range(300)]
+        guard.check(StepReading(step, Phase.FULL, 1 + 4 * 0.99**step, 1.0))
+    verdicts = [guard.check(StepReading(300 + step, Phase.FULL, 50.0, 5.0)) for step in range(300)]
     assert any(Signal.RUNAWAY in verdict.signals for verdict in verdicts)
 
 
@@ -203,7 +204,7 @@ def test_ruin_in_the_first_steps_is_rolled_back_to_the_beginning() -> None:
     before = [p.detach().clone() for p in run.trainer.model.parameters()]
     run.run(lambda: "roll_back" in told(run))
     assert run.trainer.global_step == 0
-    assert run.trainer.rate_factor == pytest.approx(0.1)
+    assert run.trainer.engine.rate_factor == pytest.approx(0.1)
     assert all(torch.equal(a, b) for a, b in zip(before, run.trainer.model.parameters(), strict=True))
 
 
@@ -218,8 +219,8 @@ def test_auto_tune_keeps_the_lower_rate_of_a_rollback() -> None:
     assert tuned[0].change == {"optimizer.learning_rate": pytest.approx(0.07), "optimizer.gradient_clip_norm": 1.0}
     assert run.trainer.global_step == 150
     assert run.trainer.pilot.recovery.rate_factor == 1.0
-    assert run.trainer.rate_factor <= 0.1
-    assert run.trainer.full_step.clip == 1.0
+    assert run.trainer.engine.rate_factor <= 0.1
+    assert run.trainer.engine.clip_limit == 1.0
     assert DATA.held_out(run.trainer.model) < 1.0
     before_first_look = [event for event in tuned if event.step <= 100]
     assert len(before_first_look) == told(run).count("roll_back")  # the look does not do once more what was just done
@@ -228,9 +229,9 @@ def test_auto_tune_keeps_the_lower_rate_of_a_rollback() -> None:
 def test_a_loss_high_from_the_second_step_on_is_found_out() -> None:
     """It is stable, and lower than ever, but it began at 5.5."""
     config = from_mapping({})
-    guard, random = Guard(config.hybrid, config.guard), np.random.default_rng(0)
+    guard, random = Detector(config.hybrid, config.guard), np.random.default_rng(0)
     losses = [5.5, *(130 - 0.1 * np.arange(99) + 20 * random.normal(size=99))]
-    verdicts = [guard.check(Reading(step, Phase.FULL, loss, 1.0)) for step, loss in enumerate(losses)]
+    verdicts = [guard.check(StepReading(step, Phase.FULL, loss, 1.0)) for step, loss in enumerate(losses)]
     assert Signal.RUIN in verdicts[40].signals
     assert not guard.losses.sound
 
@@ -238,10 +239,10 @@ def test_a_loss_high_from_the_second_step_on_is_found_out() -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_ruin_that_is_as_noisy_as_it_is_high_is_nothing_to_go_back_to(seed: int) -> None:
     config = from_mapping({})
-    guard, random = Guard(config.hybrid, config.guard), np.random.default_rng(seed)
+    guard, random = Detector(config.hybrid, config.guard), np.random.default_rng(seed)
     ruined = np.abs(500 + 250 * random.normal(size=77))
     for step, loss in enumerate([5.3, 5.2, 5.6, *ruined]):
-        guard.check(Reading(step, Phase.FULL, loss, 1.0))
+        guard.check(StepReading(step, Phase.FULL, loss, 1.0))
         assert guard.losses.sound or step >= 5, "three good losses are the middle of five"
         assert not (guard.losses.sound and step >= 6)
 
@@ -250,9 +251,9 @@ def test_noise_is_no_ruin() -> None:
     """Squared errors of single examples, the first by luck next to nothing; and losses that only fall."""
     config = from_mapping({})
     for seed in range(20):
-        guard, random = Guard(config.hybrid, config.guard), np.random.default_rng(seed)
+        guard, random = Detector(config.hybrid, config.guard), np.random.default_rng(seed)
         for step, loss in enumerate([1e-6, *random.normal(size=500) ** 2]):
-            assert Signal.RUIN not in guard.check(Reading(step, Phase.FULL, float(loss), 1.0)).signals
+            assert Signal.RUIN not in guard.check(StepReading(step, Phase.FULL, float(loss), 1.0)).signals
 
 
 def test_a_runaway_loss_is_rolled_back() -> None:
@@ -274,7 +275,7 @@ def test_a_vanishing_gradient_stops_prediction() -> None:
     assert "gradient norm" in event.text
     assert run.trainer.pilot.guard.recent_divergence
     run.run()
-    assert run.trainer.rate_factor == 1.0
+    assert run.trainer.engine.rate_factor == 1.0
     assert ends_well(run)
 
 
@@ -284,7 +285,7 @@ def test_an_oscillating_loss_lowers_the_rate() -> None:
     event = next(event for event in run.events if isinstance(event, Recovered) and "0.3" in event.text)
     assert event.action == "force_full"
     assert "up and down" in event.text
-    assert run.trainer.rate_factor == 1.0  # it ended, and so did the caution
+    assert run.trainer.engine.rate_factor == 1.0  # it ended, and so did the caution
     assert ends_well(run)
 
 
@@ -389,7 +390,7 @@ def test_a_diverging_rollout_is_undone_and_must_be_surer_next_time() -> None:
     assert pilot.counts.recoveries["raise_threshold"] >= 1
     assert pilot.counts.recoveries["shorten_horizon"] >= 1
     assert pilot.counts.recoveries["roll_back"] >= 1
-    assert run.trainer.rate_factor == 1.0  # no fault of the learning rate
+    assert run.trainer.engine.rate_factor == 1.0  # no fault of the learning rate
     run.run()
     assert loss_of(run) <= 1.01 * plain_loss()
 
@@ -422,8 +423,8 @@ def test_a_rising_anchor_is_drift() -> None:
     run.run(lambda: run.trainer.phase is Phase.PREDICT)
     now = pilot.guard.losses.fast
     pilot.guard.anchors = [now * (0.90 + 0.02 * index) for index in range(7)]
-    inner = run.trainer.probe
-    run.trainer.probe = lambda batch: inner(batch) + (0.04 * now if len(pilot.guard.anchors) == 7 else 0.0)
+    inner = run.trainer.engine.probe
+    run.trainer.engine.probe = lambda batch: inner(batch) + (0.04 * now if len(pilot.guard.anchors) == 7 else 0.0)
     needed = pilot.machine.full_steps_needed
     run.step()
     assert pilot.counts.recoveries["force_full"] >= 1

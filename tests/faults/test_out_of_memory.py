@@ -124,11 +124,11 @@ def test_a_retry_at_random_points_ends_at_the_right_loss(name: str, seed: int, t
     assert len(told) >= 2
     assert all("20.00 MiB more could not be had" in text for text in told)
     expected = end["progress"]["last_val_loss"]
-    assert trainer.last_val_loss is not None
-    assert trainer.last_val_loss <= 1.25 * expected + 1e-3
+    assert trainer.engine.progress.last_val_loss is not None
+    assert trainer.engine.progress.last_val_loss <= 1.25 * expected + 1e-3
     moves = end["hybrid"]["pilot"]["counts"]["moves"]
     if trainer.pilot.counts.moves == moves:  # windows begin elsewhere afterwards, so others may have been made
-        assert trainer.last_val_loss == pytest.approx(expected, rel=0.25, abs=1e-3)
+        assert trainer.engine.progress.last_val_loss == pytest.approx(expected, rel=0.25, abs=1e-3)
 
 
 # --- at known points -------------------------------------------------------------------------------------------------
@@ -209,7 +209,7 @@ def smaller_from(step: int, steps: int = 24, times: int = 1, **changes: Any) -> 
             settings = trainer.config
             for _ in range(times):
                 settings = next_smaller(settings) or settings
-            trainer.use(settings)
+            trainer.engine.use(settings)
         trainer.step(rows(trainer.position))
     return saved(trainer)
 
@@ -283,17 +283,17 @@ def test_smaller_and_smaller_until_it_fits_and_as_small_after_a_resume(tmp_path:
     model.largest["forward"] = 2
     trainer, events = tight(model)
     trainer.fit(Batches(rows), out=tmp_path, progress=False)
-    assert trainer.full_step.accumulation == 4
+    assert trainer.engine.full_step.accumulation == 4
     assert [event.step for event in events if isinstance(event, Recovered)] == [0, 0]
     same_training(saved(trainer), smaller_from(0, times=2))
 
     resumed, events = tight(Tight(), max_steps=30)
     resumed.fit(Batches(rows), out=tmp_path, resume=True, progress=False)
-    assert resumed.full_step.accumulation == 4
+    assert resumed.engine.full_step.accumulation == 4
     same_training(saved(resumed), smaller_from(0, times=2, steps=30, max_steps=30))
     stopping, _ = tight(Tight(), max_steps=36, **{"memory.on_out_of_memory": "stop"})
     stopping.fit(Batches(rows), out=tmp_path, resume=True, progress=False)
-    assert stopping.full_step.accumulation == 1
+    assert stopping.engine.full_step.accumulation == 1
 
 
 def test_nothing_smaller_is_left(tmp_path: Path) -> None:
@@ -303,7 +303,7 @@ def test_nothing_smaller_is_left(tmp_path: Path) -> None:
     with pytest.raises(OutOfMemory, match=r"nothing smaller is left to try.*state after step 0 is saved") as failed:
         trainer.fit(Batches(rows), out=tmp_path, progress=False)
     assert failed.value.exit_code == 3
-    assert trainer.full_step.accumulation == 8
+    assert trainer.engine.full_step.accumulation == 8
     assert len([event for event in events if isinstance(event, Recovered)]) == 3
     resumed, _ = tight(Tight(), **{"memory.on_out_of_memory": "stop"})
     resumed.fit(Batches(rows), out=tmp_path, resume=True, progress=False)
@@ -399,7 +399,7 @@ def test_an_evaluation_in_halves(tmp_path: Path) -> None:
         model.largest["eval"] = largest
         trainer, events = tight(model)
         trainer.fit(Batches(rows), [rows(100), rows(101)], out=tmp_path / str(largest), progress=False)
-        losses.append(trainer.last_val_loss)
+        losses.append(trainer.engine.progress.last_val_loss)
         same_training(saved(trainer), smaller_from(99))
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     texts = [event.text for event in events if isinstance(event, Recovered)]
@@ -536,7 +536,7 @@ def test_blocks_are_computed_twice_when_single_rows_do_not_fit(
     trainer = HybridTrainer(model, config=make_config(settings))
     for seed in range(3):
         trainer.step(make_batch(seed=seed))
-    assert trainer.full_step.accumulation == 4
+    assert trainer.engine.full_step.accumulation == 4
     assert model.activation_checkpointing is True
     plain = HybridTrainer(make_model(), config=make_config(settings))
     for seed in range(3):

@@ -23,7 +23,7 @@ from foretrain.models.adapter_files import read_adapter, save_adapter
 from foretrain.persist.checkpoint import CheckpointStore, read
 from foretrain.persist.files import make_folder
 from foretrain.persist.folder import RunFolder
-from foretrain.recipes.train import write_model
+from foretrain.recipes.export import write_model
 
 Tree = dict[str, bytes | None]
 Found = Callable[[Path], Any]

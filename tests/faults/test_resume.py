@@ -75,6 +75,39 @@ def forge(workshop: Any, change: Callable[[dict[str, Any]], object]) -> None:
         (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
+def as_format_1(workshop: Any) -> None:
+    """Checkpoints as an earlier version left them: other words for what steers the run, the same for its weights."""
+    for name in ("state.json", "manifest.json"):
+        for path in workshop.checkpoints.glob(f"*/{name}"):
+            path.write_text(path.read_text().replace('"format": 2', '"format": 1'))
+    forge(workshop, lambda state: [state.pop(name) for name in ("format", "hybrid", "meter", "precision")])
+
+
+def test_a_checkpoint_of_an_earlier_format_is_refused_in_one_clear_sentence(workshop: Any) -> None:
+    as_format_1(workshop)
+    before = {path: path.read_bytes() for path in workshop.checkpoints.rglob("*.*")}
+    code, printed = workshop.foretrain("train", "tiny.toml", "--out", "killed", "--resume", "--quiet")
+    newest = max(workshop.checkpoints.glob("step-*")).name
+    assert (code, printed.count("\n")) == (2, 1), printed
+    assert printed == (
+        f"error: killed/checkpoints/{newest}: saved by an earlier development version (format 1, this one reads format "
+        "2); finish that run with the version that began it, or begin anew in another folder. Its weights alone can "
+        "still be read: `foretrain export`, or load_weights\n"
+    )
+    assert {path: path.read_bytes() for path in workshop.checkpoints.rglob("*.*")} == before
+
+
+def test_the_weights_of_an_earlier_format_can_still_be_used(workshop: Any) -> None:
+    assert workshop.foretrain("export", "killed", "now")[0] == 0
+    as_format_1(workshop)
+    assert workshop.foretrain("export", "killed", "then")[0] == 0
+    for name in ("model.safetensors", "config.json"):
+        now, then = (next(workshop.checkpoints.parents[1].glob(f"{folder}/{name}")) for folder in ("now", "then"))
+        assert now.read_bytes() == then.read_bytes()
+    code, printed = workshop.foretrain("generate", "killed", "--prompt", "a", "--max-tokens", "1", "--device", "cpu")
+    assert code == 0, printed
+
+
 def test_a_step_that_is_not_said_is_no_raw_error(workshop: Any) -> None:
     forge(workshop, lambda state: state["progress"].pop("global_step"))
     code, printed = workshop.foretrain("generate", "killed", "--prompt", "a", "--max-tokens", "1", "--device", "cpu")

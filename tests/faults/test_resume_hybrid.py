@@ -375,7 +375,7 @@ def recovered() -> tuple[HybridTrainer, list[Event], dict[int, Any]]:
         if position >= 69:
             states[position + 1] = saved(straight)
         if position == 65:
-            assert (straight.rate_factor, straight.full_step.clip) == (0.5, 1.0)
+            assert (straight.engine.rate_factor, straight.engine.clip_limit) == (0.5, 1.0)
     return straight, events, states
 
 
@@ -390,8 +390,8 @@ def test_a_lowered_rate_and_a_clip_are_resumed(stop: int) -> None:
         resumed.step(explosion(position))
         if position % 3 == 1:  # 199 among them
             assert_same_state(saved(resumed), states[position + 1])
-    assert resumed.full_step.clip == straight.full_step.clip
-    assert resumed.rate_factor == straight.rate_factor == straight.pilot.recovery.rate_factor == 1.0
+    assert resumed.engine.clip_limit == straight.engine.clip_limit
+    assert resumed.engine.rate_factor == straight.engine.rate_factor == straight.pilot.recovery.rate_factor == 1.0
 
 
 def broken(position: int) -> Tensor:
@@ -624,7 +624,6 @@ OTHER = {
     "another way": {"hybrid.mode": "rollout"},
     "no prediction": {"hybrid.mode": "off"},
     "a narrow basis": {"hybrid.basis_type": "bf16"},
-    "fewer residuals": {"correction.residuals": 3},
 }
 
 

@@ -63,7 +63,7 @@ def test_a_stop_after_a_rollback_saves_and_goes_on_from_there(tmp_path: Path) ->
     assert steps(told, Evaluated) == steps(first, Evaluated) + steps(second, Evaluated)
     assert steps(told, CheckpointSaved) == [50, 100, 150, 200, 50, 100, 150, 200, 240]
     assert same_weights(whole.model, resumed.model)
-    assert whole.evaluations_without_best == resumed.evaluations_without_best
+    assert whole.engine.progress.evaluations_without_best == resumed.engine.progress.evaluations_without_best
 
 
 def test_what_is_given_up_after_a_rollback_is_saved(tmp_path: Path) -> None:

@@ -16,13 +16,17 @@ from tests.conftest import TINY, words
 from tests.worlds import Bowl, Net, Regression, still, world
 
 from foretrain import HybridTrainer
-from foretrain.config import from_mapping
-from foretrain.config.schema import settings
+from foretrain.config import from_mapping, settings
+from foretrain.config.schema import GuardConfig, HybridConfig
 from foretrain.data.loader import Loader, TokenWindows
 from foretrain.errors import DivergenceError
-from foretrain.events import Event, HealthFound, HealthMeasured, Tuned
-from foretrain.health.advise import Health, Situation
-from foretrain.health.findings import Ailment, Effective, HealthFinding, finding_of
+from foretrain.events import Event, HealthFound, HealthMeasured, Phase, Tuned
+from foretrain.health.advise import Health, RunStatus
+from foretrain.health.detect import Detector
+from foretrain.health.findings import Ailment, Effective, HealthFinding
+from foretrain.health.signs import Signal, StepReading
+from foretrain.persist.codec import put_together, take_apart
+from foretrain.persist.stateful import from_plain, plain
 from foretrain.recipes import train as run
 
 
@@ -51,7 +55,7 @@ def test_overfitting_is_three_evaluations_without_a_new_best_while_the_training_
     health.note([(5.0, 1.0, False)])
     found = []
     for number, (held_out, training) in enumerate([(2.0, 2.0), (2.2, 1.8), (2.3, 1.6), (2.4, 1.4)]):
-        found.append(health.evaluated(Situation(100 * number, Effective(1e-3, 1.0, 20)), held_out, training))
+        found.append(health.evaluated(RunStatus(100 * number, Effective(1e-3, 1.0, 20)), held_out, training))
     assert [[finding.ailment for finding in some] for some in found] == [[], [], [], [Ailment.OVERFITTING]]
 
 
@@ -154,8 +158,8 @@ def test_what_is_not_safe_is_never_done() -> None:
 def noted(health: Health, losses: list[float], step: int) -> list[Ailment]:
     """What a look after these losses finds."""
     health.note([(loss, 1.0, 0.0) for loss in losses])
-    health.record.close()
-    situation = Situation(step, health.effective(5.0, 1.0, 10))
+    health.monitor.close()
+    situation = RunStatus(step, health.effective(5.0, 1.0, 10))
     return [finding.ailment for finding in health.examine(situation)[1]]
 
 
@@ -169,15 +173,41 @@ def test_a_run_that_is_ruined_before_its_first_look_is_no_measure_of_itself() ->
     assert (finding.level, finding.safe, dict(finding.change)) == ("critical", True, {"optimizer.learning_rate": 0.5})
     assert "where the run began" in finding.meaning
     assert noted(health, list(90 + 20 * random.normal(size=100)), 200) == []
-    assert health.record.best == math.inf
+    assert health.monitor.best == math.inf
     assert noted(health, list(5 + 0.1 * random.normal(size=100)), 300) == []
-    assert health.record.best == pytest.approx(5, abs=0.1)
+    assert health.monitor.best == pytest.approx(5, abs=0.1)
+
+
+@pytest.mark.parametrize(("level", "ruined"), [(9.5, False), (10.6, True)])
+def test_who_acts_and_who_advises_agree_on_what_ruin_is(level: float, ruined: bool) -> None:
+    """Twice the first loss is the limit of both, and of what is worth going back to."""
+    losses = [5.0, 5.1, 4.9, *(level + 0.05 * np.random.default_rng(0).normal(size=97))]
+    detector = Detector(HybridConfig(), GuardConfig())
+    seen = [detector.check(StepReading(step, Phase.FULL, loss, 1.0)) for step, loss in enumerate(losses)]
+    assert (Signal.RUIN in seen[-1].signals) is ruined
+    assert detector.losses.sound is not ruined
+    health = Health(from_mapping({}), [])
+    found = noted(health, losses, 100)
+    assert (Ailment.DIVERGENCE in found) is ruined
+
+
+def test_who_acts_and_who_advises_agree_on_what_a_runaway_is() -> None:
+    """Half of what was gained, beyond noise, is lost again, by the averages of both."""
+    random = np.random.default_rng(0)
+    learned = [*(2 + 4 * 0.95 ** np.arange(300) + 0.02 * random.normal(size=300))]
+    for level, lost in ((3.4, False), (4.6, True)):
+        after = [*(level + 0.02 * random.normal(size=300))]
+        detector, health = Detector(HybridConfig(), GuardConfig()), Health(from_mapping({}), [])
+        seen = [detector.check(StepReading(0, Phase.FULL, loss, 1.0)).signals for loss in (*learned, *after)]
+        assert any(Signal.RUNAWAY in signals for signals in seen) is lost
+        assert noted(health, learned[:100], 100) == noted(health, learned[100:], 300) == []
+        assert (Ailment.DIVERGENCE in noted(health, after, 600)) is lost
 
 
 def gone_back(health: Health, losses: list[float], at: int) -> list[HealthFinding]:
     """What is said of the losses that a rollback undid, with a tenth of the rate from now on."""
     health.note([(loss, 1.0, 0.0) for loss in losses])
-    found = health.rolled_back(Situation(at, health.effective(5.0, 1.0, 10)))
+    found = health.rolled_back(RunStatus(at, health.effective(5.0, 1.0, 10)))
     health.keep(0.1, 5.0, 1.0)
     return found
 
@@ -214,8 +244,8 @@ def test_few_steps_that_a_rollback_undid_are_said_if_they_were_no_number() -> No
 def test_gradients_usual_in_ruin_are_no_advice_to_clip() -> None:
     health = Health(from_mapping({}), [])
     health.note([(5.5 if step < 3 else 1e20, 3e8 if step % 20 else 1e14, 0.0) for step in range(100)])
-    health.record.close()
-    _, found = health.examine(Situation(100, Effective(30.0, 0.0, 10)))
+    health.monitor.close()
+    _, found = health.examine(RunStatus(100, Effective(30.0, 0.0, 10)))
     assert [finding.ailment for finding in found] == [Ailment.DIVERGENCE]
 
 
@@ -227,8 +257,8 @@ def test_large_gradients_of_a_loss_that_falls_all_the_while_are_no_explosion() -
         for step in (100, 200):
             health.note([(loss, 5e3 if place % 20 == 0 else 1e2, 0.0) for place, loss in enumerate(losses[:100])])
             losses = losses[100:]
-            health.record.close()
-            _, found = health.examine(Situation(step, Effective(3e-3, 0.0, 10)))
+            health.monitor.close()
+            _, found = health.examine(RunStatus(step, Effective(3e-3, 0.0, 10)))
         return [finding.ailment for finding in found]
 
     falling = np.geomspace(400.0, 0.01, 200)
@@ -243,8 +273,8 @@ def test_where_leaps_were_kept_the_optimizers_rate_is_not_blamed() -> None:
         health = Health(from_mapping({}), [])
         for step, losses in ((100, falling), (200, np.full(100, 300.0))):
             health.note([(loss, 5e3 if place % 20 == 0 else 1e2, 0.0) for place, loss in enumerate(losses)])
-            health.record.close()
-            _, found = health.examine(Situation(step, Effective(3e-3, 0.0, 10), leaps=leaps))
+            health.monitor.close()
+            _, found = health.examine(RunStatus(step, Effective(3e-3, 0.0, 10), leaps=leaps))
         assert (Ailment.EXPLOSION in {finding.ailment for finding in found}) is not leaps
 
 
@@ -260,7 +290,7 @@ def test_a_run_that_diverged_does_not_learn_by_heart() -> None:
     def after(held_out: list[float], training: list[float]) -> list[Ailment]:
         health = Health(from_mapping({}), [])
         health.note([(5.5, 1.0, 0.0)])
-        situation = Situation(0, Effective(5.0, 1.0, 10))
+        situation = RunStatus(0, Effective(5.0, 1.0, 10))
         found = [health.evaluated(situation, *pair) for pair in zip(held_out, training, strict=True)]
         return [finding.ailment for findings in found for finding in findings]
 
@@ -277,7 +307,7 @@ def test_what_is_known_of_evaluations_and_looks_does_not_grow_with_the_run() -> 
         health = Health(from_mapping({}), [])
         for number in range(evaluations):
             look(health, 100 * number)
-            health.evaluated(Situation(100 * number, Effective(5.0, 1.0, 10)), 2.0 + 0.001 * number, 1.0)
+            health.evaluated(RunStatus(100 * number, Effective(5.0, 1.0, 10)), 2.0 + 0.001 * number, 1.0)
         for number in range(1200):
             look(health, 100 * (evaluations + number))
         kept = health.state_dict()
@@ -286,19 +316,16 @@ def test_what_is_known_of_evaluations_and_looks_does_not_grow_with_the_run() -> 
     assert size(400) < size(40) + 20
 
 
-def test_older_checkpoints_hold_every_evaluation() -> None:
-    situation = Situation(0, Effective(5.0, 1.0, 10))
+def test_evaluations_before_a_checkpoint_count_after_it() -> None:
+    status = RunStatus(0, Effective(5.0, 1.0, 10))
     new, old = Health(from_mapping({}), []), Health(from_mapping({}), [])
     pairs = [(2.0, 2.0), (2.1, 1.5), (2.2, 1.2)]
     new.note([(5.5, 1.0, 0.0)])
     for pair in pairs:
-        new.evaluated(situation, *pair)
-    state = new.state_dict()
-    state["evaluations"] = [list(pair) for pair in pairs]
-    state.pop("best_evaluation")
-    old.load_state_dict(state)
+        new.evaluated(status, *pair)
+    old.load_state_dict(put_together(take_apart(new.state_dict())))
     for health in (new, old):
-        (finding,) = health.evaluated(situation, 2.3, 1.0)
+        (finding,) = health.evaluated(status, 2.3, 1.0)
         assert finding.ailment is Ailment.OVERFITTING
         assert finding.value == pytest.approx(0.3)
 
@@ -336,7 +363,7 @@ def test_a_run_that_is_given_up_says_why(tmp_path: Path) -> None:
 
 def test_a_finding_survives_being_written_down() -> None:
     finding = HealthFinding(Ailment.PLATEAU, 5, "measure", "run", math.nan, "range", "warning", "words", {"a": 1})
-    again = finding_of(json.loads(json.dumps(finding.record())))
+    again = from_plain(HealthFinding, put_together(take_apart(plain(finding))), "findings")
     assert again.record() == finding.record()
     assert math.isnan(again.value)
 

@@ -12,7 +12,7 @@ from torch import nn
 from foretrain import HybridTrainer
 from foretrain.config import from_mapping
 from foretrain.engine.engine import Engine
-from foretrain.health.layers import SAMPLED, Look, Measured
+from foretrain.health.layers import SAMPLED, LayerMeter, LayerNorms
 
 LAYERS = ["first", "middle", "last"]
 
@@ -22,8 +22,8 @@ def engine(model: nn.Module, **changes: Any) -> Engine:
     return Engine(model, None, None, from_mapping(settings | {k.replace("__", "."): v for k, v in changes.items()}))
 
 
-def look_at(one: Engine, batch: Any) -> tuple[Look, Measured]:
-    look = Look(one.model, one.full_step.parameters)
+def look_at(one: Engine, batch: Any) -> tuple[LayerMeter, LayerNorms]:
+    look = LayerMeter(one.model, one.full_step.parameters)
     look.begin()
     look.end(7, one.full(batch))
     measured = look.take()
@@ -69,7 +69,7 @@ def test_the_update_of_a_large_parameter_is_estimated() -> None:
     torch.manual_seed(0)
     model = nn.Linear(300, 100, bias=False)
     assert model.weight.numel() > 4 * SAMPLED
-    look = Look(model, list(model.parameters()))
+    look = LayerMeter(model, list(model.parameters()))
     one = engine(Net())
     look.begin()
     with torch.no_grad():
@@ -120,11 +120,11 @@ def test_parameters_of_several_formats() -> None:
 
 def test_a_look_that_is_not_taken_can_be_saved() -> None:
     one = engine(Net())
-    look = Look(one.model, one.full_step.parameters)
+    look = LayerMeter(one.model, one.full_step.parameters)
     assert look.wait() is None
     look.begin()
     look.end(3, one.full(Regression()(0)))
-    other = Look(one.model, one.full_step.parameters)
+    other = LayerMeter(one.model, one.full_step.parameters)
     other.put_back(look.wait())
     mine, theirs = look.take(), other.take()
     assert mine is not None

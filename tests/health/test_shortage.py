@@ -64,8 +64,8 @@ def test_what_was_going_on_is_told_from_the_outside_in(monkeypatch: pytest.Monke
     trainer = HybridTrainer(Failing(2, 1), config=from_mapping({"device": "cpu"}))
     batch = torch.ones(2, 2)
     for function, words in (
-        (lambda: trainer.full(batch), "the forward pass"),
-        (lambda: trainer.probe(batch), "the forward pass of a probe"),
+        (lambda: trainer.engine.full(batch), "the forward pass"),
+        (lambda: trainer.engine.probe(batch), "the forward pass of a probe"),
         (lambda: trainer.evaluate([batch]), "the forward pass of an evaluation"),
     ):
         found = look_at(raised(function))
@@ -83,7 +83,7 @@ def test_what_was_going_on_is_told_from_the_outside_in(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
     monkeypatch.setattr(torch.cuda, "graph", lambda graph, capture_error_mode: Graph())
-    found = look_at(raised(lambda: GraphedGradient(trainer.full_step)(batch)))
+    found = look_at(raised(lambda: GraphedGradient(trainer.engine.full_step)(batch)))
     assert found is not None
     assert found.recording
     assert found.asked == "2.00 GiB"

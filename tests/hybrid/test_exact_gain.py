@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from foretrain import HybridTrainer
 from foretrain.config import from_mapping
 from foretrain.hybrid.exact_gain import ExactGain, Point
+from foretrain.motion.losses import WindowLosses
 from foretrain.motion.records import WindowRecord
-from foretrain.motion.slope import LossSlope
 
 
-def slope_of(pace: float, windows: int = 3, start: float = 1.0) -> LossSlope:
+def slope_of(pace: float, windows: int = 3, start: float = 1.0) -> WindowLosses:
     """A loss that falls by this share per step."""
-    slope, step = LossSlope(), 0
+    slope, step = WindowLosses(), 0
     for _ in range(windows):
         slope.add(tuple(start * math.exp(-pace * (step + index)) for index in range(10)))
         step += 10
@@ -112,7 +112,7 @@ def test_the_optimizer_may_come_lower_by_itself() -> None:
 
 
 def test_a_loss_below_zero_goes_by_its_fall() -> None:
-    slope = LossSlope()
+    slope = WindowLosses()
     slope.add((-1.0, -1.5, -2.0))
     gain = ExactGain()
     gain.kept(Point(-2.0), -22.0, Point(-22.0, 30, 1.0, 10), slope, 100, True)

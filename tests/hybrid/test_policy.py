@@ -13,7 +13,7 @@ from torch import nn
 from foretrain.config import from_mapping
 from foretrain.engine.step import StepOutput
 from foretrain.events import Phase
-from foretrain.health.recovery import Action, Kind
+from foretrain.health.act import Action, Kind
 from foretrain.hybrid.cycle import View
 from foretrain.hybrid.ledger import Audit
 from foretrain.hybrid.policy import Pilot, Plan

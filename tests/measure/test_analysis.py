@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from foretrain.config import Config
 from foretrain.measure.analysis import Curve, analyse
-from foretrain.measure.plan import Arm, Options, Plan
+from foretrain.measure.plan import Arm, ComparisonPlan, Options
 from foretrain.measure.runs import Spec
 
 KEYS: dict[str, str] = {}
@@ -102,7 +102,7 @@ def finished(
     def find(spec: Spec) -> dict[str, Any] | None:
         return done.get(key(spec))
 
-    plan = Plan(base, options or Options(seeds=seeds), find)
+    plan = ComparisonPlan(base, options or Options(seeds=seeds), find)
     queue: list[Spec] = []
     while queue := queue or [spec for spec in plan.next() if find(spec) is None]:
         spec = queue.pop(0)
@@ -172,7 +172,7 @@ def test_fewer_than_three_seeds_are_called_one_run(base: Config) -> None:
 
 
 def test_an_unfinished_comparison_claims_nothing(base: Config) -> None:
-    analysis = analyse(Plan(base, Options(), lambda _: None))
+    analysis = analyse(ComparisonPlan(base, Options(), lambda _: None))
     assert analysis["verdict"] == "incomplete"
     assert analysis["arms"] == []
 

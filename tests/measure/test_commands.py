@@ -14,7 +14,7 @@ from foretrain.config import from_mapping
 from foretrain.errors import InputError
 from foretrain.measure.commands import default_folder, parse_arm
 from foretrain.measure.ladder import rungs
-from foretrain.measure.plan import Options, Plan
+from foretrain.measure.plan import ComparisonPlan, Options
 
 TINY = {
     "max_steps": 10,
@@ -113,7 +113,7 @@ def test_an_arm_in_words() -> None:
 def test_every_rung_changes_one_thing_on_top_of_the_one_below() -> None:
     base = from_mapping({"optimizer.type": "adamw", "device": "cpu"})
     ladder = rungs(base)
-    plan = Plan(base, Options(arms=ladder), lambda _: None)
+    plan = ComparisonPlan(base, Options(arms=ladder), lambda _: None)
     configs = [plan.spec(arm, 1).config(base).model_dump() for arm in ladder]
 
     def differing(one: dict[str, Any], other: dict[str, Any]) -> set[str]:

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from foretrain.config import Config, changed, from_mapping
+from foretrain.engine.engine import Engine
 from foretrain.errors import DataError, InputError
-from foretrain.measure.compare import Comparison, compare
+from foretrain.measure.compare import ComparisonRunner, compare
 from foretrain.measure.plan import HYBRID, PLAIN_SETTINGS, REPEAT, STILL, Arm, Options
 from foretrain.measure.runs import AccountingError, Spec, _trainer, _warm_up, carry_out
 from foretrain.measure.tasks import Job
@@ -48,7 +49,7 @@ def test_a_whole_comparison_with_every_arm_and_a_page(toy: Toy, base: Config, tm
 
 def test_arms_of_one_seed_start_alike_and_see_the_same_data(toy: Toy, base: Config, tmp_path: Path) -> None:
     """With prediction off and nothing else changed, hybrid's first steps are plain's, bit for bit."""
-    comparison = Comparison(toy, base, QUICK, tmp_path)
+    comparison = ComparisonRunner(toy, base, QUICK, tmp_path)
     plain, hybrid = (
         carry_out(toy, Spec(name, 2, 1.0, 15, settings), base, set())
         for name, settings in (("plain", {"hybrid.mode": "off"}), ("hybrid", {}))
@@ -110,13 +111,13 @@ def test_when_the_time_is_up_no_further_run_starts(toy: Toy, base: Config, tmp_p
 
 
 def test_a_folder_belongs_to_one_configuration(toy: Toy, base: Config, tmp_path: Path) -> None:
-    Comparison(toy, base, QUICK, tmp_path)
-    Comparison(toy, base, Options(seeds=5), tmp_path)  # more of the same is welcome
+    ComparisonRunner(toy, base, QUICK, tmp_path)
+    ComparisonRunner(toy, base, Options(seeds=5), tmp_path)  # more of the same is welcome
     with pytest.raises(InputError, match="another configuration"):
-        Comparison(toy, changed(base, {"max_steps": STEPS + 1}), QUICK, tmp_path)
+        ComparisonRunner(toy, changed(base, {"max_steps": STEPS + 1}), QUICK, tmp_path)
     toy.fingerprint = "changed"
     with pytest.raises(InputError, match="other data"):
-        Comparison(toy, base, QUICK, tmp_path)
+        ComparisonRunner(toy, base, QUICK, tmp_path)
 
 
 def test_an_arm_that_made_no_move_says_so(toy: Toy, base: Config, tmp_path: Path) -> None:
@@ -137,7 +138,7 @@ def test_an_arm_that_made_no_move_says_so(toy: Toy, base: Config, tmp_path: Path
 
 
 def test_a_damaged_file_is_named(toy: Toy, base: Config, tmp_path: Path) -> None:
-    comparison = Comparison(toy, base, QUICK, tmp_path)
+    comparison = ComparisonRunner(toy, base, QUICK, tmp_path)
     spec = comparison.plan.next()[0]
     path = tmp_path / "runs" / f"{spec.key(base, 'toy')}.json"
     path.write_text("{")
@@ -266,7 +267,7 @@ def test_without_displacement_it_reports_the_overhead_and_no_gain(
     toy: Toy, base: Config, tmp_path: Path, work_clock: WorkClock
 ) -> None:
     """Time is work here, so the true overhead is known: what the phases did beyond one backward pass per step."""
-    comparison = Comparison(toy, base, QUICK, tmp_path)
+    comparison = ComparisonRunner(toy, base, QUICK, tmp_path)
     comparison.plan.claims = [Arm("hybrid", "", STILL.settings, "still")]
     comparison.plan.controls = []
     comparison.run()
@@ -332,14 +333,14 @@ def test_first_weights_that_do_not_follow_from_the_seed_are_caught(base: Config,
 
 
 def test_an_arm_that_secretly_trains_more_is_caught(toy: Toy, base: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = HybridTrainer._full_step
+    honest = Engine.full
 
-    def twice(self: HybridTrainer, batch: Any, between: Any = None) -> Any:
-        if self.pilot is not None:
+    def twice(self: Engine, batch: Any, *hooks: Any) -> Any:
+        if self.config.hybrid.mode != "off":
             self.full_step(batch)
-        return honest(self, batch, between)
+        return honest(self, batch, *hooks)
 
-    monkeypatch.setattr(HybridTrainer, "_full_step", twice)
+    monkeypatch.setattr(Engine, "full", twice)
     carry_out(toy, Spec("plain", 1, 1.0, 20, {"hybrid.mode": "off"}), base, set())
     with pytest.raises(AccountingError, match="backward passes"):
         carry_out(toy, Spec("hybrid", 1, 1.0, 20), base, set())

@@ -8,7 +8,7 @@ import pytest
 
 from foretrain.config import Config, changed
 from foretrain.errors import InputError
-from foretrain.measure.plan import HYBRID, PLAIN, STILL, Arm, Options, Plan
+from foretrain.measure.plan import HYBRID, PLAIN, STILL, Arm, ComparisonPlan, Options
 from foretrain.measure.runs import Spec
 
 
@@ -46,7 +46,7 @@ class Store:
             "tokens": passes,
         }
 
-    def finish(self, plan: Plan) -> list[Spec]:
+    def finish(self, plan: ComparisonPlan) -> list[Spec]:
         while specs := plan.next():
             self.run(specs[0])
         return self.order
@@ -58,7 +58,7 @@ def valley(best: float) -> Any:
 
 def test_a_comparison_runs_everything_once_and_then_asks_for_nothing(base: Config) -> None:
     store = Store(base, valley(1.0))
-    plan = Plan(base, Options(), store.find)
+    plan = ComparisonPlan(base, Options(), store.find)
     order = store.finish(plan)
     keys = [spec.key(base, "data") for spec in order]
     assert len(keys) == len(set(keys))
@@ -76,7 +76,7 @@ def test_a_comparison_runs_everything_once_and_then_asks_for_nothing(base: Confi
 
 def test_the_sweep_comes_first_with_one_seed_and_arms_in_turns(base: Config) -> None:
     store = Store(base, valley(1.0))
-    order = store.finish(Plan(base, Options(), store.find))
+    order = store.finish(ComparisonPlan(base, Options(), store.find))
     assert [(spec.arm, spec.rate_factor, spec.seed) for spec in order[:6]] == [
         (arm, rate, 1) for rate in (0.5, 1.0, 2.0) for arm in ("plain", "hybrid")
     ]
@@ -87,7 +87,7 @@ def test_the_sweep_comes_first_with_one_seed_and_arms_in_turns(base: Config) -> 
 )
 def test_the_sweep_goes_on_beyond_its_edge_for_all_arms(base: Config, best: float, expected: list[float]) -> None:
     store = Store(base, valley(best))
-    plan = Plan(base, Options(), store.find)
+    plan = ComparisonPlan(base, Options(), store.find)
     store.finish(plan)
     assert plan.rates() == expected
     assert plan.best_rate(PLAIN) == plan.best_rate(HYBRID) == best
@@ -98,7 +98,7 @@ def test_the_sweep_goes_on_beyond_its_edge_for_all_arms(base: Config, best: floa
 
 def test_a_diverged_learning_rate_is_not_chosen(base: Config) -> None:
     store = Store(base, lambda spec: None if spec.rate_factor == 2 else 1 / spec.rate_factor)
-    plan = Plan(base, Options(), store.find)
+    plan = ComparisonPlan(base, Options(), store.find)
     for spec in plan.sweep():
         store.run(spec)
     assert plan.best_rate(PLAIN) == 1.0
@@ -106,7 +106,7 @@ def test_a_diverged_learning_rate_is_not_chosen(base: Config) -> None:
 
 def test_the_learning_rate_is_chosen_by_the_held_out_loss_and_never_by_the_test(base: Config) -> None:
     store = Store(base, valley(1.0))
-    plan = Plan(base, Options(), store.find)
+    plan = ComparisonPlan(base, Options(), store.find)
     for spec in plan.sweep():
         store.run(spec)
         store.find(spec)["loss"] = -spec.rate_factor
@@ -117,7 +117,7 @@ def test_arms_are_as_long_and_as_tuned_as_they_say(base: Config) -> None:
     short = Arm("short", "", {"predictor.beta": 0.2}, budget=0.5)
     tied = Arm("tied", "", {"predictor.beta": 0.3}, rates_of="short", once=True)
     store = Store(base, lambda spec: valley(0.5 if spec.arm == "short" else 1.0)(spec))
-    plan = Plan(base, Options(rates=(0.25, 0.5, 1.0, 2.0), arms=(short, tied)), store.find)
+    plan = ComparisonPlan(base, Options(rates=(0.25, 0.5, 1.0, 2.0), arms=(short, tied)), store.find)
     store.finish(plan)
     assert {spec.max_steps for spec in store.order if spec.arm == "short"} == {base.max_steps // 2}
     assert (plan.best_rate(PLAIN), plan.best_rate(short), plan.best_rate(tied)) == (1.0, 0.5, 0.5)
@@ -126,7 +126,7 @@ def test_arms_are_as_long_and_as_tuned_as_they_say(base: Config) -> None:
 
 def test_the_plain_loop_may_be_given_as_much_time_as_the_claim_took(base: Config) -> None:
     store = Store(base, valley(1.0))
-    plan = Plan(base, Options(), store.find)
+    plan = ComparisonPlan(base, Options(), store.find)
     store.finish(plan)
     store.find(plan.spec(HYBRID, 2))["seconds"] *= 1.5
     passes, seconds = plan.derived(2)
@@ -135,7 +135,7 @@ def test_the_plain_loop_may_be_given_as_much_time_as_the_claim_took(base: Config
 
 def test_no_two_arms_have_one_name(base: Config) -> None:
     with pytest.raises(InputError, match="same name"):
-        Plan(base, Options(arms=(Arm("plain", "", {}),)), lambda _: None)
+        ComparisonPlan(base, Options(arms=(Arm("plain", "", {}),)), lambda _: None)
 
 
 def test_no_run_of_a_comparison_ends_before_its_schedule_does(base: Config) -> None:
@@ -153,7 +153,7 @@ def test_plain_and_the_arm_that_does_not_move_do_not_look_ahead(base: Config) ->
 def test_an_arm_that_always_diverges_does_not_end_the_comparison(base: Config) -> None:
     bad = Arm("bad", "", {"hybrid.full_steps": 3})
     store = Store(base, lambda spec: None if spec.arm == "bad" else valley(1.0)(spec))
-    plan = Plan(base, Options(arms=(bad,)), store.find)
+    plan = ComparisonPlan(base, Options(arms=(bad,)), store.find)
     store.finish(plan)
     assert plan.best_rate(HYBRID) == 1.0
     assert sum(spec.arm == "bad" for spec in store.order) >= 5
@@ -161,14 +161,14 @@ def test_an_arm_that_always_diverges_does_not_end_the_comparison(base: Config) -
 
 def test_a_plain_loop_that_always_diverges_is_told(base: Config) -> None:
     store = Store(base, lambda spec: None)
-    plan = Plan(base, Options(), store.find)
+    plan = ComparisonPlan(base, Options(), store.find)
     with pytest.raises(InputError, match="lower --rates"):
         store.finish(plan)
 
 
 def test_rounds_are_interleaved_forth_and_back(base: Config) -> None:
     store = Store(base, valley(1.0))
-    plan = Plan(base, Options(), store.find)
+    plan = ComparisonPlan(base, Options(), store.find)
     store.finish(plan)
     first, second = plan.round(1), plan.round(2)
     undone = [[(spec.arm, spec.max_steps) for spec in specs if "," not in spec.arm] for specs in (first, second)]
@@ -185,7 +185,7 @@ def test_the_schedule_is_scaled_with_the_budget(base: Config) -> None:
 def test_an_arm_that_finds_its_rate_is_not_swept(base: Config) -> None:
     auto = Arm("auto", "", {"optimizer.learning_rate": "auto"})
     store = Store(base, valley(1.0))
-    plan = Plan(base, Options(arms=(auto,)), store.find)
+    plan = ComparisonPlan(base, Options(arms=(auto,)), store.find)
     runs = [spec for spec in store.finish(plan) if spec.arm == "auto"]
     assert sorted(spec.seed for spec in runs) == list(plan.seeds)
     assert plan.best_rate(auto) == 1.0
@@ -209,9 +209,9 @@ def test_runs_that_compute_the_same_have_one_key(base: Config) -> None:
 def test_a_configuration_without_prediction_has_nothing_to_compare(base: Config) -> None:
     plain = changed(base, {"hybrid.mode": "off"})
     with pytest.raises(InputError, match="nothing to compare"):
-        Plan(plain, Options(), lambda _: None)
-    Plan(plain, Options(arms=(Arm("muon", "", {"optimizer.type": "muon"}),)), lambda _: None)
-    ahead = Plan(changed(plain, {"predictor.beta": 0.4}), Options(), lambda _: None)
+        ComparisonPlan(plain, Options(), lambda _: None)
+    ComparisonPlan(plain, Options(arms=(Arm("muon", "", {"optimizer.type": "muon"}),)), lambda _: None)
+    ahead = ComparisonPlan(changed(plain, {"predictor.beta": 0.4}), Options(), lambda _: None)
     assert ahead.controls == []
 
 

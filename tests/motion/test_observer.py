@@ -78,7 +78,8 @@ class Watched:
                 parameter.sub_(parameter.grad, alpha=0.1)
         self.step_number += 1
         output = StepOutput(torch.tensor(loss), torch.tensor(norm), torch.tensor(skipped))
-        if not observer.after_step(output):
+        observer.after_step(output)
+        if not observer.complete:
             return None
         phase = PhaseRecord("full", 1, 0, 1)
         record = observer.close(Moment(self.step_number, 400, self.step_number, 0.1, 0.1, phase, 0.5, 0.5))
@@ -231,7 +232,7 @@ def test_a_restart_drops_pending_forecasts_and_opens_a_window_here(steps: int) -
     assert run.observer.quality.state_dict() == before
     assert run.predictor.told[told][1] == []
     run.windows(1)
-    assert run.observer.quality.tallies[1].count == before["1"]["count"] + 1
+    assert run.observer.quality.tallies[1].count == before["tallies"][1]["count"] + 1
 
 
 def test_no_horizon_reaches_across_a_move() -> None:

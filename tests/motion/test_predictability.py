@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 
+from foretrain.motion.losses import WindowLosses
 from foretrain.motion.predictability import Predictability
 from foretrain.motion.quality import Quality
 from foretrain.motion.records import DIRECTIONS, HORIZONS_IN_WINDOWS, WindowRecord
@@ -34,14 +35,20 @@ def record(losses: list[float], gradient_cosine: float = 0.0, window_cosine: flo
     )
 
 
+def add(made: Predictability, window: WindowRecord, same_batch: bool) -> None:
+    """As the observer and then the policy do."""
+    made.losses.add(window.losses)
+    made.add(window, same_batch)
+
+
 def watched(
     noise: float, cosine: float, windows: int = 8, same_batch: bool = False, scale: float = 1.0
 ) -> Predictability:
     draw = np.random.default_rng(0)
-    made = Predictability()
+    made = Predictability(WindowLosses())
     for window in range(windows):
         losses = [scale * (5 - 0.01 * (10 * window + i) + noise * draw.normal()) for i in range(10)]
-        made.add(record(losses, cosine, cosine), same_batch)
+        add(made, record(losses, cosine, cosine), same_batch)
     return made
 
 
@@ -74,7 +81,9 @@ def test_minibatches_have_not() -> None:
 def test_the_scale_of_the_loss_does_not_matter(scale: float) -> None:
     assert watched(0.0, 0.99, scale=scale).low_noise
     assert not watched(0.3, 0.99, scale=scale).low_noise
-    assert watched(0.3, 0.5, scale=scale).noise_ratio == pytest.approx(watched(0.3, 0.5).noise_ratio, rel=1e-6)
+    assert watched(0.3, 0.5, scale=scale).losses.noise_ratio == pytest.approx(
+        watched(0.3, 0.5).losses.noise_ratio, rel=1e-6
+    )
 
 
 def test_one_window_is_not_enough() -> None:
@@ -83,10 +92,10 @@ def test_one_window_is_not_enough() -> None:
 
 def test_a_run_whose_batches_begin_to_differ_is_noticed() -> None:
     made = watched(0.0, 0.99, same_batch=True)
-    made.add(record([5.0] * 10, 0.99), same_batch=False)
+    add(made, record([5.0] * 10, 0.99), same_batch=False)
     for _ in range(20):
         losses = np.random.default_rng(made.windows).normal(5, 1, 10).tolist()
-        made.add(record(losses, 0.1), same_batch=False)
+        add(made, record(losses, 0.1), same_batch=False)
     assert not made.low_noise
 
 
@@ -108,19 +117,19 @@ def test_snr_is_that_of_real_vectors() -> None:
 def test_numbers_that_are_not_finite_change_nothing() -> None:
     made = watched(0.1, 0.8)
     before = made.summary(Quality(10))
-    made.add(record([5.0] * 9 + [math.nan], math.nan, math.nan), same_batch=False)
+    add(made, record([5.0] * 9 + [math.nan], math.nan, math.nan), same_batch=False)
     assert made.summary(Quality(10)) == before
-    fresh = Predictability()
-    fresh.add(record([math.nan] * 10, math.nan), same_batch=False)
+    fresh = Predictability(WindowLosses())
+    add(fresh, record([math.nan] * 10, math.nan), same_batch=False)
     assert not fresh.low_noise
     assert fresh.summary(Quality(10))["gradient_snr"] is None
 
 
 def test_a_loss_that_stands_still_is_no_error() -> None:
-    made = Predictability()
+    made = Predictability(WindowLosses())
     for _ in range(3):
-        made.add(record([0.0] * 10, 0.99), same_batch=False)
-    assert math.isfinite(made.noise_ratio)
+        add(made, record([0.0] * 10, 0.99), same_batch=False)
+    assert math.isfinite(made.losses.noise_ratio)
 
 
 @pytest.mark.parametrize(
@@ -172,9 +181,11 @@ def test_motion_that_repeats_is_predictable_whatever_the_predictor_does() -> Non
 
 
 def test_state_survives_a_round_trip() -> None:
-    one, other = watched(0.2, 0.7), Predictability()
+    one, other = watched(0.2, 0.7), Predictability(WindowLosses())
     other.load_state_dict(one.state_dict())
+    other.losses.load_state_dict(one.losses.state_dict())
     for made in (one, other):
-        made.add(record([3.0, 2.0, 2.5, 1.0], 0.3, 0.1), same_batch=True)
+        add(made, record([3.0, 2.0, 2.5, 1.0], 0.3, 0.1), same_batch=True)
     assert one.state_dict() == other.state_dict()
+    assert one.losses.state_dict() == other.losses.state_dict()
     assert other.windows == 9

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
+from foretrain.motion.losses import WindowLosses
 from foretrain.motion.records import ForecastRecord, PhaseRecord, WindowRecord
 from foretrain.motion.state import FEATURES, KNOWN_SPREADS, StateEncoder, describe
+from foretrain.persist.codec import put_together, take_apart
 
 Records = tuple[WindowRecord, ForecastRecord, PhaseRecord]
 
@@ -64,8 +66,18 @@ def hybrid_run(seed: int = 0, steps: int = 1000, optimizer: str = "adam", window
         )
 
 
+def encoder_alone() -> StateEncoder:
+    return StateEncoder(10, WindowLosses())
+
+
+def encode(encoder: StateEncoder, *records: Any) -> np.ndarray:
+    """As the observer does."""
+    encoder.losses.add(records[0].losses)
+    return encoder.encode(*records)
+
+
 def encode_all(encoder: StateEncoder, run: list[Records]) -> np.ndarray:
-    return np.stack([encoder.encode(*records) for records in run])
+    return np.stack([encode(encoder, *records) for records in run])
 
 
 def index(group: str, name: str) -> int:
@@ -89,7 +101,7 @@ def test_there_are_64_named_features_in_six_groups() -> None:
 
 @pytest.mark.parametrize("optimizer", ["adam", "sgd", "plain sgd"])
 def test_no_feature_is_constant_in_a_hybrid_run(optimizer: str) -> None:
-    states = encode_all(StateEncoder(10), list(hybrid_run(optimizer=optimizer)))
+    states = encode_all(encoder_alone(), list(hybrid_run(optimizer=optimizer)))
     quiet = [f"{FEATURES[i].group} {FEATURES[i].name}" for i in range(64) if np.ptp(states[5:, i]) < 0.1]
     assert quiet == []
     assert np.isfinite(states).all()
@@ -97,7 +109,7 @@ def test_no_feature_is_constant_in_a_hybrid_run(optimizer: str) -> None:
 
 
 def test_with_moments_of_their_own_no_two_features_are_the_same() -> None:
-    states = encode_all(StateEncoder(10), list(hybrid_run(steps=4000)))[100:]
+    states = encode_all(encoder_alone(), list(hybrid_run(steps=4000)))[100:]
     correlation = np.abs(np.corrcoef(states.T)) - np.eye(64)
     pairs = [(FEATURES[i].name, FEATURES[j].name) for i, j in np.argwhere(correlation > 1 - 1e-9) if i < j]
     allowed = {"first moment", "first moment deviation", "second moment"}  # one noise drives them in this toy
@@ -106,10 +118,10 @@ def test_with_moments_of_their_own_no_two_features_are_the_same() -> None:
 
 
 def test_values_mean_what_their_names_say() -> None:
-    encoder = StateEncoder(10)
+    encoder = encoder_alone()
     records = next(hybrid_run())
     window = replace(records[0], losses=(4.0, 3.0, 2.0, 1.0), gradient_norms=(1.0, 3.0), learning_rate=0.5)
-    encoder.encode(window, *records[1:])
+    encode(encoder, window, *records[1:])
     value = {(item.group, item.name): encoder.last[item.index] for item in FEATURES}
     assert value["loss", "value"] == 1.0
     assert value["loss", "mean"] == 2.5
@@ -131,33 +143,33 @@ def test_values_mean_what_their_names_say() -> None:
 def test_a_loss_that_goes_up_and_down_shows() -> None:
     records = next(hybrid_run())
     for losses, turns in (((1.0, 2.0, 1.0, 2.0, 1.0), 1.0), ((1.0, 2.0, 3.0, 4.0, 5.0), 0.0)):
-        encoder = StateEncoder(10)
-        encoder.encode(replace(records[0], losses=losses), *records[1:])
+        encoder = encoder_alone()
+        encode(encoder, replace(records[0], losses=losses), *records[1:])
         assert encoder.last[index("loss", "oscillation")] == turns
 
 
 def test_curvature_is_the_second_derivative() -> None:
     records = next(hybrid_run())
-    encoder = StateEncoder(10)
-    encoder.encode(replace(records[0], losses=tuple(3.0 * t * t for t in range(10))), *records[1:])
+    encoder = encoder_alone()
+    encode(encoder, replace(records[0], losses=tuple(3.0 * t * t for t in range(10))), *records[1:])
     assert encoder.last[index("loss", "curvature")] == pytest.approx(6.0)
 
 
 def test_a_leap_between_two_windows_shows() -> None:
     run = list(hybrid_run(steps=300))
-    encoder = StateEncoder(10)
+    encoder = encoder_alone()
     seen = []
     for records in run:
-        encoder.encode(*records)
+        encode(encoder, *records)
         seen.append(encoder.last[index("phase", "predict")])
     assert set(np.round(seen, 6)) == {0.0, round(20 / 30, 6)}
 
 
 def test_it_is_a_running_z_score() -> None:
     run = list(hybrid_run(steps=3000))
-    encoder, raw, states = StateEncoder(10), [], []
+    encoder, raw, states = encoder_alone(), [], []
     for records in run:
-        states.append(encoder.encode(*records))
+        states.append(encode(encoder, *records))
         raw.append(encoder.last.copy())
     table = np.stack(raw)
     expected = (table[-1] - table.mean(axis=0)) / table.std(axis=0)
@@ -169,9 +181,9 @@ def test_it_is_a_running_z_score() -> None:
 
 def test_what_is_not_finite_counts_as_it_last_was() -> None:
     run = list(hybrid_run(steps=300))
-    encoder = StateEncoder(10)
+    encoder = encoder_alone()
     for records in run:
-        encoder.encode(*records)
+        encode(encoder, *records)
     before = encoder.last.copy()
     window, forecast, phase = run[-1]
     nan = math.nan
@@ -186,31 +198,32 @@ def test_what_is_not_finite_counts_as_it_last_was() -> None:
         learning_rate=nan,
         moment_mean=math.inf,
     )
-    state = encoder.encode(broken, replace(forecast, loss_errors=(nan,) * 5, errors=(math.inf,) * 5), phase)
+    state = encode(encoder, broken, replace(forecast, loss_errors=(nan,) * 5, errors=(math.inf,) * 5), phase)
     assert np.isfinite(state).all()
     assert encoder.last[index("loss", "value")] == before[index("loss", "value")]
     assert encoder.last[index("weights", "norm")] == before[index("weights", "norm")]
-    after = encoder.encode(*run[-1])
+    after = encode(encoder, *run[-1])
     assert np.isfinite(after).all()
     assert encoder.last[index("loss", "average 1/16")] == pytest.approx(before[index("loss", "average 1/16")], rel=0.2)
 
 
 def test_one_skipped_step_does_not_hide_the_window() -> None:
     run = list(hybrid_run(steps=200))
-    encoder = StateEncoder(10)
+    encoder = encoder_alone()
     for records in run:
-        encoder.encode(*records)
+        encode(encoder, *records)
     window = replace(run[-1][0], losses=(math.nan, *run[-1][0].losses[1:-1], 7.5))
-    encoder.encode(window, *run[-1][1:])
+    encode(encoder, window, *run[-1][1:])
     assert encoder.last[index("loss", "maximum")] == 7.5
 
 
 def test_state_survives_a_round_trip() -> None:
     run = list(hybrid_run(steps=600))
-    first, second = StateEncoder(10), StateEncoder(10)
+    first, second = encoder_alone(), encoder_alone()
     encode_all(first, run[:20])
-    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    second.load_state_dict(put_together(take_apart(first.state_dict())))
+    second.losses.load_state_dict(put_together(take_apart(first.losses.state_dict())))
     np.testing.assert_array_equal(encode_all(first, run[20:]), encode_all(second, run[20:]))
-    fresh = StateEncoder(10)
-    fresh.load_state_dict(json.loads(json.dumps(StateEncoder(10).state_dict())))
-    np.testing.assert_array_equal(encode_all(fresh, run), encode_all(StateEncoder(10), run))
+    fresh = encoder_alone()
+    fresh.load_state_dict(put_together(take_apart(encoder_alone().state_dict())))
+    np.testing.assert_array_equal(encode_all(fresh, run), encode_all(encoder_alone(), run))

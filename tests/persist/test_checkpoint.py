@@ -455,11 +455,35 @@ def test_what_was_put_aside_earlier_still_forbids_a_silent_start(tmp_path: Path)
 
 def test_a_newer_format_is_refused_and_left_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "FORMAT", 2)
+        patch.setattr(checkpoint, "FORMAT", 3)
         CheckpointStore(tmp_path).save(1, state())
-    with pytest.raises(CheckpointError, match="has format 2; this version reads format 1"):
+    with pytest.raises(CheckpointError) as raised:
         CheckpointStore(tmp_path).load_newest()
+    assert str(raised.value) == (
+        f"{tmp_path / 'step-00000001'}: saved by a newer version (format 3, this one reads format 2); update foretrain"
+    )
+    with pytest.raises(CheckpointError, match="saved by a newer version"):
+        checkpoint.read_weights(tmp_path / "step-00000001")
     assert names(tmp_path) == ["step-00000001"]
+
+
+def test_an_earlier_format_is_refused_but_for_its_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "FORMAT", 1)
+        for step in (1, 2):
+            CheckpointStore(tmp_path).save(step, state() | {"frozen": "", "hybrid": {"tensor": torch.ones(2)}})
+    with pytest.raises(CheckpointError) as raised:
+        CheckpointStore(tmp_path).load_newest()
+    assert str(raised.value) == (
+        f"{tmp_path / 'step-00000002'}: saved by an earlier development version (format 1, this one reads format 2); "
+        "finish that run with the version that began it, or begin anew in another folder. Its weights alone can still "
+        "be read: `foretrain export`, or load_weights"
+    )
+    assert names(tmp_path) == ["step-00000001", "step-00000002"]
+    checkpoint.verify(tmp_path / "step-00000002")
+    weights = checkpoint.read_weights(tmp_path / "step-00000002")
+    assert weights.keys() == {"model", "frozen", "progress"}
+    assert all(torch.equal(weights["model"][name], value) for name, value in state()["model"].items())
 
 
 def test_a_damaged_one_that_cannot_be_renamed_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -519,7 +543,7 @@ def forge(folder: Path, **files: bytes | None) -> None:
 
 
 def nested(depth: int) -> bytes:
-    return b'{"format": 1, "step": 1, "state": ' + b'{"a": ' * depth + b"1" + b"}" * depth + b"}"
+    return b'{"format": 2, "step": 1, "state": ' + b'{"a": ' * depth + b"1" + b"}" * depth + b"}"
 
 
 @pytest.mark.parametrize(
@@ -528,18 +552,18 @@ def nested(depth: int) -> bytes:
         b"",
         b"null",
         b"[]",
-        b'{"format": 1, "step": 1}',
-        b'{"format": 1, "step": 1, "state": 5}',
-        b'{"format": 1, "step": 2, "state": {}}',
+        b'{"format": 2, "step": 1}',
+        b'{"format": 2, "step": 1, "state": 5}',
+        b'{"format": 2, "step": 2, "state": {}}',
         b'{"format": 9, "step": 1, "state": {}}',
-        b'{"format": 1, "step": 1, "state": {"$tensor": "none"}}',
-        b'{"format": 1, "step": 1, "state": {"$tensor": ["none"]}}',
-        b'{"format": 1, "step": 1, "state": {"$entries": [[["a"], 1]]}}',
-        b'{"format": 1, "step": 1, "state": {"$entries": 7}}',
-        b'{"format": 1, "step": 1, "state": {"x": {"$float": "one"}}}',
-        b'{"format": 1, "step": 1, "state": {"x": {"$tuple": 1}}}',
+        b'{"format": 2, "step": 1, "state": {"$tensor": "none"}}',
+        b'{"format": 2, "step": 1, "state": {"$tensor": ["none"]}}',
+        b'{"format": 2, "step": 1, "state": {"$entries": [[["a"], 1]]}}',
+        b'{"format": 2, "step": 1, "state": {"$entries": 7}}',
+        b'{"format": 2, "step": 1, "state": {"x": {"$float": "one"}}}',
+        b'{"format": 2, "step": 1, "state": {"x": {"$tuple": 1}}}',
         b"\xff\xfe\x00",
-        b'{"format": 1, "step": 1, "state": ' + b"9" * 5000 + b"}",
+        b'{"format": 2, "step": 1, "state": ' + b"9" * 5000 + b"}",
         nested(100_000),
     ],
 )
@@ -659,7 +683,7 @@ json_values = st.recursive(
 entries = st.fixed_dictionaries({"size": json_values, "sha256": json_values}) | json_values
 file_names = st.sampled_from(["state.json", "model.safetensors", "..", "/", "x"]) | st.text(max_size=8)
 manifests = st.fixed_dictionaries(
-    {"format": st.just(1) | json_values, "step": st.just(1) | json_values},
+    {"format": st.just(2) | json_values, "step": st.just(1) | json_values},
     optional={"files": st.dictionaries(file_names, entries, max_size=4) | json_values, "more": json_values},
 )
 
@@ -673,7 +697,7 @@ def test_any_json_for_a_manifest(saved: Path, content: Any) -> None:
 @given(json_values)
 def test_any_json_for_a_state(tmp_path_factory: pytest.TempPathFactory, content: Any) -> None:
     folder = CheckpointStore(tmp_path_factory.mktemp("fuzz")).save(1, {"a": torch.ones(1)})
-    forge(folder, state__json=json.dumps({"format": 1, "step": 1, "state": content}).encode())
+    forge(folder, state__json=json.dumps({"format": 2, "step": 1, "state": content}).encode())
     try:
         assert isinstance(read(folder), dict)
     except CheckpointError as error:

@@ -87,7 +87,7 @@ def changed(state: Any, path: str, value: Any) -> Any:
     ("path", "value"),
     [
         ("progress.global_step", [1]),
-        ("hybrid.pilot.bandit.targets", ["x"]),
+        ("hybrid.pilot.bandit.table", ["x"]),
         ("hybrid.pilot.observer.encoder.mean", [0.0] * 63),
         ("hybrid.pilot.guard.losses.count", "many"),
         ("hybrid.mover", []),

@@ -12,11 +12,12 @@ import torch
 from tests.finetuning import config_for, write_base, write_colors
 
 from foretrain.config import Config, given, load
+from foretrain.config.paths import value_of
 from foretrain.errors import ConfigError
 from foretrain.models import gpt2
 from foretrain.planning import budget as budget_module
 from foretrain.planning.estimate import estimate, target_of
-from foretrain.planning.levers import LEVERS, value_of
+from foretrain.planning.levers import LEVERS
 from foretrain.planning.plan import NothingFitsError
 from foretrain.recipes import finetune as tuning
 from foretrain.recipes import train as run

@@ -20,7 +20,7 @@ from foretrain.models import lora
 from foretrain.models.gpt2 import GPT2, GPT2Shape
 from foretrain.motion.hosted import HostedTrajectory
 from foretrain.motion.records import DIRECTIONS
-from foretrain.planning.estimate import Estimate, Target, estimate, pass_of, row_size, target_of
+from foretrain.planning.estimate import Estimate, PlanTarget, estimate, pass_of, row_size, target_of
 from foretrain.planning.parameters import adapted_parameters, parameters_of
 from foretrain.trainer import HybridTrainer
 
@@ -102,8 +102,8 @@ def test_directions_and_snapshots_are_exact(
     taken = trainer.mover.safety.taken.tensors.items()
     kept = [tensor for name, tensor in taken if name.startswith(("model.", "optimizer.state", "average."))]
     assert planned["snapshot"] == size_of(kept)
-    assert trainer.average is not None
-    assert planned["average"] == size_of(trainer.average.average)
+    assert trainer.engine.average is not None
+    assert planned["average"] == size_of(trainer.engine.average.average)
 
 
 def test_the_row_of_directions_is_the_layout_s_own(make_model: Callable[..., GPT2]) -> None:
@@ -119,7 +119,7 @@ BIG = GPT2Shape(12, 12, 768)
 def full(changes: dict[str, Any], shape: GPT2Shape = BIG) -> Estimate:
     """Of a run that is long enough to try moves."""
     config = from_mapping({"batch_size": 16, "max_steps": 10_000, **changes})
-    return estimate(config, Target(shape, True, "bf16", shape.context))
+    return estimate(config, PlanTarget(shape, True, "bf16", shape.context))
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_compiling_and_precision_decide_over_activations() -> None:
     plain = {"engine.compile": False, "hybrid.mode": "off", "optimizer.type": "adamw"}
     eager, compiled = full(plain).phases["full"], full(plain | {"engine.compile": True}).phases["full"]
     assert compiled["activations"] < eager["activations"]
-    target = Target(BIG, True, "fp32", 1024)
+    target = PlanTarget(BIG, True, "fp32", 1024)
     wide = estimate(from_mapping({"batch_size": 16, **plain}), target).phases["full"]
     assert wide["activations"] > 1.6 * eager["activations"]
     assert wide["casts of weights"] == 0 < eager["casts of weights"]
@@ -160,7 +160,7 @@ def test_probes_have_a_precision_of_their_own() -> None:
 
 def test_a_budget_on_a_gpu_leaves_room_for_pages_that_are_partly_used() -> None:
     config = from_mapping({"hybrid.mode": "off"})
-    on_gpu, elsewhere = (estimate(config, Target(BIG, cuda, "fp32", 1024)) for cuda in (True, False))
+    on_gpu, elsewhere = (estimate(config, PlanTarget(BIG, cuda, "fp32", 1024)) for cuda in (True, False))
     assert on_gpu.needed - int(1.05 * (on_gpu.peak + on_gpu.pool)) >= 100 * 2**20
     assert elsewhere.needed == int(1.05 * elsewhere.peak)
 
@@ -224,8 +224,8 @@ def test_a_state_that_returns_after_the_last_probe_is_not_there_while_it_is_made
         full({"optimizer.type": "adamw", **changes}).phases["predict"]
         for changes in (
             {"engine.cuda_graph": False},
-            {"memory.offload": True, "memory.lookahead": 2},
-            {"memory.offload": True, "memory.lookahead": 0},
+            {"memory.offload": True, "memory.return_ahead": 2},
+            {"memory.offload": True, "memory.return_ahead": 0},
         )
     )
     assert here["optimizer state"] == early["optimizer state"] > 2 * here["weights"] - 10**6
@@ -267,7 +267,7 @@ def test_a_large_model_is_planned_without_making_it() -> None:
 
 def test_a_pass_of_a_fine_tuning_run_has_adapters() -> None:
     config = from_mapping({"preset": "finetune"})
-    target = Target(BIG, True, "bf16", 256, adapters=True, evaluated_rows=16)
+    target = PlanTarget(BIG, True, "bf16", 256, adapters=True, evaluated_rows=16)
     assert pass_of(config, target).rank == config.lora.rank
     found = estimate(config, target)
     assert found.phases["predict"]["gradients"] < 0.02 * found.phases["full"]["weights"]
@@ -282,7 +282,7 @@ def test_directions_in_main_memory_are_counted_as_they_are(number: str) -> None:
     dtype = torch.float32 if number == "fp32" else torch.bfloat16
     before = host_bytes()
     trajectory = HostedTrajectory(weights, dtype=dtype)
-    found = estimate(config, Target(shape, True, "bf16", 64))
+    found = estimate(config, PlanTarget(shape, True, "bf16", 64))
     assert found.host == pytest.approx(host_bytes() - before, rel=0.01)
     live = Live()
     live.ignore((trajectory._rows, trajectory._scratch))

@@ -6,17 +6,17 @@ import pytest
 
 from foretrain.config import from_mapping
 from foretrain.models.gpt2 import GPT2Shape
-from foretrain.planning.estimate import Target
+from foretrain.planning.estimate import PlanTarget
 from foretrain.planning.levers import LEVERS, choices
 
 CONFIG = from_mapping({"batch_size": 4, "max_steps": 10_000, "optimizer.type": "adamw"})
-TARGET = Target(GPT2Shape(2, 2, 64, 2048, 256), True, "bf16", 2048)
+TARGET = PlanTarget(GPT2Shape(2, 2, 64, 2048, 256), True, "bf16", 2048)
 
 
 TOGETHER = {
     "engine.loss_rows": {"engine.fused_loss"},
     "engine.update_in_backward": {"optimizer.gradient_clip_norm"},
-    "memory.lookahead": {"memory.offload"},
+    "memory.return_ahead": {"memory.offload"},
 }
 """What has to be free as well."""
 ALONE = [name for name in LEVERS if name not in ("hybrid.mode", "optimizer.gradient_clip_norm")]

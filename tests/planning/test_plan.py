@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from foretrain.config import Config, from_mapping, to_mapping
 from foretrain.config import given as named
+from foretrain.config.paths import value_of, with_settings
 from foretrain.models.gpt2 import GPT2Shape
-from foretrain.planning.estimate import Target, estimate
-from foretrain.planning.levers import LEVERS, choices, value_of
-from foretrain.planning.plan import NothingFitsError, Plan, plan, toml_lines, with_settings
+from foretrain.planning.estimate import PlanTarget, estimate
+from foretrain.planning.levers import LEVERS, choices
+from foretrain.planning.plan import MemoryPlan, NothingFitsError, plan, toml_lines
 
 SHAPES = [GPT2Shape(4, 4, 128, 128, 300), GPT2Shape(12, 12, 768, 1024), GPT2Shape(24, 16, 1024, 512)]
 shapes = st.sampled_from(SHAPES)
@@ -38,7 +39,7 @@ configs = st.dictionaries(st.sampled_from(sorted(fixed_values)), st.none(), max_
 )
 
 
-def attempt(config: Config, target: Target, budget: float) -> Plan | None:
+def attempt(config: Config, target: PlanTarget, budget: float) -> MemoryPlan | None:
     try:
         return plan(config, target, int(budget), named(config))
     except NothingFitsError:
@@ -51,7 +52,7 @@ def test_plans_fit_and_more_memory_is_never_slower(
     changes: dict[str, Any], shape: GPT2Shape, precision: str, share: float, more: float
 ) -> None:
     config = from_mapping({"batch_size": 8, **changes})
-    target = Target(shape, True, precision, shape.context)
+    target = PlanTarget(shape, True, precision, shape.context)
     budget = share * estimate(config, target).needed
     found, roomier = attempt(config, target, budget), attempt(config, target, more * budget)
     if found is not None:
@@ -70,7 +71,7 @@ def test_plans_fit_and_more_memory_is_never_slower(
 
 def test_what_fits_is_left_as_it_is() -> None:
     config = from_mapping({"batch_size": 8})
-    target = Target(SHAPES[1], True, "bf16", 1024)
+    target = PlanTarget(SHAPES[1], True, "bf16", 1024)
     found = plan(config, target, estimate(config, target).needed, named(config))
     assert found.choice.settings == {}
     assert found.config == config
@@ -78,7 +79,7 @@ def test_what_fits_is_left_as_it_is() -> None:
 
 def test_nothing_fits_says_the_smallest_figure_and_what_is_in_the_way() -> None:
     config = from_mapping({"batch_size": 8, "optimizer.state_type": "fp32", "hybrid.mode": "leap"})
-    target = Target(SHAPES[2], True, "bf16", 512)
+    target = PlanTarget(SHAPES[2], True, "bf16", 512)
     words = r"smallest possible is \d\.\d\d GB.*leave settings .*\(hybrid\.mode, optimizer\.state_type\)"
     with pytest.raises(NothingFitsError, match=words) as failed:
         plan(config, target, 10**9, named(config))
@@ -91,7 +92,7 @@ LONG = {"batch_size": 8, "max_steps": 10_000}
 
 
 def test_what_does_not_pay_is_the_first_to_go() -> None:
-    config, target = from_mapping(LONG), Target(SHAPES[1], True, "bf16", 1024)
+    config, target = from_mapping(LONG), PlanTarget(SHAPES[1], True, "bf16", 1024)
     needed = estimate(with_settings(config, {"hybrid.mode": "off"}), target).needed
     assert estimate(config, target).needed > needed
     found = plan(config, target, needed, named(config))
@@ -109,20 +110,20 @@ def test_what_does_not_pay_is_the_first_to_go() -> None:
 
 
 def test_updates_in_the_backward_pass_come_with_what_they_need() -> None:
-    config, target = from_mapping({"batch_size": 8}), Target(SHAPES[1], True, "bf16", 1024)
+    config, target = from_mapping({"batch_size": 8}), PlanTarget(SHAPES[1], True, "bf16", 1024)
     for choice in choices(config, named(config), target):
         if choice.settings.get("engine.update_in_backward"):
             assert choice.settings["optimizer.gradient_clip_norm"] == 0.0
             assert "accumulation_steps" not in choice.settings
     clipped = from_mapping({"batch_size": 8, "optimizer.gradient_clip_norm": 1.0})
     for configured, precision in ((clipped, "bf16"), (config, "fp16")):
-        found = choices(configured, named(configured), Target(SHAPES[1], True, precision, 1024))
+        found = choices(configured, named(configured), PlanTarget(SHAPES[1], True, precision, 1024))
         assert not any("engine.update_in_backward" in choice.settings for choice in found)
 
 
 @pytest.mark.parametrize("change", [{"batch_size": 16}, {"hybrid.window_steps": 20}])
 def test_directions_in_main_memory_cost_the_less_the_more_is_done_between_two_windows(change: dict[str, Any]) -> None:
-    target = Target(GPT2Shape(12, 12, 768, 1024, 50257), True, "bf16", 1024)
+    target = PlanTarget(GPT2Shape(12, 12, 768, 1024, 50257), True, "bf16", 1024)
 
     def cost(changes: dict[str, Any]) -> float:
         usual = {"batch_size": 8, "hybrid.window_steps": 10, "hybrid.mode": "leap", "max_steps": 10_000}
@@ -134,9 +135,9 @@ def test_directions_in_main_memory_cost_the_less_the_more_is_done_between_two_wi
 
 def test_without_a_gpu_nothing_is_moved_to_main_memory() -> None:
     config = from_mapping({"batch_size": 8})
-    found = choices(config, named(config), Target(SHAPES[1], False, "fp32", 1024))
+    found = choices(config, named(config), PlanTarget(SHAPES[1], False, "fp32", 1024))
     assert not any(name.startswith("memory.") for choice in found for name in choice.settings)
-    target = Target(SHAPES[1], False, "fp32", 1024)
+    target = PlanTarget(SHAPES[1], False, "fp32", 1024)
     pinned = from_mapping({"batch_size": 8, "memory.basis": "pinned", "memory.snapshots": "pinned"})
     assert estimate(pinned, target) == estimate(config, target)
 

@@ -12,14 +12,14 @@ from foretrain.engine.optim.in_backward import UpdatesInBackward
 from foretrain.models.gpt2 import GPT2, GPT2Shape
 from foretrain.planning.activations import Pass
 from foretrain.planning.parameters import parameters_of
-from foretrain.planning.timeline import MUON_BYTES, Moment, moments
+from foretrain.planning.timeline import MUON_BYTES, StepMoment, moments
 
 SHAPE = GPT2Shape(3, 2, 64, 32, 300)
 
 
-def of(optimizer: str, in_backward: bool) -> dict[str, list[Moment]]:
+def of(optimizer: str, in_backward: bool) -> dict[str, list[StepMoment]]:
     work = Pass(SHAPE, 4, 32, "fp32", cuda=True)
-    found: dict[str, list[Moment]] = {}
+    found: dict[str, list[StepMoment]] = {}
     for moment in moments(work, parameters_of(SHAPE), OptimizerConfig(type=optimizer), 1, in_backward):
         found.setdefault(moment.name, []).append(moment)
     return found

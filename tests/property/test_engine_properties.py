@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from foretrain.config import PrecisionConfig
+from foretrain.engine.batch import map_tensors, part_weights, split, tensors_of
 from foretrain.engine.optim.muon import orthogonalize
 from foretrain.engine.precision import Precision
-from foretrain.engine.step import map_tensors, part_weights, split, tensors_of
 from foretrain.models.loss import IGNORED, linear_cross_entropy
 from foretrain.persist.codec import Snapshot, put_together, snapshot, take_apart
 

@@ -124,7 +124,7 @@ def test_a_naive_predictor_on_a_full_batch_net(mode: str, seed: int) -> None:
     _, run = full_batch(Net(seed=seed), "repeat", seed, mode, **adam)
     assert any(move.verdict in ("kept", "shrunk") for move in run.moves)
     assert run.trainer.backward_passes >= plain.trainer.backward_passes
-    assert run.trainer.probe(run.data(0)) <= 1.05 * plain.trainer.probe(plain.data(0))
+    assert run.trainer.engine.probe(run.data(0)) <= 1.05 * plain.trainer.engine.probe(plain.data(0))
 
 
 # --- a perfect one ---------------------------------------------------------------------------------------------------

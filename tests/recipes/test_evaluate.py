@@ -13,7 +13,7 @@ import pytest
 from tests.finetuning import COLORS, config_for, write_base, write_colors
 from tests.recipes.test_newest import command, stop_at
 
-from foretrain.cli.evaluate import Progress
+from foretrain.cli.evaluate import EvaluationProgress
 from foretrain.errors import DataError, InputError
 from foretrain.recipes import finetune as tuning
 from foretrain.recipes import train as run
@@ -153,7 +153,7 @@ def test_an_interrupted_run_is_scored_at_its_newest_checkpoint(
 def test_long_work_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     now = [100.0]
     monkeypatch.setattr("foretrain.cli.evaluate.time.monotonic", lambda: now[0])
-    report = Progress()
+    report = EvaluationProgress()
     for done in (1, 2, 3, 4):
         now[0] += 6
         report("evaluated", done, 4)

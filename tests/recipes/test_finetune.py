@@ -24,9 +24,9 @@ from foretrain.events import Event, Notice, Progress
 from foretrain.models import huggingface
 from foretrain.models.adapter_files import load_adapter, read_adapter
 from foretrain.persist.folder import RunFolder
+from foretrain.recipes.export import read_checkpoint
 from foretrain.recipes.finetune import export_adapter, finetune, prepare, with_templates
 from foretrain.recipes.open_model import open_base
-from foretrain.recipes.train import read_checkpoint
 from foretrain.serve.answers import fitting, spread
 
 

@@ -18,6 +18,7 @@ from foretrain.errors import CheckpointError, ConfigError, DataError
 from foretrain.events import RunStarted
 from foretrain.persist import checkpoint
 from foretrain.recipes import train as run
+from foretrain.recipes.export import export_checkpoint
 
 Make = Callable[..., Any]
 
@@ -75,7 +76,7 @@ def test_the_model_is_exported_at_averaged_weights(make_config: Make, text_file:
     exported = load_file(tmp_path / "run" / "model" / "model.safetensors")["transformer.ln_f.weight"]
     assert torch.equal(exported, average)
     assert not torch.equal(exported, own)
-    run.export_checkpoint(tmp_path / "run", tmp_path / "again")
+    export_checkpoint(tmp_path / "run", tmp_path / "again")
     assert torch.equal(load_file(tmp_path / "again" / "model.safetensors")["transformer.ln_f.weight"], average)
 
 
@@ -90,7 +91,7 @@ def test_what_is_no_gpt2_is_trained_but_not_exported(make_config: Make, text_fil
     assert summary["reason"] == "finished"
     assert not (tmp_path / "run" / "model").exists()
     with pytest.raises(CheckpointError, match=r"model\.bias = true"):
-        run.export_checkpoint(tmp_path / "run", tmp_path / "model")
+        export_checkpoint(tmp_path / "run", tmp_path / "model")
 
 
 def test_token_files_need_no_tokenizer(make_config: Make, tmp_path: Path) -> None:
@@ -99,7 +100,7 @@ def test_token_files_need_no_tokenizer(make_config: Make, tmp_path: Path) -> Non
     said: list[str] = []
     assert run.train(config, tmp_path / "run", progress=False, say=said.append)["global_step"] == 6
     assert not (tmp_path / "run" / "tokenizer.json").exists()
-    run.export_checkpoint(tmp_path / "run", tmp_path / "exported", said.append)
+    export_checkpoint(tmp_path / "run", tmp_path / "exported", said.append)
     for folder, words in zip((tmp_path / "run" / "model", tmp_path / "exported"), said, strict=True):
         assert not list(folder.glob("tokenizer*"))
         assert words.startswith(f"{folder} has no tokenizer: the data came as tokens")

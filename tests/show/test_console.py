@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console as RichConsole
 
 from foretrain.config.schema import Level
+from foretrain.config.units import duration, short
 from foretrain.events import (
     Bus,
     CheckpointRejected,
@@ -33,7 +34,7 @@ from foretrain.events import (
     RunStarted,
     Tuned,
 )
-from foretrain.show.console import Console, duration, result_line, short, summary_table
+from foretrain.show.console import Console, result_line, summary_table
 
 SUMMARY: dict[str, Any] = {
     "final_val_loss": 1.23456,

@@ -14,7 +14,7 @@ from foretrain.engine.precision import choose_device, choose_precision, cpu_has_
 
 
 @dataclass(frozen=True)
-class Finding:
+class Diagnosis:
     """One line of the report. `level` is "ok", "note" or "problem"."""
 
     name: str
@@ -22,19 +22,19 @@ class Finding:
     level: str = "ok"
 
 
-def examine(folder: str | Path = ".") -> list[Finding]:
+def examine(folder: str | Path = ".") -> list[Diagnosis]:
     """Look at everything a run depends on. Nothing is changed."""
     import torch
 
     device = choose_device("auto")
     facts = environment.describe()
     findings = [
-        Finding(
+        Diagnosis(
             "foretrain",
             f"{facts['foretrain']}, Python {facts['python']}, torch {facts['torch']}, {facts['platform']}",
         ),
         _device(device),
-        Finding("precision", f"{choose_precision('auto', device)} (precision.type = 'auto')"),
+        Diagnosis("precision", f"{choose_precision('auto', device)} (precision.type = 'auto')"),
         _products(device),
         _compile(device),
         _memory(device),
@@ -45,29 +45,29 @@ def examine(folder: str | Path = ".") -> list[Finding]:
     return [finding for finding in findings if finding is not None]
 
 
-def _device(device: Any) -> Finding:
+def _device(device: Any) -> Diagnosis:
     import torch
 
     if device.type == "cuda":
         count = torch.cuda.device_count()
         names = ", ".join(sorted({torch.cuda.get_device_name(index) for index in range(count)}))
-        return Finding("device", f"{count} x {names}, CUDA {torch.version.cuda}; runs use {device}")
+        return Diagnosis("device", f"{count} x {names}, CUDA {torch.version.cuda}; runs use {device}")
     if device.type == "mps":
-        return Finding("device", "Apple GPU; runs use it")
+        return Diagnosis("device", "Apple GPU; runs use it")
     gpu = installed_gpu()
     if gpu:
         build = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a CPU-only build"
-        return Finding(
+        return Diagnosis(
             "device",
             f"A GPU IS HERE BUT UNUSED: {gpu}. The installed torch {torch.__version__} is {build} and does not see it; "
             "install a CUDA build of torch that fits the driver, and check CUDA_VISIBLE_DEVICES",
             "problem",
         )
-    return Finding("device", f"CPU, {os.cpu_count()} cores; no GPU found")
+    return Diagnosis("device", f"CPU, {os.cpu_count()} cores; no GPU found")
 
 
 def installed_gpu() -> str:
-    """Name of an NVIDIA GPU that the driver reports, whether or not torch can use it."""
+    """Return the name of an NVIDIA GPU that the driver reports, whether or not torch can use it."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return ""
@@ -79,53 +79,54 @@ def installed_gpu() -> str:
     return answer.stdout.strip().splitlines()[0] if answer.returncode == 0 and answer.stdout.strip() else ""
 
 
-def _products(device: Any) -> Finding | None:
-    """What the CPU makes of bf16, which matters where a run uses the CPU."""
+def _products(device: Any) -> Diagnosis | None:
+    """Return what the CPU makes of bf16, which matters where a run uses the CPU."""
     if device.type != "cpu":
         return None
     if cpu_has_bf16_products():
-        return Finding("bf16", "this CPU multiplies bf16 matrices in hardware; Muon computes in bf16")
-    return Finding(
+        return Diagnosis("bf16", "this CPU multiplies bf16 matrices in hardware; Muon computes in bf16")
+    return Diagnosis(
         "bf16",
         "this CPU has no instructions for bf16 matrix products and would emulate them slowly; Muon computes in fp32, "
         "and precision.type = 'bf16' is slower than 'fp32' here",
     )
 
 
-def _compile(device: Any) -> Finding:
+def _compile(device: Any) -> Diagnosis:
     if device.type != "cuda":
-        return Finding("compile", "off on this device (engine.compile = 'auto' compiles on a CUDA GPU)")
+        return Diagnosis("compile", "off on this device (engine.compile = 'auto' compiles on a CUDA GPU)")
     from torch.utils._triton import has_triton
 
     if has_triton():
-        return Finding("compile", "on (triton works)")
-    return Finding(
+        return Diagnosis("compile", "on (triton works)")
+    return Diagnosis(
         "compile",
         "torch.compile needs triton, which does not work here; set engine.compile = false",
         "problem",
     )
 
 
-def _memory(device: Any) -> Finding:
+def _memory(device: Any) -> Diagnosis:
     import torch
 
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         level = "ok" if free > total / 2 else "note"
-        return Finding("memory", f"{free / 2**30:.1f} of {total / 2**30:.1f} GB of GPU memory free", level)
+        return Diagnosis("memory", f"{free / 2**30:.1f} of {total / 2**30:.1f} GB of GPU memory free", level)
     pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
-    return Finding("memory", f"{pages * size / 2**30:.1f} GB of main memory")
+    return Diagnosis("memory", f"{pages * size / 2**30:.1f} GB of main memory")
 
 
-def _threads(threads: int) -> Finding:
+def _threads(threads: int) -> Diagnosis:
     cores = os.cpu_count() or 1
     if threads < cores // 2:
-        return Finding("threads", f"torch uses {threads} of {cores} cores; unset OMP_NUM_THREADS to use all", "note")
-    return Finding("threads", f"torch uses {threads} thread{'' if threads == 1 else 's'}")
+        return Diagnosis("threads", f"torch uses {threads} of {cores} cores; unset OMP_NUM_THREADS to use all", "note")
+    return Diagnosis("threads", f"torch uses {threads} thread{'' if threads == 1 else 's'}")
 
 
-def _load() -> Finding | None:
-    """Whether other programs want the cores that a run would use. Nothing is said where the system does not tell."""
+def _load() -> Diagnosis | None:
+    """Return whether other programs want the cores that a run would use. Nothing is said where the system does not
+    tell."""
     try:
         load = os.getloadavg()[0]
     except (AttributeError, OSError):
@@ -133,8 +134,8 @@ def _load() -> Finding | None:
     cores = usable_cores()
     text = f"{load:.1f} programs wanted a core in the last minute, on {cores} core{'' if cores == 1 else 's'}"
     if load < max(1.0, 0.75 * cores):
-        return Finding("load", text)
-    return Finding(
+        return Diagnosis("load", text)
+    return Diagnosis(
         "load",
         f"{text}: other programs run beside, so a run is slower here, and measured times and speeds mean little",
         "note",
@@ -142,19 +143,19 @@ def _load() -> Finding | None:
 
 
 def usable_cores() -> int:
-    """Cores that this process may use: fewer than the machine has where somebody set a limit."""
+    """Return how many cores this process may use: fewer than the machine has where somebody set a limit."""
     try:
         return len(os.sched_getaffinity(0))
     except AttributeError:  # not on Linux
         return os.cpu_count() or 1
 
 
-def _disk(folder: Path) -> Finding:
+def _disk(folder: Path) -> Diagnosis:
     free = shutil.disk_usage(folder).free / 2**30
     if not os.access(folder, os.W_OK):
-        return Finding(
+        return Diagnosis(
             "disk",
             f"the current folder cannot be written; name another with --out ({free:.1f} GB free)",
             "problem",
         )
-    return Finding("disk", f"{free:.1f} GB free for runs", "ok" if free > 2 else "note")
+    return Diagnosis("disk", f"{free:.1f} GB free for runs", "ok" if free > 2 else "note")

@@ -75,7 +75,7 @@ def evaluate(
         tokenizer=tokenizer,
         vocabulary=vocabulary,
         say=say,
-        report=Progress(),
+        report=EvaluationProgress(),
     )
     if json_:
         put_json(found)
@@ -85,7 +85,7 @@ def evaluate(
 
 
 def result_lines(found: dict[str, Any]) -> list[str]:
-    """What came of it, in words."""
+    """Return what came of it, in words."""
     text = found["kind"] == "text"
     where = f"{found['tokens']:,} tokens" if text else f"{found['tokens']:,} tokens of {found['examples']:,} answers"
     if text and found["tokens"] < found["tokens_in_data"] - 1:
@@ -102,7 +102,7 @@ def result_lines(found: dict[str, Any]) -> list[str]:
     return lines
 
 
-class Progress:
+class EvaluationProgress:
     """Says how far long work has come, and the time left, every ten seconds."""
 
     def __init__(self) -> None:
@@ -117,7 +117,7 @@ class Progress:
         if done == total or now - self._told < _QUIET_SECONDS:
             return
         self._told = now
-        from foretrain.show.console import duration
+        from foretrain.config.units import duration
 
         left = duration((now - self._began) / done * (total - done))
         say(f"{what} {done:,} of {total:,} ({done / total:.0%}), {left} left")

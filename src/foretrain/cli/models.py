@@ -1,31 +1,23 @@
-"""The commands around trained models: fine-tune, generate, adapters."""
+"""The commands around trained models: generate, adapters, export."""
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
-from foretrain.cli.options import AnyBase, Model, Overwrite, Tokenizer, Vocabulary
+from foretrain.cli.options import AnyBase, Model, Overwrite, TargetFolder, Tokenizer, Vocabulary
 from foretrain.cli.terminal import (
     Json,
-    Quiet,
-    Settings,
-    Verbose,
-    check_resume,
     check_target,
-    chosen_level,
-    end_run,
     flag,
     for_reader,
     put,
     put_json,
     put_written,
     say,
-    silent,
 )
 from foretrain.errors import ForetrainError, InputError
 from foretrain.show.outlet import is_lost
@@ -35,84 +27,6 @@ if TYPE_CHECKING:
     from foretrain.serve.sampling import Sampling
 
 adapters_app = App(name="adapters", help="What fine-tuning made: list, merge and export adapters.")
-
-
-def finetune(
-    config: Annotated[
-        Path | None,
-        Parameter(
-            help="TOML file; `foretrain config init FILE --preset finetune` writes one. With `--resume`, unset: the "
-            "run's own."
-        ),
-    ] = None,
-    /,
-    *,
-    base: Annotated[
-        str,
-        Parameter(
-            help="What to fine-tune: a run folder, a GPT-2 in Hugging Face's format, or the name of one in Hugging "
-            "Face's cache, such as `gpt2`. Sets `model.weights`."
-        ),
-    ] = "",
-    data: Annotated[str, Parameter(help="JSONL file of examples. Sets `data.path`.")] = "",
-    set_: Settings = None,
-    out: Annotated[Path | None, Parameter(help="Run folder. Unset: a new one in `runs/`.")] = None,
-    resume: Annotated[bool, flag("Go on from the newest intact checkpoint in `--out`.")] = False,
-    overwrite: Annotated[bool, flag("Replace an earlier run in `--out`.")] = False,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
-    json_: Json = False,
-) -> None:
-    """Fine-tune a model with an adapter (LoRA) on your examples.
-
-    `foretrain finetune --base runs/mine --data examples.jsonl --out runs/tuned` trains an adapter: records with
-    prompt/completion, instruction/output, question/answer, text/label or messages (chats) are understood; for others
-    set `data.prompt` and `data.answer`. Only the answers are learned.
-
-    `foretrain generate runs/tuned --prompt "..."` asks the result. `runs/tuned/adapter` is in PEFT's format.
-
-    `foretrain watch runs/tuned --open`, in a second terminal, shows it live; at its end `report.html` is in its folder.
-    """
-    from foretrain.config import load
-
-    level = chosen_level(quiet, verbose)
-    check_resume(resume, overwrite, out)
-    if resume and config is None and out is not None and (out / "config.toml").is_file():
-        config = out / "config.toml"
-        if not load(config).config.model.weights:
-            raise InputError(
-                f"--out {out}: a run of `foretrain train`; go on with `foretrain train --out {out} --resume`"
-            )
-    if resume and config is None and not base:
-        raise InputError(f"--out {out}: there is no run to go on with; check the folder, or name --base and --data")
-    named = [("model.weights", base), ("data.path", data)]
-    overrides = [f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in named if value] + (set_ or [])
-    loaded = load(config, overrides, preset="finetune")
-    level = level or loaded.config.log.console
-    tell = silent if level == "quiet" else say
-    for text in loaded.notices:
-        tell(f"note: {text}")
-    from foretrain.recipes.finetune import check, default_folder
-    from foretrain.recipes.finetune import finetune as run
-
-    check(loaded.config)
-    folder = out or default_folder(loaded.config)
-    summary = run(loaded.config, folder, resume=resume, overwrite=overwrite, progress=level, table=False, say=tell)
-    end_run(summary, folder, level, json_, lambda: _result_lines(summary, folder))
-
-
-def _result_lines(summary: dict[str, Any], folder: Path) -> list[str]:
-    from foretrain.show.trouble import longer_in_words
-
-    lines = []
-    if "accuracy" in summary:
-        where = f"{summary['answered']} held-out examples of {summary['classes']} classes"
-        lines.append(f"accuracy {summary['accuracy']:.1%} on {where}")
-    if "exact_match" in summary:
-        lines.append(f"exact match {summary['exact_match']:.1%} on {summary['answered']} held-out examples")
-    if advice := longer_in_words(summary, folder):
-        lines.append(advice)
-    return lines
 
 
 def generate(
@@ -298,8 +212,8 @@ def merge(
     from foretrain.data.handover import chat_template_of
     from foretrain.models import lora
     from foretrain.models.adapter_files import load_adapter, read_adapter
+    from foretrain.recipes.export import write_model
     from foretrain.recipes.open_model import open_base
-    from foretrain.recipes.train import write_model
 
     path = _adapter_folder(adapter)
     read = read_adapter(path)
@@ -320,20 +234,38 @@ def merge(
     put_written(folder, json_)
 
 
-@adapters_app.command
-def export(
+@adapters_app.command(name="export")
+def export_adapter(
     source: Annotated[Path, Parameter(help="Fine-tuning run; its newest checkpoint is taken.")],
-    folder: Annotated[Path, Parameter(help="Where to write.")],
+    folder: TargetFolder,
     /,
     *,
     overwrite: Overwrite = False,
     json_: Json = False,
 ) -> None:
     """Write the adapter of a run's newest checkpoint in PEFT's format, also while the run goes on."""
-    from foretrain.recipes.finetune import export_adapter
+    from foretrain.recipes import finetune
 
     check_target(folder, overwrite)
-    put_written(export_adapter(source, folder), json_)
+    put_written(finetune.export_adapter(source, folder), json_)
+
+
+def export(
+    source: Annotated[Path, Parameter(help="A run folder (its newest checkpoint is taken) or one checkpoint folder.")],
+    folder: TargetFolder,
+    /,
+    *,
+    overwrite: Overwrite = False,
+    json_: Json = False,
+) -> None:
+    """Write a checkpoint as a Hugging Face GPT-2 folder: weights, settings and tokenizer.
+
+    `AutoModelForCausalLM`, `AutoTokenizer` and `pipeline("text-generation")` of transformers load it.
+    """
+    from foretrain.recipes.export import export_checkpoint
+
+    check_target(folder, overwrite)
+    put_written(export_checkpoint(source, folder, say), json_)
 
 
 def _adapter_folder(path: Path) -> Path:

@@ -1,4 +1,4 @@
-"""Options that several commands around trained models share."""
+"""Options that several commands share."""
 
 from __future__ import annotations
 
@@ -16,6 +16,10 @@ Model = Annotated[
         "GPT-2 in Hugging Face's format."
     ),
 ]
+RunOut = Annotated[Path | None, Parameter(help="Run folder. Unset: a new one in `runs/`.")]
+Resume = Annotated[bool, flag("Go on from the newest intact checkpoint in `--out`.")]
+ReplaceRun = Annotated[bool, flag("Replace an earlier run in `--out`.")]
+TargetFolder = Annotated[Path, Parameter(help="Where to write.")]
 Overwrite = Annotated[bool, flag("Replace files of the same names in FOLDER.")]
 Tokenizer = Annotated[str, Parameter(help="Path of a tokenizer.json. Unset: the one beside the weights.")]
 Vocabulary = Annotated[str, Parameter(help="Folder with GPT-2's vocabulary files, for weights without a tokenizer.")]

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from foretrain.config import Config
-    from foretrain.planning.estimate import Target
-    from foretrain.planning.plan import Plan
+    from foretrain.planning.estimate import PlanTarget
+    from foretrain.planning.plan import MemoryPlan
 
 
 def plan(
@@ -109,7 +109,7 @@ class _Device:
 
 
 def _device(config: Config, asked: str, wanted: bool) -> _Device:
-    """wanted: a budget is given; on a machine without a GPU that is one's elsewhere."""
+    """Choose the device. wanted: a budget is given, which without a GPU here means one elsewhere."""
     from foretrain.engine.precision import choose_device
 
     if asked:
@@ -124,8 +124,8 @@ def _device(config: Config, asked: str, wanted: bool) -> _Device:
     return _Device("", f"this machine's {here.upper()}, {{precision}}; for a GPU: --device cuda")
 
 
-def _predicting(config: Config, target: Target, limit: int) -> Plan | None:
-    """What prediction would take; None where it does not fit."""
+def _predicting(config: Config, target: PlanTarget, limit: int) -> MemoryPlan | None:
+    """Return what prediction would take; None where it does not fit."""
     from foretrain.config import given
     from foretrain.planning.plan import NothingFitsError, with_prediction
 
@@ -135,8 +135,8 @@ def _predicting(config: Config, target: Target, limit: int) -> Plan | None:
         return None
 
 
-def _planned(config: Config, target: Target) -> dict[str, Any]:
-    """What the plan is for."""
+def _planned(config: Config, target: PlanTarget) -> dict[str, Any]:
+    """Return what the plan is for."""
     from foretrain.planning.estimate import all_parameters
     from foretrain.planning.parameters import parameters_of
 
@@ -161,14 +161,14 @@ def _planned_line(planned: dict[str, Any]) -> str:
     )
 
 
-def _smallest(plan: Plan) -> dict[str, Any]:
+def _smallest(plan: MemoryPlan) -> dict[str, Any]:
     return {"smallest_bytes": plan.estimate.needed} | plan.as_dict()
 
 
-def _target(config: Config, device: str) -> Target:
-    """The shape of what would be trained; a fine-tuning run takes it from the model's folder."""
+def _target(config: Config, device: str) -> PlanTarget:
+    """Return the shape of what would be trained; a fine-tuning run takes it from the model's folder."""
     from foretrain.models.gpt2 import shape_from_config
-    from foretrain.planning.estimate import Target, target_of
+    from foretrain.planning.estimate import PlanTarget, target_of
     from foretrain.recipes.open_model import shape_of
 
     if device not in ("", "cuda", "cpu"):
@@ -188,11 +188,11 @@ def _target(config: Config, device: str) -> Target:
         return target_of(config, shape, length=length, adapters=adapters, evaluated_rows=rows)
     wanted = config.precision.type
     precision = ("bf16" if device == "cuda" else "fp32") if wanted == "auto" else wanted
-    return Target(shape, device == "cuda", precision, length or shape.context, adapters, rows)
+    return PlanTarget(shape, device == "cuda", precision, length or shape.context, adapters, rows)
 
 
 def _vocabulary(config: Config) -> int:
-    """As many tokens as the tokenizer will know; where only the data tells, or none is named, GPT-2's many."""
+    """Return how many tokens the tokenizer will know; GPT-2's number where only the data tells, or none is named."""
     from foretrain.config import given
     from foretrain.data.tokenizers import ByteTokenizer
     from foretrain.models.gpt2 import SIZES
@@ -211,8 +211,8 @@ def _vocabulary(config: Config) -> int:
     return config.model.vocab_size or known.get(config.data.tokenizer, largest)
 
 
-def _budget(config: Config, budget: str, target: Target) -> int | None:
-    """As given, as configured, or what is free on the GPU that a run would use."""
+def _budget(config: Config, budget: str, target: PlanTarget) -> int | None:
+    """Return the budget as given, as configured, or what is free on the GPU that a run would use."""
     from foretrain.config.units import format_size, parse_size
 
     if budget or config.memory.budget:
@@ -236,7 +236,7 @@ def _print_estimate(estimate: Any) -> None:
     put(needed_line(estimate))
 
 
-def _print_plan(plan: Plan) -> None:
+def _print_plan(plan: MemoryPlan) -> None:
     from foretrain.config.units import format_size
     from foretrain.planning.plan import toml_lines
     from foretrain.planning.tables import component_table, lever_table, needed_line
@@ -255,11 +255,11 @@ def _print_plan(plan: Plan) -> None:
     put(toml_lines(plan.choice.settings))
 
 
-def _price(plan: Plan) -> str:
+def _price(plan: MemoryPlan) -> str:
     return f"at about {1 + plan.choice.cost:.0%} of the time per step"
 
 
-def _print_other(plan: Plan | None, idle: bool) -> None:
+def _print_other(plan: MemoryPlan | None, idle: bool) -> None:
     """The alternative that keeps prediction, as comments, so that all lines are for the file.
 
     idle: the run is too short to try any move.

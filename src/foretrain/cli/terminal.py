@@ -43,7 +43,7 @@ Verbose = Annotated[bool, flag("Everything that happens.")]
 
 
 def chosen_level(quiet: bool, verbose: bool) -> Level | None:
-    """None: as `log.console` says."""
+    """Return the level that the flags ask for; None: as `log.console` says."""
     if quiet and verbose:
         raise InputError("--quiet and --verbose contradict each other; keep one of them")
     return "quiet" if quiet else "verbose" if verbose else None
@@ -71,19 +71,19 @@ def check_target(folder: Path, overwrite: bool) -> None:
 
 
 def put(text: str) -> None:
-    """A result, on standard output. It may name files; programs get their names as they are."""
+    """Print a result on standard output. It may name files; programs get their names as they are."""
     sys.stdout.write(for_reader(text) + "\n")
     sys.stdout.flush()
 
 
 def for_reader(text: str) -> str:
-    """What a model wrote, or what a file is called, for standard output: a terminal shows control characters in it and
-    does not obey them."""
+    """Prepare what a model wrote, or what a file is called, for standard output: a terminal shows control characters in
+    it and does not obey them."""
     return visible(text) if sys.stdout.isatty() else text
 
 
 def put_beside(start: str, text: str) -> None:
-    """A result that begins with a name or a mark: on a terminal, further lines of the text stay beside it."""
+    """Print a result that begins with a name or a mark; on a terminal, further lines of the text stay beside it."""
     if sys.stdout.isatty():
         width = shutil.get_terminal_size().columns
         text = textwrap.fill(text, max(20, width - len(start)), break_long_words=False, break_on_hyphens=False)
@@ -91,7 +91,7 @@ def put_beside(start: str, text: str) -> None:
 
 
 def say(text: str) -> None:
-    """What happens, on standard error. It may quote files."""
+    """Print what happens on standard error. It may quote files."""
     sys.stderr.write(visible(shortened(text)) + "\n")
     sys.stderr.flush()
 
@@ -115,7 +115,7 @@ class Document:
     @classmethod
     @contextlib.contextmanager
     def wanted(cls, arguments: list[str]) -> Iterator[Document | None]:
-        """A document if the arguments ask for one."""
+        """Open a document if the arguments ask for one."""
         if not _asks_for_json(arguments):
             yield None
             return
@@ -127,7 +127,7 @@ class Document:
             cls._open = None
 
     def put(self, value: Any) -> None:
-        """Once: a second one would make the output unreadable."""
+        """Print the document once: a second one would make the output unreadable."""
         if self.printed:
             return
         self.printed = True
@@ -135,13 +135,13 @@ class Document:
         self.target.flush()
 
     def fail(self, error: BaseException, text: str, exit_code: int) -> None:
-        """An error as a document. What its raiser had found out is beside it."""
+        """Print an error as a document. What its raiser had found out is beside it."""
         facts = dict(getattr(error, "facts", {}))
         self.put(facts | {"error": text, "type": type(error).__name__, "exit_code": exit_code})
 
 
 def _asks_for_json(arguments: list[str]) -> bool:
-    """`--json`, or `--json=true` in the words that a switch takes; the last one counts."""
+    """Look for `--json`, or `--json=true` in the words that a switch takes; the last one counts."""
     asked = False
     for argument in arguments[: arguments.index("--")] if "--" in arguments else arguments:
         name, given, value = argument.partition("=")
@@ -151,12 +151,12 @@ def _asks_for_json(arguments: list[str]) -> bool:
 
 
 def put_json(value: Any) -> None:
-    """The result of a command that was called with `--json`."""
+    """Print the result of a command that was called with `--json`."""
     (Document._open or Document(sys.stdout)).put(value)
 
 
 def put_written(path: Path, json_: bool) -> None:
-    """The result of a command that wrote something: where it is."""
+    """Print where a command wrote something."""
     if json_:
         put_json({"written": str(path)})
     else:
@@ -164,7 +164,7 @@ def put_written(path: Path, json_: bool) -> None:
 
 
 def as_json(value: Any) -> str:
-    """Valid everywhere: numbers in full, null for those that JSON does not have, ASCII only."""
+    """Write JSON that is valid everywhere: numbers in full, null for those that JSON does not have, ASCII only."""
     return json.dumps(for_json(value), indent=2, allow_nan=False)
 
 

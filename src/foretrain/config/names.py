@@ -30,6 +30,7 @@ KEY_ALIASES: dict[str, tuple[str, ...]] = {
     "schedule.max_lr": ("optimizer.learning_rate",),
     "guard.nan_check_enabled": ("guard.nan_check",),
     "data.num_examples": ("data.max_documents",),
+    "memory.lookahead": ("memory.return_ahead",),
     "model.hidden_dim": ("model.width",),
     "model.num_layers": ("model.layers",),
     "model.num_heads": ("model.heads",),
@@ -162,8 +163,15 @@ VALUE_ALIASES: dict[str, dict[Any, Any]] = {
 RESERVED: dict[str, str] = {
     "data.domain": "it only describes the data",
     "data.diversity_score": "it only describes the data",
+    "hybrid.correction_interval": "the residual correction is gone, because no run was better for it",
 }
 """Known names without a setting behind them (yet): they load, and a notice says that they change nothing and why."""
+
+GONE: dict[str, str] = {
+    f"correction.{key}": "the residual correction is no more, because no run was better for it"
+    for key in ("residuals", "similarity", "neighbors", "limit")
+}
+"""Settings that were there once, and why they are gone: they are refused with that."""
 
 
 def _preset(*values: float) -> dict[str, Any]:

@@ -2,52 +2,28 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    field_validator,
-    model_validator,
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from foretrain.config.kinds import (
+    LARGEST,
+    MOST,
+    Amount,
+    Count,
+    CountOrZero,
+    Fraction,
+    Layers,
+    NonNegative,
+    Positive,
+    Rows,
+    Share,
+    Size,
+    Switch,
 )
-
-from foretrain.config.units import parse_size
 from foretrain.errors import ConfigError
 
-MOST, LARGEST = 2**31 - 1, 1e30
-"""No setting is larger, so that what is computed from them overflows nowhere."""
-UNSEEN_LIMITS = (MOST, LARGEST, 2**12, 2**16, 2**20, 2**24)
-"""Nobody comes near these: they keep absurd numbers out, and listings leave them out."""
-Positive = Annotated[float, Field(gt=0, le=LARGEST, allow_inf_nan=False)]
-NonNegative = Annotated[float, Field(ge=0, le=LARGEST, allow_inf_nan=False)]
-Fraction = Annotated[float, Field(ge=0, lt=1)]
-Count = Annotated[int, Field(ge=1, le=MOST)]
-CountOrZero = Annotated[int, Field(ge=0, le=MOST)]
-Layers = Annotated[int, Field(ge=1, le=2**12)]
-Size = Annotated[int, Field(ge=1, le=2**16)]
-"""Of what is allocated."""
-Rows = Annotated[int, Field(ge=1, le=2**24)]
-"""Of what is allocated, many times over."""
-Switch = Literal["auto", True, False]
 Level = Literal["quiet", "normal", "verbose"]
-Share = bool | Annotated[float, Field(ge=0, le=1)]
-
-
-def _amount(value: Any) -> Any:
-    if value != "":
-        parse_size(str(value))  # says what is wrong with it
-    return value
-
-
-Amount = Annotated[str, BeforeValidator(_amount)]
-
-
 FIRST_RATE = 1e-3
 """Where `optimizer.learning_rate = "auto"` begins."""
 
@@ -61,13 +37,11 @@ class Section(BaseModel):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            raise ConfigError(explanations[-1](error, type(self))) from None
+            from foretrain.config.explain import in_python
+
+            raise ConfigError(in_python(error, type(self))) from None
 
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # only what Python code writes comes this way
-
-
-explanations: list[Callable[[ValidationError, type[BaseModel]], str]] = [lambda error, section: str(error)]
-"""The last one says in words what is wrong with a section that Python code makes; `config.py` adds a better one."""
 
 
 class ModelConfig(Section):
@@ -193,14 +167,14 @@ class OptimizerConfig(Section):
 
     @property
     def peak_rate(self) -> float:
-        """The learning rate, also where none is set."""
+        """Return the learning rate, also where none is set."""
         if self.learning_rate == "auto":
             return FIRST_RATE
         return self.learning_rate or (6e-3 if self.type == "muon" else 2e-3)
 
     @property
     def decay(self) -> float:
-        """The weight decay, also where none is set."""
+        """Return the weight decay, also where none is set."""
         if self.weight_decay is not None:
             return self.weight_decay
         return 0.1 if self.type in ("adamw", "muon") else 0.0
@@ -299,11 +273,11 @@ class MemoryConfig(Section):
     offload: bool = False
     """The optimizer's state leaves the device for pinned host memory while steps are predicted, and the gradients are
     dropped. Switches `engine.cuda_graph = "auto"` off, because a recorded step needs them where they were."""
-    lookahead: CountOrZero = 5
-    """With `offload`: predicted steps before its end at which the state begins to come back, a part beside each probe;
-    only so much of it leaves as can leave and be back without being waited for. A leap is one step. 0: all of it leaves
-    at once and comes back after the last predicted step; slower, but only so the peak of PREDICT is lower by all of
-    the state."""
+    return_ahead: CountOrZero = 5
+    """With `offload`: so many predicted steps before the end of PREDICT the state begins to return, a part beside each
+    probe. No more of it leaves than can leave and return without making a step wait. A leap is one step. 0: all of it
+    leaves at once and returns after the last predicted step, which is slower but lowers the peak of PREDICT by the
+    whole state."""
     on_out_of_memory: Literal["stop", "retry"] = "stop"
     """`stop`: the run ends with exit code 3, says what to change, and can be resumed. `retry`: the same batch is done
     again in smaller parts (twice the `accumulation_steps`, then `engine.activation_checkpointing`), and a move that
@@ -367,8 +341,6 @@ class HybridConfig(Section):
     """Predict only when a move is more likely than this to be kept."""
     divergence_threshold: Positive = 3.0
     """A loss this many standard deviations above its average is a warning."""
-    correction_interval: CountOrZero = 0
-    """Predicted steps between corrections inside a long rollout. 0: only at its end."""
     monitor_interval: Count = 1
     """Predicted steps between forward passes that watch a rollout."""
     window_steps: Annotated[int, Field(ge=2, le=MOST)] = 10
@@ -422,19 +394,6 @@ class PredictorConfig(Section):
     """Windows that `rssm` is trained through."""
     learning_rate: Positive = 1e-3
     """Learning rate of `mlp` and `rssm` themselves."""
-
-
-class CorrectionConfig(Section):
-    """How errors of past forecasts correct a move."""
-
-    residuals: Annotated[int, Field(ge=1, le=2**20)] = 1000
-    """Residuals that are remembered."""
-    similarity: Annotated[float, Field(ge=-1, lt=1)] = 0.7
-    """Cosine of two training states above which a residual of one counts for the other."""
-    neighbors: Count = 5
-    """Most similar residuals that are used."""
-    limit: NonNegative = 0.2
-    """Largest correction, as a share of the move, per group of weights."""
 
 
 class AuditConfig(Section):
@@ -544,7 +503,6 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     hybrid: HybridConfig = HybridConfig()
     predictor: PredictorConfig = PredictorConfig()
-    correction: CorrectionConfig = CorrectionConfig()
     audit: AuditConfig = AuditConfig()
     guard: GuardConfig = GuardConfig()
     health: HealthConfig = HealthConfig()
@@ -599,48 +557,3 @@ class Config(Section):
                 f"{on} cannot take back a step that overflowed, as fp16's loss scale needs; "
                 "set precision.type = 'bf16' or 'fp32'"
             )
-
-
-@dataclass(frozen=True)
-class Setting:
-    """One setting, for listings."""
-
-    name: str
-    default: Any
-    kind: str
-    meaning: str
-
-
-def settings(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[Setting]:
-    """Every setting in schema order."""
-    for key, info in section.model_fields.items():
-        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
-            yield from settings(info.annotation, f"{prefix}{key}.")
-        else:
-            kind = _describe(info.annotation, info.metadata)
-            yield Setting(prefix + key, info.default, kind, " ".join((info.description or "").split()))
-
-
-def _describe(annotation: Any, metadata: Sequence[Any]) -> str:
-    origin = get_origin(annotation)
-    if origin is Annotated:
-        return _describe(get_args(annotation)[0], annotation.__metadata__)
-    arguments = get_args(annotation)
-    if origin is Literal:
-        return " | ".join(json.dumps(value) for value in arguments)
-    if origin is list and arguments[0] is not str:
-        return f"list of {_describe(arguments[0], metadata)}".replace("integer", "integers")
-    if arguments and origin is not list:
-        kinds = [_describe(part, metadata) for part in arguments if part is not type(None)]
-        return " or ".join(kinds)
-    name = {int: "integer", float: "number", str: "string", bool: "true | false"}.get(annotation)
-    limits = []
-    for item in metadata:
-        for part in getattr(item, "metadata", [item]):
-            for sign, attribute in (("≥", "ge"), (">", "gt"), ("≤", "le"), ("<", "lt")):
-                limit = getattr(part, attribute, None)
-                if limit is not None and not (attribute == "le" and limit in UNSEEN_LIMITS):
-                    limits.append(f"{sign} {limit}")
-    if name is None:
-        name = "list of strings"
-    return f"{name} {', '.join(limits)}".strip()

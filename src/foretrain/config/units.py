@@ -1,7 +1,8 @@
-"""Amounts of memory in words: `14GB`, `6GiB`, `800MB`."""
+"""Amounts in words: memory (`14GB`, `6GiB`, `800MB`), times, losses and large numbers."""
 
 from __future__ import annotations
 
+import math
 import re
 
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
@@ -11,7 +12,7 @@ _FORM = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([KMGT]i?B)")
 
 
 def parse_size(text: str) -> int:
-    """Bytes. Raises ValueError, in words for the user, for anything that is not a positive number and a unit."""
+    """Return bytes. Raises ValueError, in words for the user, for anything that is not a positive number and a unit."""
     match = _FORM.fullmatch(text.strip())
     if match is None:
         raise ValueError(f"{text!r} is not an amount of memory; write a number and a unit, such as 14GB, 6GiB or 800MB")
@@ -23,10 +24,62 @@ def parse_size(text: str) -> int:
     return size
 
 
-def format_size(size: float) -> str:
-    """For people: `13.2 GB`, `800 MB`, `12 KB`."""
-    for unit in ("GB", "MB"):
+def format_size(size: float, decimals: int = 2) -> str:
+    """Write an amount for people: `13.20 GB`, `800 MB`, `12.30 kB`."""
+    for unit, name in (("GB", "GB"), ("MB", "MB"), ("KB", "kB")):
         if size >= UNITS[unit]:
             value = size / UNITS[unit]
-            return f"{value:.2f} {unit}" if value < 100 else f"{value:.0f} {unit}"
-    return f"{size / UNITS['KB']:.1f} KB"
+            return f"{value:.{decimals if value < 100 else 0}f} {name}"
+    return f"{size:.0f} bytes"
+
+
+def short(number: float) -> str:
+    """1234567 -> 1.23M."""
+    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(number) >= size:
+            return f"{number / size:.3g}{unit}"
+    return f"{number:.3g}"
+
+
+def format_speed(per_second: float, unit: str) -> str:
+    """16.8k tok/s, 250 samples/s."""
+    return f"{short(per_second)} {'tok' if unit == 'tokens' else unit}/s"
+
+
+def loss_text(value: float) -> str:
+    """A loss: 2.5341, 0.01235, 2.784e-7. Small ones keep four digits, so that none is ever shown as 0.0000."""
+    size = abs(value)
+    if value == 0 or not math.isfinite(value):
+        return f"{value:.4g}"
+    if 0.1 <= size < 1e4:
+        return f"{value:.4f}"
+    if 1e-4 <= size < 0.1:
+        return f"{value:#.4g}"
+    mantissa, exponent = f"{value:.3e}".split("e")
+    return f"{mantissa}e{int(exponent)}"
+
+
+def rate_text(value: float) -> str:
+    """A learning rate, as people write it: 3e-4, 0.02."""
+    if not 0 < abs(value) < 0.01:
+        return f"{value:g}"
+    mantissa, exponent = f"{value:.6e}".split("e")
+    return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
+
+
+def duration(seconds: float) -> str:
+    """Minutes and seconds, or hours and minutes."""
+    seconds = round(seconds)
+    if seconds >= 3600:
+        return f"{seconds // 3600}h{seconds % 3600 // 60:02d}m"
+    return f"{seconds // 60}:{seconds % 60:02d}"
+
+
+def clock(seconds: float) -> str:
+    """8.1 s, 4:43, 2h10m."""
+    return f"{seconds:.1f} s" if seconds < 100 else duration(seconds)
+
+
+def counted(count: int, thing: str) -> str:
+    """1 step, 1,200 steps."""
+    return f"{count:,} {thing}{'' if count == 1 else 's'}"

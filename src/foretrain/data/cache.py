@@ -35,7 +35,8 @@ class Damaged(Exception):
 
 
 def root(chosen: str) -> Path:
-    """Where token files are kept: as chosen, in the user's cache folder, or else in the system's temporary folder."""
+    """Return where token files are kept: as chosen, in the user's cache folder, or else in the system's temporary
+    folder."""
     if chosen:
         return user_path(chosen, "data.cache")
     folder = user_path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "XDG_CACHE_HOME") / "foretrain" / "tokens"
@@ -111,7 +112,7 @@ def _seal(meta: dict[str, Any]) -> int:
 
 
 def _checksum(path: Path, look: Callable[[bytes], None] = lambda _: None) -> int:
-    """CRC-32: 25 ms for 100 MB."""
+    """Return the CRC-32, which takes 25 ms for 100 MB."""
     value = 0
     with path.open("rb") as file:
         while content := file.read(_BLOCK):
@@ -124,7 +125,7 @@ def _checksum(path: Path, look: Callable[[bytes], None] = lambda _: None) -> int
 
 
 def check(folder: Path) -> dict[str, Any]:
-    """What the token files hold, once all of them are as they were written. Raises Damaged."""
+    """Return what the token files hold, once all of them are as they were written. Raises Damaged."""
     try:
         meta = _read_meta(folder / _META)
         for name in (*(f"{part}.bin" for part in PARTS), _TOKENIZER):
@@ -167,12 +168,12 @@ def _check_file(path: Path, meta: dict[str, Any]) -> None:
 
 
 def tokens_of(folder: Path, part: str, meta: dict[str, Any]) -> NDArray[Any]:
-    """One of the token files, mapped."""
+    """Map one of the token files."""
     if meta[part] == 0:
         return np.zeros(0, dtype=meta["dtype"])  # an empty file cannot be mapped
     return np.memmap(folder / f"{part}.bin", dtype=meta["dtype"], mode="r", shape=(meta[part],))
 
 
 def tokenizer_of(folder: Path) -> Path:
-    """The tokenizer that they were made with."""
+    """Return the tokenizer that they were made with."""
     return folder / _TOKENIZER

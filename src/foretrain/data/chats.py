@@ -24,7 +24,7 @@ JINJA = (
     "{{ message['content'] | trim }}{% endfor %}"
     "{{ ('\\n' if messages else '') + 'Assistant:' if add_generation_prompt else '' }}"
 )
-"""The same for the tokenizers of transformers (`apply_chat_template`)."""
+"""The format of a chat as a template for the tokenizers of transformers (`apply_chat_template`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Message:
 
 
 def read_messages(value: Any, where: str, field: str) -> list[Message]:
-    """The messages of a record, checked. Raises DataError that names `where`, a file and line."""
+    """Return the messages of a record, checked. Raises DataError that names `where`, a file and line."""
     if not isinstance(value, list) or not value:
         kind = "an empty list" if isinstance(value, list) else type(value).__name__
         raise DataError(
@@ -76,7 +76,8 @@ def _first(entry: dict[str, Any], names: tuple[str, ...], where: str) -> Any:
 
 
 def turns(messages: Sequence[Message], where: str) -> tuple[tuple[str, ...], str]:
-    """(what is given and what is said, by turns; the last that is said). What follows the last answer is left out."""
+    """Return (what is given and what is said, by turns; the last that is said). What follows the last answer is left
+    out."""
     parts: list[str] = []
     given: list[str] = []
     for message in messages:
@@ -92,7 +93,7 @@ def turns(messages: Sequence[Message], where: str) -> tuple[tuple[str, ...], str
 
 
 def question(messages: Sequence[Message]) -> str:
-    """A chat up to where the assistant is to speak next."""
+    """Return a chat up to where the assistant is to speak next."""
     lines = "".join(f"{message.role}: {message.text}\n" for message in messages)
     return f"{lines}{ROLES['assistant']}:"
 

@@ -53,7 +53,8 @@ class Source:
 
 
 def fingerprint(files: Iterable[Path]) -> list[list[str | int]]:
-    """Path, size and content of each file; of large ones the times of the last change, of which one cannot be set."""
+    """Digest path, size and content of each file; for large ones the times of the last change, of which one cannot be
+    set."""
     found = [(path.resolve(), path.stat()) for path in files]
     if sum(status.st_size for _, status in found) <= _HASHED:
         return [[str(path), status.st_size, _digest(path)] for path, status in found]
@@ -109,12 +110,13 @@ def _expand(entry: str, setting: str) -> list[Path]:
 
 
 def _plain_suffix(path: Path) -> str:
-    """The suffix below a compression suffix."""
+    """Return the suffix below a compression suffix."""
     return Path(path.stem).suffix if path.suffix in _OPENERS else path.suffix
 
 
 def python_sources() -> tuple[Path, ...]:
-    """The standard library's own source files, without its tests: real text on every machine that runs Python."""
+    """Return the standard library's own source files, without its tests: real text on every machine that runs
+    Python."""
     root = Path(sysconfig.get_path("stdlib"))
     skipped = {"test", "tests", "idle_test", "site-packages", "dist-packages", "lib2to3", "__pycache__"}
     found = [path for path in root.rglob("*.py") if not skipped & set(path.relative_to(root).parts[:-1])]
@@ -130,7 +132,7 @@ Piece = tuple[str, bool]
 
 
 def read(source: Source, text_field: str, limit: int | None = None) -> Iterator[str]:
-    """Every document of the source, in order, at most `limit` of them."""
+    """Yield every document of the source, in order, at most `limit` of them."""
     document: list[str] = []
     for text, last in pieces(source, text_field, limit):
         document.append(text)
@@ -140,7 +142,7 @@ def read(source: Source, text_field: str, limit: int | None = None) -> Iterator[
 
 
 def pieces(source: Source, text_field: str, limit: int | None = None) -> Iterator[Piece]:
-    """The same, but the text of a file comes piece by piece: no file has to fit into memory."""
+    """Yield the documents piece by piece, so that no file has to fit into memory."""
     for number, document in enumerate(_documents(source, text_field), start=1):
         yield from document
         if number == limit:
@@ -159,7 +161,7 @@ def _documents(source: Source, text_field: str) -> Iterator[Iterable[Piece]]:
 
 
 def count(source: Source) -> int | None:
-    """How many documents there are, where it is known without reading them."""
+    """Return how many documents there are, where it is known without reading them."""
     records = source.hub_name or any(_plain_suffix(path) in _RECORDS for path in source.files)
     return None if records else len(source.files)
 
@@ -204,7 +206,7 @@ def _not_text(path: Path, zeros: int, size: int) -> DataError:
 
 
 def _not_utf8(path: Path) -> DataError:
-    """How much of it cannot be read, and what to do about it."""
+    """Return how much of it cannot be read, and what to do about it."""
     decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
     size = zeros = wrong = 0
     first: int | None = None
@@ -227,7 +229,7 @@ def _not_utf8(path: Path) -> DataError:
 
 
 def _iconv(path: Path, encoding: str, option: str = "") -> str:
-    """The command that makes UTF-8 of it."""
+    """Return the command that makes UTF-8 of it."""
     plain = Path(path.name).stem if path.suffix in _OPENERS else path.name
     unpack = {".gz": "gzip -dc", ".xz": "xz -dc"}.get(path.suffix)
     source = shlex.quote(str(path))

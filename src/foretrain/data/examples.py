@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foretrain.data import documents, templates
-from foretrain.data.loader import IGNORED
 from foretrain.data.templates import Format
 from foretrain.data.tokenizers import Tokenizer, Tokens
 from foretrain.errors import DataError
+from foretrain.models.loss import IGNORED
 from foretrain.persist.files import from_json
 
 LENGTH_STEP = 16
@@ -52,7 +52,7 @@ def read_examples(
     limit: int | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> list[Example]:
-    """Every record of JSONL files (also .gz and .xz) as an example, at most `limit` of them.
+    """Return every record of JSONL files (also .gz and .xz) as an example, at most `limit` of them.
 
     `prompt` and `answer` are templates over the record's fields, such as "Question: {question}\\nAnswer:" and
     " {answer}". An empty field leaves nothing behind; where the text around it should go too, give two prompts, with
@@ -76,7 +76,7 @@ def _example(given: tuple[str, ...], answer: str) -> Example:
 def find_format(
     path: str | Path | list[str], prompt: str | Sequence[str] | None = None, answer: str | None = None
 ) -> Format:
-    """What `read_examples` takes: its `ask` asks the trained model as it was asked in training."""
+    """Return what `read_examples` takes: its `ask` asks the trained model as it was asked in training."""
     first = next(_records(path), None)
     if first is None:
         raise DataError(f"{path}: holds no records; each line must be a JSON object")
@@ -131,7 +131,7 @@ def _parse(line: bytes, where: str) -> dict[str, Any]:
 
 
 def split(examples: Sequence[Example], share: float, seed: int) -> tuple[list[Example], list[Example]]:
-    """(to train on, held out). Decided by the prompts' digests: neither order nor repeats matter.
+    """Return (to train on, held out). Decided by the prompts' digests: neither order nor repeats matter.
 
     Equal prompts stay on one side, so that no held-out question was seen with another answer.
     """
@@ -155,7 +155,7 @@ def split(examples: Sequence[Example], share: float, seed: int) -> tuple[list[Ex
 
 
 def classes(examples: Sequence[Example], tokenizer: Tokenizer) -> tuple[str, ...]:
-    """The different answers, sorted, where this is a classification; nothing otherwise.
+    """Return the different answers, sorted, where this is a classification; nothing otherwise.
 
     It is one when there are 2 to 200 different answers, all shorter than 64 tokens, that come twice on average.
     """
@@ -171,7 +171,7 @@ def classes(examples: Sequence[Example], tokenizer: Tokenizer) -> tuple[str, ...
 
 
 def encode_prompts(prompts: Sequence[str], tokenizer: Tokenizer) -> list[Tokens]:
-    """Prompts as the model sees them in training and when it is asked.
+    """Encode prompts as the model sees them in training and when it is asked.
 
     A prompt is never encoded together with its answer: merged at the boundary, they would be other tokens than those
     of the prompt alone, which is all there is when the model is asked. An empty prompt is the end of the text before.
@@ -183,7 +183,7 @@ def encode_prompts(prompts: Sequence[str], tokenizer: Tokenizer) -> list[Tokens]
 def _encode_turns(
     examples: Sequence[Example], tokenizer: Tokenizer
 ) -> list[tuple[Tokens, tuple[tuple[int, int], ...]]]:
-    """Each prompt, and where in it something is said. Turns are encoded by themselves, as prompts are."""
+    """Return each prompt, and where in it something is said. Turns are encoded by themselves, as prompts are."""
     parts = [example.turns or (example.prompt,) for example in examples]
     encoded = iter(encode_prompts([text for turns in parts for text in turns], tokenizer))
     prompts = []
@@ -196,7 +196,7 @@ def _encode_turns(
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
+class _EncodedRow:
     prompt: Tokens
     said: tuple[tuple[int, int], ...]
     """First and last place, the last not included, of what is said in the prompt."""
@@ -205,13 +205,13 @@ class _Row:
     def __len__(self) -> int:
         return len(self.prompt) + len(self.answer)
 
-    def cut_to(self, length: int) -> _Row:
-        """Without the front of the prompt, where it is too long."""
+    def cut_to(self, length: int) -> _EncodedRow:
+        """Cut off the front of the prompt, where it is too long."""
         lost = len(self) - length
         if lost <= 0:
             return self
         said = tuple((max(first - lost, 0), last - lost) for first, last in self.said if last > lost)
-        return _Row(self.prompt[lost:], said, self.answer)
+        return _EncodedRow(self.prompt[lost:], said, self.answer)
 
 
 class EncodedExamples:
@@ -235,7 +235,9 @@ class EncodedExamples:
         answers = tokenizer.encode_batch([example.answer for example in examples])
         # The end is a target but no input; a prompt keeps one token at least, or the answer's first were no target.
         fitting = [
-            _Row(*prompt, answer) for prompt, answer in zip(prompts, answers, strict=True) if len(answer) < context
+            _EncodedRow(*prompt, answer)
+            for prompt, answer in zip(prompts, answers, strict=True)
+            if len(answer) < context
         ]
         if not fitting:
             raise DataError(
@@ -256,7 +258,7 @@ class EncodedExamples:
         self.answer_tokens = int((self._targets != IGNORED).sum())
         """Targets that count in the loss."""
 
-    def _fill(self, rows: list[_Row], dtype: np.dtype[Any]) -> None:
+    def _fill(self, rows: list[_EncodedRow], dtype: np.dtype[Any]) -> None:
         self._tokens = np.full((len(rows), self.length), self.end_of_text, dtype)
         self._targets = np.full((len(rows), self.length), IGNORED, np.int32)
         digest = hashlib.sha256()
@@ -288,7 +290,7 @@ class EncodedExamples:
         return torch.from_numpy(tokens.astype(np.int64)), torch.from_numpy(targets.astype(np.int64))
 
     def fixed_batches(self, batch_size: int, limit: int) -> list[tuple[Tensor, Tensor]]:
-        """Always the same batches to evaluate on, at most `limit`, spread evenly over all examples.
+        """Yield always the same batches to evaluate on, at most `limit`, spread evenly over all examples.
 
         Every batch has the same shape; what is missing in the last one is filled with targets that do not count.
         Weighed by their targets that count, as the engine does, their mean loss is the mean over tokens.
@@ -307,7 +309,7 @@ class EncodedExamples:
 def encode_split(
     train: Sequence[Example], held_out: Sequence[Example], tokenizer: Tokenizer, context: int
 ) -> tuple[EncodedExamples, EncodedExamples]:
-    """Both sides in rows of the same length, so that one compiled model serves both."""
+    """Encode both sides in rows of the same length, so that one compiled model serves both."""
     encoded = EncodedExamples(held_out, tokenizer, context, name="held-out data")
     first = EncodedExamples(train, tokenizer, context, least_length=encoded.length)
     if first.length > encoded.length:

@@ -11,7 +11,7 @@ from foretrain.persist.files import from_json
 
 
 def tokenizer_files(tokenizer: Tokenizer, context: int, chat_template: str = "") -> dict[str, str]:
-    """File names and contents. context: the longest text of the model. chat_template: in Jinja, for chats."""
+    """Return file names and contents. context: the longest text of the model. chat_template: in Jinja, for chats."""
     special = dict.fromkeys(("bos_token", "eos_token", "pad_token"), END_OF_TEXT)
     if isinstance(tokenizer, CharacterTokenizer):
         special["unk_token"] = END_OF_TEXT
@@ -34,7 +34,7 @@ def tokenizer_files(tokenizer: Tokenizer, context: int, chat_template: str = "")
 
 
 def _without_additions(tokenizer: Tokenizer) -> str:
-    """Without the special tokens that a file may put around every text: models are trained without them here."""
+    """Drop the special tokens that a file may put around every text: models are trained without them here."""
     text = tokenizer.to_json()
     if isinstance(tokenizer, BPETokenizer) and tokenizer.inner.num_special_tokens_to_add(False):
         return json.dumps(json.loads(text) | {"post_processor": None}, ensure_ascii=False)
@@ -42,7 +42,7 @@ def _without_additions(tokenizer: Tokenizer) -> str:
 
 
 def chat_template_of(folder: Path) -> str:
-    """As the files in `folder` say; nothing where there is none."""
+    """Return the chat template that the files in `folder` name; nothing where there is none."""
     try:
         found = from_json((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template")
     except (OSError, ValueError, AttributeError):

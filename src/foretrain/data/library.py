@@ -47,7 +47,7 @@ def without_panic_text() -> Iterator[None]:
 
 
 def read(text: str) -> Any:
-    """A tokenizer from its JSON text."""
+    """Read a tokenizer from its JSON text."""
     import tokenizers
 
     with without_panic_text():
@@ -55,7 +55,7 @@ def read(text: str) -> Any:
 
 
 def without_extras(content: Any) -> Any:
-    """The same file without what would cut, pad or vary a text: truncation, padding and dropout."""
+    """Remove from a tokenizer file what would cut, pad or vary a text: truncation, padding and dropout."""
     if not isinstance(content, dict):
         return content
     plain = content | {"truncation": None, "padding": None}
@@ -73,7 +73,7 @@ def encode_whole(inner: Any) -> None:
 
 
 def splits_as_gpt2(inner: Any) -> bool:
-    """Whether a text is cut into words as GPT-2 does it, and by nothing else."""
+    """Return whether a text is cut into words as GPT-2 does it, and by nothing else."""
     content = json.loads(inner.to_str())
     wanted = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
     split = content["pre_tokenizer"]
@@ -87,7 +87,7 @@ def splits_as_gpt2(inner: Any) -> bool:
 
 
 def vocabulary_size(inner: Any, origin: str) -> int:
-    """How many numbers a model needs: one more than the largest, since a file may leave some out."""
+    """Return how many numbers a model needs: one more than the largest, since a file may leave some out."""
     numbers = inner.get_vocab(with_added_tokens=True).values()
     size = 1 + max(numbers, default=-1)
     if size > min(MOST_TOKENS, _MOST_HOLES * len(numbers) + _SPARE_TOKENS):

@@ -17,12 +17,9 @@ from torch import Tensor
 from foretrain.data import nested, randomness
 from foretrain.data.order import random_integer, shuffled
 from foretrain.errors import DataError
+from foretrain.models.loss import IGNORED
 
 ORDER_BLOCK = 4096
-IGNORED = -100
-"""Targets with this value do not count in the loss."""
-
-
 _GRACE = 10
 """Seconds that a worker outlives SIGTERM."""
 
@@ -103,7 +100,7 @@ class MappedSamples:
 
 
 def _in_memory(dataset: Any) -> bool:
-    """Whether getting a sample runs no code but torch's, numpy's or Python's own."""
+    """Return whether getting a sample runs no code but torch's, numpy's or Python's own."""
     from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
     if type(dataset) is Subset:
@@ -150,7 +147,7 @@ class Loader:
         self.position = position
 
     def batch(self, position: int) -> Any:
-        """Batch number `position`. A batch may span the end of one epoch and the start of the next."""
+        """Return batch number `position`. A batch may span the end of one epoch and the start of the next."""
         count = len(self.samples)
         first = position * self.batch_size
         pieces: list[Any] = []
@@ -180,7 +177,7 @@ class Loader:
         return len(self.samples) / self.batch_size
 
     def _order(self, indices: NDArray[np.int64], epoch: int) -> NDArray[np.int64]:
-        """This epoch's order at `indices`, from a block computed ahead: one call for many small batches."""
+        """Return this epoch's order at `indices`, from a block computed ahead: one call for many small batches."""
         start, stop = int(indices[0]), int(indices[-1]) + 1
         block = self._block
         if block is None or block[0] != epoch or start < block[1] or stop > block[1] + len(block[2]):
@@ -200,7 +197,7 @@ class Loader:
             yield nested.pin(batch) if self.pin_memory else batch
 
     def _from_workers(self) -> Iterator[Any]:
-        """Batches in order, each made in a process whose generators are nobody else's."""
+        """Yield batches in order, each made in a process whose generators are nobody else's."""
         from torch.utils.data import DataLoader
 
         batches: Any = DataLoader(
@@ -273,7 +270,7 @@ class _Failure:
 
 
 def held_out_batches(tokens: NDArray[Any], context: int, batch_size: int, limit: int) -> list[tuple[Tensor, Tensor]]:
-    """Always the same held-out windows, spread evenly over all of them.
+    """Yield always the same held-out windows, spread evenly over all of them.
 
     Every batch has the same shape; what is missing in the last one is filled with targets that do not count.
     """
@@ -288,7 +285,7 @@ def held_out_batches(tokens: NDArray[Any], context: int, batch_size: int, limit:
 def window_batches(
     tokens: NDArray[Any], context: int, batch_size: int, limit: int | None = None
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """The whole windows of `tokens` one after the other, at most `limit` batches of them, spread evenly."""
+    """Yield the whole windows of `tokens` one after the other, at most `limit` batches of them, spread evenly."""
     count = windows_in(tokens, context, batch_size, limit)
     chosen = np.unique(np.linspace(0, (len(tokens) - 1) // context - 1, count).round().astype(np.int64))
     for first in range(0, len(chosen), batch_size):
@@ -301,6 +298,6 @@ def window_batches(
 
 
 def windows_in(tokens: NDArray[Any], context: int, batch_size: int, limit: int | None) -> int:
-    """How many windows `window_batches` gives."""
+    """Return how many windows `window_batches` gives."""
     count = (len(tokens) - 1) // context
     return count if limit is None else min(count, limit * batch_size)

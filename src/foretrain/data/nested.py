@@ -12,12 +12,12 @@ from foretrain.errors import DataError
 
 
 def _like(batch: Any, parts: list[Any]) -> Any:
-    """A tuple, named tuple or list of `parts`, as `batch` is one."""
+    """Return a tuple, named tuple or list of `parts`, as `batch` is one."""
     return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
 
 
 def pin(batch: Any) -> Any:
-    """The same batch in pinned memory."""
+    """Copy a batch into pinned memory."""
     if isinstance(batch, Tensor):
         return batch.pin_memory()
     if isinstance(batch, dict):

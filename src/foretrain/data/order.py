@@ -10,7 +10,7 @@ Integers = NDArray[np.uint64]
 
 
 def _mix(values: Integers, key: np.uint64) -> Integers:
-    """SplitMix64's finaliser, on whole arrays."""
+    """Apply SplitMix64's finaliser to whole arrays."""
     with np.errstate(over="ignore"):
         z = values + key
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -19,20 +19,20 @@ def _mix(values: Integers, key: np.uint64) -> Integers:
 
 
 def random_integer(seed: int, stream: int, below: int) -> int:
-    """One reproducible integer in [0, below)."""
+    """Return one reproducible integer in [0, below)."""
     value = _mix(np.array([stream], dtype=np.uint64), _mix(np.array([seed], dtype=np.uint64), np.uint64(0x5EED))[0])
     return int(value[0]) % below
 
 
 def keyed(values: Integers, seed: int, epoch: int, purpose: int) -> Integers:
-    """64 random bits for each value, by (seed, epoch) and what they are for."""
+    """Return 64 random bits for each value, by (seed, epoch) and what they are for."""
     # seed and epoch are mixed one after the other: from their sum, seed 2 would repeat seed 1 an epoch later
     stream = np.array([epoch & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64)
     return _mix(values, _mix(stream, _mix(np.array([seed], dtype=np.uint64), np.uint64(purpose))[0])[0])
 
 
 def shuffled(indices: NDArray[np.int64], count: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """Where each of `indices` in [0, count) goes in this epoch's order: a bijection, without a table.
+    """Return where each of `indices` in [0, count) goes in this epoch's order: a bijection, without a table.
 
     A balanced Feistel network on the smallest even number of bits that holds `count`; values outside walk on until
     they fall inside (fewer than four times as many values as needed, so the walk is short).

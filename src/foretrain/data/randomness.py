@@ -41,6 +41,6 @@ def start_generators(key: int) -> None:
 
 
 def sample_keys(seed: int, epoch: int, indices: NDArray[np.int64], stream: int = _SAMPLE) -> list[int]:
-    """A key for each sample of an epoch."""
+    """Return a key for each sample of an epoch."""
     keys: list[int] = keyed(indices.astype(np.uint64), seed, epoch, 0xA06 + stream).tolist()
     return keys

@@ -27,18 +27,18 @@ class Template:
     fields: tuple[str, ...]
 
     def render(self, record: Record, where: str) -> str:
-        """The text with the record's fields in it. Raises DataError that names `where`, a file and line."""
+        """Return the text with the record's fields in it. Raises DataError that names `where`, a file and line."""
         values = [self._value(record, field, where) for field in self.fields]
         return self.literals[0] + "".join(
             value + literal for value, literal in zip(values, self.literals[1:], strict=True)
         )
 
     def fills(self, record: Record) -> bool:
-        """Whether the record has something to say in every field."""
+        """Return whether the record has something to say in every field."""
         return all(not _is_blank(record.get(field)) for field in self.fields)
 
     def is_blank(self, record: Record) -> bool:
-        """Whether none of the fields says anything."""
+        """Return whether none of the fields says anything."""
         return all(_is_blank(record.get(field)) for field in self.fields)
 
     def _value(self, record: Record, field: str, where: str) -> str:
@@ -103,12 +103,13 @@ class Format:
     answer: Template
 
     def prompt_of(self, record: Record, where: str = "the record") -> str:
-        """What the model is asked; the record needs no answer."""
+        """Return what the model is asked; the record needs no answer."""
         chosen = next((prompt for prompt in self.prompts if prompt.fills(record)), self.prompts[-1])
         return chosen.render(record, where)
 
     def ask(self, text: str = "", fields: Record | None = None) -> str:
-        """The prompt with `text` in the first field that every record has, and others by name; the rest stays empty."""
+        """Return the prompt with `text` in the first field that every record has, and others by name; the rest stays
+        empty."""
         known = dict.fromkeys(field for prompt in self.prompts for field in prompt.fields)
         fields = dict(fields or {})
         for name in fields:
@@ -119,7 +120,7 @@ class Format:
         return self.prompt_of(dict.fromkeys(known, "") | given | fields)
 
     def answer_of(self, record: Record, where: str = "the record") -> str:
-        """What the model is to say."""
+        """Return what the model is to say."""
         text = self.answer.render(record, where)
         if not text.strip() or self.answer.is_blank(record):
             raise DataError(
@@ -129,7 +130,7 @@ class Format:
         return text
 
     def read(self, record: Record, where: str) -> tuple[tuple[str, ...], str]:
-        """What is given, and what is to be said. In a chat more is given and said before, by turns."""
+        """Return what is given, and what is to be said. In a chat more is given and said before, by turns."""
         return (self.prompt_of(record, where),), self.answer_of(record, where)
 
     def __str__(self) -> str:
@@ -145,7 +146,7 @@ class ChatFormat(Format):
         return self.answer.fields[0]
 
     def prompt_of(self, record: Record, where: str = "the record") -> str:
-        """The chat up to the assistant's next words, or to its last ones if it ends with them."""
+        """Return the chat up to the assistant's next words, or to its last ones if it ends with them."""
         messages = self._messages(record, where)
         return chats.question(messages[:-1] if messages[-1].is_learned else messages)
 
@@ -156,7 +157,7 @@ class ChatFormat(Format):
         return chats.turns(self._messages(record, where), where)
 
     def ask(self, text: str = "", fields: Record | None = None) -> str:
-        """A chat that begins with `text`; `system`, among the fields, stands before it."""
+        """Return a chat that begins with `text`; `system`, among the fields, stands before it."""
         fields = dict(fields or {})
         for name in fields:
             if name != "system":
@@ -174,7 +175,7 @@ class ChatFormat(Format):
 
 
 def make_format(prompt: str | Sequence[str], answer: str, name: str = "given templates") -> Format:
-    """A format from templates; several prompts are alternatives, see `Format.prompts`."""
+    """Return a format from templates; several prompts are alternatives, see `Format.prompts`."""
     prompts = tuple(parse(text) for text in ([prompt] if isinstance(prompt, str) else prompt))
     if not prompts:
         raise DataError("there is no prompt template; give one, or None to have it guessed")
@@ -214,7 +215,7 @@ FORMATS: tuple[Format, ...] = (
 
 
 def guess(fields: Collection[str], where: str) -> Format:
-    """The first known format whose required fields are there."""
+    """Return the first known format whose required fields are there."""
     for known in FORMATS:
         if {*known.prompts[-1].fields, *known.answer.fields} <= set(fields):
             return known

@@ -41,7 +41,7 @@ class _Encoder(ABC):
     """One text as `encode_batch` encodes many."""
 
     def encode(self, text: str) -> list[int]:
-        """Token numbers as `torch.tensor` and embeddings take them."""
+        """Return token numbers as `torch.tensor` and embeddings take them."""
         return [int(token) for token in self.encode_batch([text])[0]]
 
     @abstractmethod
@@ -61,7 +61,7 @@ class ByteTokenizer(_Encoder):
         return bytes(token for token in tokens if token < 256).decode("utf-8", errors="replace")
 
     def to_json(self) -> str:
-        """Byte-pair encoding that merges nothing."""
+        """Write it as byte-pair encoding that merges nothing."""
         vocabulary = dict(sorted(BYTE_OF.items(), key=lambda item: item[1]))
         model = {"type": "BPE", "vocab": vocabulary | {END_OF_TEXT: self.end_of_text}, "merges": []}
         level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
@@ -91,7 +91,7 @@ class CharacterTokenizer(_Encoder):
         return "".join(self.characters[token] for token in tokens if token < self.end_of_text)
 
     def to_json(self) -> str:
-        """A vocabulary of words that are all one character long."""
+        """Write it as a vocabulary of words that are all one character long."""
         vocabulary = {character: number for number, character in enumerate(self.characters)}
         model = {"type": "WordLevel", "vocab": vocabulary | {END_OF_TEXT: self.end_of_text}, "unk_token": END_OF_TEXT}
         each = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False}
@@ -99,7 +99,7 @@ class CharacterTokenizer(_Encoder):
 
 
 def _library_json(end_of_text: int, model: dict[str, Any], split: dict[str, Any], decoder: dict[str, Any]) -> str:
-    """A file of the `tokenizers` library. Of these fields it needs every one, and knows no others."""
+    """Return a file of the `tokenizers` library. Of these fields it needs every one, and knows no others."""
     end = {"id": end_of_text, "content": END_OF_TEXT, "single_word": False, "lstrip": False, "rstrip": False}
     content = {
         "version": "1.0",
@@ -144,7 +144,7 @@ class BPETokenizer(_Encoder):
 
 
 def whole(text: str) -> str:
-    """The text with `?` for halves of surrogate pairs: JSON can write them, but they are no characters."""
+    """Return the text with `?` for halves of surrogate pairs: JSON can write them, but they are no characters."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
@@ -153,7 +153,7 @@ def whole(text: str) -> str:
 
 
 def characters_of(texts: Iterable[str]) -> str:
-    """Every character that occurs."""
+    """Return every character that occurs."""
     found = np.zeros(sys.maxunicode + 1, dtype=bool)
     for text in texts:
         found[np.frombuffer(text.encode("utf-32-le", errors="replace"), dtype=np.uint32)] = True
@@ -161,7 +161,7 @@ def characters_of(texts: Iterable[str]) -> str:
 
 
 def cut_of(tokenizer: Tokenizer) -> Callable[[str], int] | None:
-    """How much of a text is encoded as if nothing followed; None: of any text that may be nothing."""
+    """Return how much of a text is encoded as if nothing followed; None: of any text that may be nothing."""
     if isinstance(tokenizer, (ByteTokenizer, CharacterTokenizer)):
         return len
     if isinstance(tokenizer, BPETokenizer) and library.splits_as_gpt2(tokenizer.inner):
@@ -170,8 +170,9 @@ def cut_of(tokenizer: Tokenizer) -> Callable[[str], int] | None:
 
 
 def byte_level_cut(text: str) -> int:
-    """Up to the last line end that stands alone between other characters: there GPT-2's splitting always cuts, and
-    neither side is split otherwise without the other. Spaces around it would be shared out between both."""
+    """Return the text up to the last line end that stands alone between other characters: there GPT-2's splitting
+    always cuts, and neither side is split otherwise without the other. Spaces around it would be shared out between
+    both."""
     place = text.rfind("\n", 1, -1)
     while place > 0 and (text[place - 1].isspace() or text[place + 1].isspace()):
         place = text.rfind("\n", 1, place)
@@ -179,7 +180,7 @@ def byte_level_cut(text: str) -> int:
 
 
 def gpt2(folder: str | Path) -> BPETokenizer:
-    """GPT-2's own encoding, from its two vocabulary files."""
+    """Make GPT-2's own encoding from its two vocabulary files."""
     from tokenizers import AddedToken
 
     folder = user_path(folder, "data.vocabulary")
@@ -197,7 +198,7 @@ def gpt2(folder: str | Path) -> BPETokenizer:
 
 
 def train_bpe(texts: Iterator[str], size: int) -> BPETokenizer:
-    """A new encoding, learned from the training documents."""
+    """Learn a new encoding from the training documents."""
     from tokenizers import pre_tokenizers, trainers
 
     inner = _byte_level(None, None)
@@ -225,7 +226,7 @@ def _byte_level(vocabulary: str | None, merges: str | None) -> Any:
 
 
 def load(path: str | Path) -> Tokenizer:
-    """A tokenizer from its JSON file: one written by foretrain, or any `tokenizers` file."""
+    """Read a tokenizer from its JSON file: one written by foretrain, or any `tokenizers` file."""
     path = user_path(path, "data.tokenizer")
     try:
         content = from_json(path.read_text(encoding="utf-8"))
@@ -242,7 +243,7 @@ def load(path: str | Path) -> Tokenizer:
 
 
 def _own(content: Any) -> Tokenizer | None:
-    """The tokenizer of ours that writes this file."""
+    """Return the tokenizer of ours that writes this file."""
     if not isinstance(content, dict):
         return None
     if content.get("foretrain") == "byte":  # as they were written first

@@ -120,7 +120,7 @@ class Split:
     """For each document whether it is held out, when it is split by document."""
 
     def parts(self, pieces: Iterable[Piece]) -> Iterator[Part]:
-        """In reading order."""
+        """Yield the parts in reading order."""
         return self._whole_documents(pieces) if self.by_document else self._cut_text(pieces)
 
     def _whole_documents(self, pieces: Iterable[Piece]) -> Iterator[Part]:
@@ -227,7 +227,7 @@ def _encode(tokenizer: Tokenizer, parts: Iterator[Part], folder: Path) -> dict[s
 
 
 def _cut_where(cut: Callable[[str], int] | None, parts: Iterable[Part]) -> Iterator[Part]:
-    """The same text in other pieces. cut: how much of a text is encoded as if nothing followed; None: all of it."""
+    """Yield the text in other pieces. cut: how much of a text is encoded as if nothing followed; None: all of it."""
     waiting: list[str] = []
     for held_out, text, ends in parts:
         if cut is not None and not ends:
@@ -244,7 +244,7 @@ def _cut_where(cut: Callable[[str], int] | None, parts: Iterable[Part]) -> Itera
 
 
 def _batches(parts: Iterator[Part]) -> Iterator[list[Part]]:
-    """Texts to encode at once: not too many, and not too much."""
+    """Yield texts to encode at once: not too many, and not too much."""
     batch: list[Part] = []
     characters = 0
     for part in parts:
@@ -260,7 +260,7 @@ def _batches(parts: Iterator[Part]) -> Iterator[list[Part]]:
 
 
 def _token_files(config: DataConfig, source: Source, validation: Source | None) -> Corpus:
-    """Tokens made elsewhere: `.npy` of any integer type, `.bin` as little-endian uint16."""
+    """Read tokens that were made elsewhere: `.npy` of any integer type, `.bin` as little-endian uint16."""
     tokens = read_token_files(source)
     if validation is None:
         cut = int(len(tokens) * (1 - config.held_out))
@@ -279,7 +279,7 @@ def _token_files(config: DataConfig, source: Source, validation: Source | None) 
 
 
 def read_token_files(source: Source) -> TokenArray:
-    """The tokens of all its files, one after the other."""
+    """Return the tokens of all its files, one after the other."""
     arrays = [_read_token_file(path) for path in source.files]
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 

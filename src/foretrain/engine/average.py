@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from foretrain.engine.memory.host import add_each, copy_each, on_device
 from foretrain.persist.codec import real_view
+from foretrain.persist.stateful import entry
 
 
 class WeightAverage:
@@ -81,11 +82,11 @@ class WeightAverage:
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """What it does not hold had not changed by then."""
-        self.updates = int(state["updates"])
+        updates, names, averages = (entry(state, name, "WeightAverage") for name in ("updates", "names", "average"))
+        self.updates = int(updates)
         if not 0 <= self.updates < 2**63:
             raise ValueError(f"the average was updated {self.updates} times")
-        names = state.get("names", self.names)  # not there in older checkpoints
-        saved = dict(zip(names, state["average"], strict=True))
+        saved = dict(zip(names, averages, strict=True))
         share = 1 - self.decay**self.updates
         sources = [
             saved[name] if name in saved else weight * share

@@ -15,27 +15,22 @@ from torch import Tensor, nn
 from foretrain.config import Config, given
 from foretrain.engine import own
 from foretrain.engine.average import WeightAverage
+from foretrain.engine.batch import count, map_tensors, part_weights, rows_of, split
 from foretrain.engine.described import is_configured
 from foretrain.engine.fence import Failure, Fence, OwnCodeError, failure_of, same_model
 from foretrain.engine.graphs import GraphedGradient, GraphedLoss, GraphedStep, launch_bound
+from foretrain.engine.hooks import StepHook
 from foretrain.engine.memory.offload import OptimizerParking
 from foretrain.engine.meters import StepMeter, Stopwatch
 from foretrain.engine.metrics import measured
 from foretrain.engine.optim import build as optim
 from foretrain.engine.precision import Precision, choose_device
-from foretrain.engine.rates import FollowedRates, Rates, ScheduledRates, check_scheduler
+from foretrain.engine.progress import RunProgress
+from foretrain.engine.rates import FollowedRates, Rates, RateSource, ScheduledRates, check_scheduler
 from foretrain.engine.sparse import check_sparse
-from foretrain.engine.step import (
-    FullStep,
-    LossFunction,
-    StepOutput,
-    map_tensors,
-    part_weights,
-    rows_of,
-    split,
-    tensors_of,
-)
+from foretrain.engine.step import FullStep, LossFunction, StepOutput
 from foretrain.engine.trained import Change, TrainedWeights, arranged
+from foretrain.engine.world import World
 from foretrain.errors import CheckpointError, ConfigError, InputError, is_out_of_memory
 from foretrain.persist.codec import (
     changing_state,
@@ -49,12 +44,8 @@ from foretrain.persist.codec import (
     restore_random_state,
     seed_random,
 )
-from foretrain.persist.form import check_form
-
-_COUNTS = ("global_step", "position", "tokens", "backward_passes", "evaluations_without_best")
-_LOSSES = ("best_val_loss", "last_val_loss", "last_train_loss")
-HELD_OUT_RECORD = ("best_val_loss", "best_step", "last_val_loss", "evaluations_without_best")
-"""What evaluations leave behind; those of weights that were taken back do not count."""
+from foretrain.persist.form import FORMAT
+from foretrain.persist.stateful import StateError, entry
 
 
 class Engine:
@@ -67,7 +58,9 @@ class Engine:
         loss_fn: own.Measure | None,
         config: Config,
         scheduler: Any = None,
+        world: World | None = None,
     ) -> None:
+        self.world = world or World()
         optimizer, config = own.with_named_optimizer(optimizer, config)
         self.config = config
         self._max_steps_given = "max_steps" in config.model_fields_set
@@ -91,7 +84,7 @@ class Engine:
         self.precision = Precision(config.precision, self.device)
         self.rate = self._rates(scheduler)
         self.clip = config.optimizer.gradient_clip_norm
-        """Without what recovery makes of it."""
+        """Without what the rate sources make of it; 0: none."""
         if self.own_optimizer and "optimizer.gradient_clip_norm" not in given(config):
             self.clip = 0.0
         self.trained = TrainedWeights(self.model, self.optimizer)
@@ -112,11 +105,11 @@ class Engine:
         """The optimizer's state leaves the device while nothing needs it."""
         if config.memory.offload and config.hybrid.mode != "off":
             self.away = OptimizerParking(self.optimizer, self.full_step.parameters, self.device)
-        self.rate_factor = 1.0
-        """What recovery makes of the scheduled learning rate."""
-        self.backward_passes = 0
-        self.probe_tokens = 0
-        """Tokens (or samples) that moves were probed with: nothing was learned from them."""
+        self.hooks: tuple[StepHook, ...] = ()
+        """They watch every full step."""
+        self.rate_sources: tuple[RateSource, ...] = ()
+        """All that changes the scheduled learning rate and the configured clipping."""
+        self._steady: tuple[float, float] | None = None
         self.cuda_graph = config.engine.cuda_graph
         self._run_step: Callable[[Any], StepOutput] | None = None
         self._run_gradient: GraphedGradient | None = None
@@ -124,27 +117,50 @@ class Engine:
         self._loss_takes_derivatives = False
         self.meter = StepMeter(lagging=self.device.type == "cuda")
         self.clock = Stopwatch()
-        self.global_step = 0
-        self.tokens = 0
-        """Or samples: what `unit` says."""
+        self.progress = RunProgress()
         self.unit = "tokens" if is_configured(self.model) else "samples"
-        self.rows = 0
-        """Of the largest batch so far."""
-        self.position = 0
-        self.best_val_loss: float | None = None
-        self.best_step: int | None = None
-        """Where it was measured."""
-        self.evaluations_without_best = 0
-        self.evaluation_due = False
-        """An evaluation was begun and is not finished: a run that is resumed makes it first."""
-        self.last_val_loss: float | None = None
-        self.last_train_loss: float | None = None
-        self.last_metrics: dict[str, float] = {}
+        """What `progress.tokens` counts."""
         self.fence = Fence()
         self.first_trained: Callable[[dict[str, nn.Parameter]], None] = lambda weights: None
         """Called with weights that are about to be trained for the first time in this run, which nobody saved so far.
         Set by `fit`."""
+        self.on_cover: list[Callable[[], None]] = []
+        """Called when other weights are trained than before."""
         self._frozen: tuple[list[str], str] | None = None
+
+    # --- how far the run is, as others ask for it -------------------------------------------------------------------
+
+    @property
+    def global_step(self) -> int:
+        return self.progress.global_step
+
+    @global_step.setter
+    def global_step(self, step: int) -> None:
+        self.progress.global_step = step
+
+    @property
+    def position(self) -> int:
+        return self.progress.position
+
+    @position.setter
+    def position(self, position: int) -> None:
+        self.progress.position = position
+
+    @property
+    def backward_passes(self) -> int:
+        return self.progress.backward_passes
+
+    @backward_passes.setter
+    def backward_passes(self, passes: int) -> None:
+        self.progress.backward_passes = passes
+
+    @property
+    def probe_tokens(self) -> int:
+        return self.progress.probe_tokens
+
+    @probe_tokens.setter
+    def probe_tokens(self, tokens: int) -> None:
+        self.progress.probe_tokens = tokens
 
     # --- what is trained ---------------------------------------------------------------------------------------------
 
@@ -169,6 +185,8 @@ class Engine:
         if self.full_step.in_backward is not None:
             self.full_step.in_backward.cover(self.trained.parameters)
         self._run_step = self._run_gradient = self._run_loss = None  # recorded with others
+        for cover in self.on_cover:
+            cover()
 
     # --- learning rates and the length of the run --------------------------------------------------------------------
 
@@ -191,9 +209,38 @@ class Engine:
         return self.rate.at(step)
 
     @property
+    def rate_factor(self) -> float:
+        """What the sources make of the scheduled learning rate: the product of their factors."""
+        if self._steady is not None:
+            return self._steady[0]
+        factor = 1.0
+        for source in self.rate_sources:
+            factor *= source.rate_factor
+        return factor
+
+    @property
+    def clip_limit(self) -> float:
+        """The lowest limit for gradients that the configuration or a source wants; 0: none."""
+        if self._steady is not None:
+            return self._steady[1]
+        limit = self.clip or math.inf
+        for source in self.rate_sources:
+            limit = min(limit, source.clip)
+        return 0.0 if limit == math.inf else limit
+
+    @contextmanager
+    def steady_rate(self) -> Iterator[None]:
+        """Sources change nothing inside the block: what is compared there was made alike."""
+        self._steady = (self.rate_factor, self.clip_limit)
+        try:
+            yield
+        finally:
+            self._steady = None
+
+    @property
     def planned_steps(self) -> int:
         """Length of the run; without an end it is taken to go on for as long again as it has been."""
-        return self.config.max_steps if self.has_end else max(self.config.max_steps, 2 * self.global_step)
+        return self.config.max_steps if self.has_end else max(self.config.max_steps, 2 * self.progress.global_step)
 
     def end_at(self, max_steps: int) -> None:
         """From now on it is known how long the run is."""
@@ -203,24 +250,46 @@ class Engine:
 
     # --- one full step -----------------------------------------------------------------------------------------------
 
-    def full(self, batch: Any, between: Callable[[], None] | None = None) -> StepOutput:
+    def full(self, batch: Any, *watching: StepHook) -> StepOutput:
         """Forward, backward, update on a batch that is on the device. Never waits for the device.
 
-        between: called when the gradients are there and nothing is updated yet.
+        watching: hooks for this step only.
         """
-        with self.rate.during(self.global_step, self.rate_factor):
-            if between is not None:
-                output = self.full_step(batch, between, self.gradient)
+        hooks = watching + self.hooks
+        for hook in hooks:
+            hook.before_step()
+        curious = [hook for hook in hooks if hook.wants_gradients]
+        with self._rate_of_update():
+            if curious:
+                output = self.full_step(batch, curious, self.gradient)
             else:
                 if self._run_step is None:
                     self._run_step = self._choose_step(batch)
                 output = self._run_step(batch)
-        return self.count_step(batch, output)
+        self.count_step(batch, output)
+        for hook in reversed(hooks):
+            hook.after_step(output)
+        self.progress.global_step += 1
+        self.full_step.changing = False
+        return output
+
+    def take_back_step(self) -> None:
+        """The step that was begun will not be done, and its update has not begun: hooks undo what they changed."""
+        for hook in self.hooks:
+            hook.take_back()
 
     def update(self, loss: Tensor) -> StepOutput:
         """The optimizer's step with the gradients that are there."""
-        with self.rate.during(self.global_step, self.rate_factor):
+        with self._rate_of_update():
             return self.full_step.update(loss)
+
+    def _rate_of_update(self) -> AbstractContextManager[None]:
+        """An update inside the block is made at the rate, and with the clipping, that the sources want now."""
+        limit = self.clip_limit
+        if limit != self.full_step.clip:
+            self.full_step.clip = limit
+            self._run_step = None  # a recorded graph has the old value in it
+        return self.rate.during(self.progress.global_step, self.rate_factor)
 
     def gradient(self, batch: Any) -> Tensor:
         """Forward and backward alone: the loss, and gradients on the parameters. Recorded where whole steps are."""
@@ -239,9 +308,10 @@ class Engine:
         if self.average is not None:
             self.average.update()
         self.meter.add(output)
-        self.tokens += self.count(batch)
-        self.rows = max(self.rows, rows_of(batch))  # the last batch of an epoch may be smaller
-        self.backward_passes += 1
+        progress = self.progress
+        progress.tokens += self.count(batch)
+        progress.rows = max(progress.rows, rows_of(batch))  # the last batch of an epoch may be smaller
+        progress.backward_passes += 1
         return output
 
     def to_device(self, batch: Any) -> Any:
@@ -256,12 +326,6 @@ class Engine:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return self.clock.paused()
-
-    def set_clip(self, clip: float) -> None:
-        """Change the clipping of gradients in mid-run."""
-        if clip != self.full_step.clip:
-            self.full_step.clip = clip
-            self._run_step = None  # a recorded graph has the old value in it
 
     def _choose_step(self, batch: Any) -> Callable[[Any], StepOutput]:
         """The step as it is, or recorded as a CUDA graph where launches dominate."""
@@ -368,7 +432,7 @@ class Engine:
 
     def probe(self, batch: Any) -> float:
         """Loss of a training batch at the weights as they are, forward only, in the parts that a full step has."""
-        self.probe_tokens += self.count(batch)
+        self.progress.probe_tokens += self.count(batch)
         pieces = self.full_step.accumulation
         parts = [batch] if pieces == 1 else [split(batch, pieces, index) for index in range(pieces)]
         with self._probing():
@@ -376,7 +440,7 @@ class Engine:
 
     def probe_all(self, batches: list[Any]) -> float:
         """Mean loss over several batches, each as it is."""
-        self.probe_tokens += sum(self.count(batch) for batch in batches)
+        self.progress.probe_tokens += sum(self.count(batch) for batch in batches)
         with self._probing():
             return float(self.forward_loss(batches))
 
@@ -387,7 +451,7 @@ class Engine:
             with self.precision.predicting():
                 yield
         except Exception as error:
-            if is_out_of_memory(error) or self.backward_passes == 0:
+            if is_out_of_memory(error) or self.progress.backward_passes == 0:
                 raise
             raise OwnCodeError(failure_of("the loss function, forward only on a probe,", error)) from error
 
@@ -434,7 +498,7 @@ class Engine:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that decides how the run goes on. Tensors are referred to, not copied."""
-        return self.changing_state_dict() | {"frozen": self.frozen}
+        return self.changing_state_dict() | {"frozen": self.frozen, "format": FORMAT}
 
     def check_optimizer_state(self) -> None:
         """That it can be saved and taken back. Asked after the first step, when there is one, and not hours later."""
@@ -450,16 +514,9 @@ class Engine:
             "precision": self.precision.state_dict(),
             "rates": self.rate.state_dict(),
             "random": random_state(),
-            "progress": {
-                **{name: getattr(self, name) for name in _COUNTS + _LOSSES},
-                "probe_tokens": self.probe_tokens,
-                "best_step": self.best_step,
-                "evaluation_due": self.evaluation_due,
-                "metrics": dict(self.last_metrics),
-                "rows": self.rows,
-                "seconds": self.clock.seconds,
-                **self.meter.state_dict(),
-            },
+            "progress": self.progress.state_dict(),
+            "meter": self.meter.state_dict(),
+            "seconds": self.clock.seconds,
         }
 
     def weights_state_dict(self) -> dict[str, Any]:
@@ -470,48 +527,28 @@ class Engine:
 
     def load_weights(self, state: dict[str, Any], origin: str = "the given state") -> None:
         """Weights, buffers and averages of a state, in place; all else stays."""
-        with self._as_checkpoint_error(origin):
+        with as_checkpoint_error(origin):
             constant = self._checked(state, origin)
             self.trained.learned(self._names_in(state["model"]))
             if self.average is not None:
                 self.average.cover(self.trained.ever, self.trained.names)
             self._put_back_weights(state, origin, constant)
 
-    def load_state_dict(self, state: dict[str, Any], origin: str = "the given state") -> None:
-        """Put a state back, in place: afterwards every step is, bit for bit, what it would have been."""
-        with self._as_checkpoint_error(origin):
-            check_form(self.state_dict(), state)
-            self._put_back(state, origin)
-            if state.get("trained") is not None:
-                self.trained.want(state["trained"]["wanted"])  # the next step notices, as it would have then
-
-    @staticmethod
-    @contextmanager
-    def _as_checkpoint_error(origin: str) -> Iterator[None]:
-        try:
-            yield
-        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
-            if is_out_of_memory(error):
-                raise
-            raise CheckpointError(
-                f"{origin}: it does not hold the state of such a trainer ({type(error).__name__}: {error}); "
-                "use the settings it was saved with, or start a new run"
-            ) from error
-
     def rewind(self, state: dict[str, Any]) -> None:
         """Back to an earlier state of this run, bit for bit; what was spent in between stays spent."""
         self.full_step.changing = True
         rates = self.rate.own_numbers()
         constant = left_out(self.model, state["model"])  # what was unfrozen since may have been added to the snapshot
-        saved, now = state.get("trained"), self.trained.groups()
-        if saved is not None:
-            state = {**state, "optimizer": arranged(state["optimizer"], saved["groups"], self.optimizer, now)}
+        saved, now = state["trained"], self.trained.groups()
+        state = {**state, "optimizer": arranged(state["optimizer"], saved["groups"], self.optimizer, now)}
         self._put_back_training(state, "the snapshot", constant)
         self.rate.put_back(rates)
         self.full_step.changing = False
         if not state["optimizer"]["state"]:  # of before the first step: its tensors are made anew
             self._run_step = self._run_gradient = self._run_loss = None
-        self.global_step, self.position = (int(state["progress"][name]) for name in ("global_step", "position"))
+        self.progress.global_step, self.progress.position = (
+            int(state["progress"][name]) for name in ("global_step", "position")
+        )
 
     def _put_back_training(self, state: dict[str, Any], origin: str, constant: Collection[str]) -> None:
         """Weights, optimizer, average, loss scale and random states. constant: weights that it does not hold."""
@@ -522,7 +559,7 @@ class Engine:
         restore_optimizer(self.optimizer, state["optimizer"], origin, keep_settings=keep)
         self.precision.load_state_dict(state["precision"])
         restore_random_state(state["random"])
-        self.rate.load_state_dict(state.get("rates") or {})
+        self.rate.load_state_dict(state["rates"])
         self.rate.forget()
 
     def _put_back_weights(self, state: dict[str, Any], origin: str, constant: Collection[str]) -> None:
@@ -556,29 +593,36 @@ class Engine:
         check_model(self.model, state["model"], origin, constant)
         return constant
 
-    def _put_back(self, state: dict[str, Any], origin: str) -> None:
+    def put_back(self, state: dict[str, Any], origin: str) -> None:
+        """What `state_dict` gave, in place. `freeze_as_saved` follows when all else is there."""
         constant = self._checked(state, origin)
-        saved = state.get("trained")  # not there in older checkpoints
-        if saved is not None:
-            self.trained.hold(saved["groups"], state["optimizer"]["param_groups"])
+        saved = entry(state, "trained", "Engine")
+        self.trained.hold(saved["groups"], state["optimizer"]["param_groups"])
         check_groups(self.optimizer, state["optimizer"]["param_groups"], origin)
-        if saved is not None and self.trained.put_back(saved, self._names_in(state["model"])):
+        if self.trained.put_back(saved, self._names_in(state["model"])):
             self.cover_trained()
         self._put_back_training(state, origin, constant)
-        progress = state["progress"]
-        self.clock = Stopwatch(float(progress["seconds"]))
-        self.meter.load_state_dict(progress)
-        self.probe_tokens = int(progress.get("probe_tokens", 0))
-        self.best_step = progress.get("best_step")  # not there in older checkpoints
-        self.evaluation_due = bool(progress.get("evaluation_due", False))
-        self.last_metrics = dict(progress.get("metrics", {}))
-        self.rows = int(progress.get("rows", 0))
-        for name in _COUNTS:
-            if (count := int(progress[name])) < 0:
-                raise ValueError(f"{name} = {count}")
-            setattr(self, name, count)
-        for name in _LOSSES:
-            setattr(self, name, None if progress[name] is None else float(progress[name]))
+        self.clock = Stopwatch(float(entry(state, "seconds", "Engine")))
+        self.meter.load_state_dict(entry(state, "meter", "Engine"))
+        self.progress.load_state_dict(entry(state, "progress", "Engine"))
+
+    def freeze_as_saved(self, state: dict[str, Any]) -> None:
+        """What was frozen or unfrozen just before the state was saved: the next step notices, as it would have then."""
+        self.trained.want(state["trained"]["wanted"])
+
+
+@contextmanager
+def as_checkpoint_error(origin: str) -> Iterator[None]:
+    """Whatever a state that does not fit leads to is told as one kind of error."""
+    try:
+        yield
+    except (StateError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
+        if is_out_of_memory(error):
+            raise
+        raise CheckpointError(
+            f"{origin}: it does not hold the state of such a trainer ({type(error).__name__}: {error}); "
+            "use the settings it was saved with, or start a new run"
+        ) from error
 
 
 def own_loss(model: nn.Module, batch: Any) -> Tensor:
@@ -591,12 +635,3 @@ def own_loss(model: nn.Module, batch: Any) -> Tensor:
 
 def _switch(setting: bool | str, auto: bool) -> bool:
     return auto if setting == "auto" else bool(setting)
-
-
-def count(batch: Any) -> int:
-    """Tokens of a batch of token numbers, samples of any other batch."""
-    tensors = tensors_of(batch)
-    if not tensors:
-        return 1
-    first = tensors[0]
-    return first.numel() if first.ndim == 2 and not first.is_floating_point() else first.shape[0] if first.ndim else 1

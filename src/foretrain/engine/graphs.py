@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foretrain.engine.step import FullStep, StepOutput, map_tensors, tensors_of
+from foretrain.engine.batch import map_tensors, tensors_of
+from foretrain.engine.step import FullStep, StepOutput
 
 WARMUP_STEPS = 3
 LAUNCH_BOUND_FLOPS = 8e12

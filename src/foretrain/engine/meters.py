@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from foretrain.engine.step import StepOutput
+from foretrain.persist.stateful import Stateful
 
 _READ_AT_LEAST_EVERY = 1000
 Row = tuple[float, float, float]
@@ -28,24 +29,28 @@ class Reading:
     steps: int
 
 
-class StepMeter:
+class StepMeter(Stateful):
     """Collects step outputs without looking at them. Only `read` and `fetch` wait for the device.
 
     Somebody who wants every single row starts noting, and takes the rows now and then. On a GPU rows are taken one look
     late: by then they have long arrived, and the device never stands still for it.
     """
 
+    saved = ("skipped", "skipped_in_a_row", "unread", "_noted", "_due")
+    unread: list[Row]
+    _noted: list[Row] | None
+
     def __init__(self, lagging: bool = False) -> None:
         self._lagging = lagging
         self._outputs: list[Tensor] = []
         self._flights: list[tuple[Tensor, torch.cuda.Event | None]] = []
         """Rows on their way to the host."""
-        self.unread: list[Row] = []
+        self.unread = []
         """(loss, gradient norm, skipped) of the steps since the last reading, as far as they were fetched."""
         self.skipped = 0
         """Skipped steps so far."""
         self.skipped_in_a_row = 0
-        self._noted: list[Row] | None = None
+        self._noted = None
         """The same rows once more for whoever takes them; None while nobody wants them."""
         self._due = 0
         """How many of them were made before the last look."""
@@ -129,27 +134,15 @@ class StepMeter:
         """Rows that the next look, or the one after it, will see."""
         return self._made
 
-    # --- state -------------------------------------------------------------------------------------------------------
-
     def state_dict(self) -> dict[str, Any]:
         """Fetches everything first."""
         self.fetch()
-        return {
-            "skipped": self.skipped,
-            "skipped_in_a_row": self.skipped_in_a_row,
-            "unread": list(self.unread),
-            "noted": None if self._noted is None else list(self._noted),
-            "due": self._due,
-        }
+        return super().state_dict()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def after_load(self) -> None:
         self._outputs.clear()
         self._flights.clear()
-        self.skipped, self.skipped_in_a_row = int(state["skipped"]), int(state["skipped_in_a_row"])
-        self.unread = _rows(state["unread"])
-        noted = state.get("noted")
-        self._noted = None if noted is None else _rows(noted)
-        self._due, self._made = int(state.get("due", 0)), len(noted or ())
+        self._made = len(self._noted or ())
 
     def read(self) -> Reading | None:
         """Averages over good steps since the last call (all steps, if none was good); None if there was no step."""
@@ -164,10 +157,6 @@ class StepMeter:
             skipped=sum(bool(bad) for _, _, bad in rows),
             steps=len(rows),
         )
-
-
-def _rows(rows: Sequence[Row]) -> list[Row]:
-    return [(float(loss), float(norm), float(bad)) for loss, norm, bad in rows]
 
 
 class Stopwatch:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from foretrain.engine.batch import map_tensors
 from foretrain.engine.fence import Failure, Fence, OwnCodeError
 from foretrain.engine.own import Measure, is_criterion, pair
-from foretrain.engine.step import map_tensors
 from foretrain.errors import InputError, is_out_of_memory
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from foretrain.config import PrecisionConfig
 from foretrain.errors import ConfigError
+from foretrain.persist.stateful import Buffer, Stateful
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -64,8 +65,12 @@ def cpu_has_bf16_products() -> bool:
     return bool(torch.cpu._is_avx512_bf16_supported())  # oneDNN also says yes where it emulates with AVX-512
 
 
-class Precision:
+class Precision(Stateful):
     """Autocast for the forward pass, and a loss scale that adapts without the host ever waiting for it."""
+
+    saved = ("scale", "good_steps")
+    scale: Buffer
+    good_steps: Buffer
 
     def __init__(self, config: PrecisionConfig, device: torch.device) -> None:
         self.name = choose_precision(config.type, device)
@@ -107,10 +112,3 @@ class Precision:
         factor = torch.where(bad, 0.5, torch.where(grown, 2.0, 1.0))
         self.scale.mul_(factor).clamp_(1.0, 2.0**24)
         self.good_steps.mul_(torch.where(grown, 0, 1).to(torch.int32))
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"scale": self.scale, "good_steps": self.good_steps}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.scale.copy_(state["scale"])
-        self.good_steps.copy_(state["good_steps"])

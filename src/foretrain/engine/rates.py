@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from foretrain.config import ScheduleConfig
 from foretrain.engine import schedule
 from foretrain.engine.optim.build import RateControl
 from foretrain.errors import ConfigError
+from foretrain.persist.stateful import Stateful
 
 Number = float | Tensor
 """A rate; on a GPU it may be a tensor, which is not read unless somebody asks."""
@@ -26,7 +27,19 @@ _STEADY = 1e-3
 """Relative change over two steps below which a rate counts as constant."""
 
 
-class Rates(ABC):
+class RateSource(Protocol):
+    """Changes the learning rate and the clipping of a run, such as recovery, tuning or a race of rates."""
+
+    @property
+    def rate_factor(self) -> float:
+        """What the scheduled rate is to be multiplied with."""
+
+    @property
+    def clip(self) -> float:
+        """The highest gradient norm; infinite where there is no such order."""
+
+
+class Rates(Stateful, ABC):
     """What the rest of a trainer asks about learning rates. A rate is that of the first group of parameters."""
 
     used: Number
@@ -49,30 +62,29 @@ class Rates(ABC):
     def during(self, step: int, factor: float) -> AbstractContextManager[None]:
         """An update inside the block is made at the rate of `step` times a factor."""
 
-    def end_at(self, max_steps: int) -> None:  # noqa: B027 - it may be ignored
+    def end_at(self, max_steps: int) -> None:
         """The length of the run is known now."""
 
-    def advance(self, step: int) -> None:  # noqa: B027 - it may be ignored
+    def advance(self, step: int) -> None:
         """So many steps are done."""
 
-    def evaluated(self, held_out: float) -> None:  # noqa: B027 - it may be ignored
+    def evaluated(self, held_out: float) -> None:
         """A held-out loss was measured."""
 
-    def forget(self) -> None:  # noqa: B027 - it may be ignored
+    def forget(self) -> None:
         """The optimizer's state was replaced from outside."""
 
     def own_numbers(self) -> list[Number] | None:
         """What the user has written into the optimizer by himself and no rollback may change; None: nothing."""
         return None
 
-    def put_back(self, numbers: list[Number] | None) -> None:  # noqa: B027 - it may be ignored
+    def put_back(self, numbers: list[Number] | None) -> None:
         """The inverse of `own_numbers`."""
 
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027 - it may be ignored
-        pass
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """What was saved by the other kind of rates says nothing about these."""
+        if bool(state) == bool(self.saved):
+            super().load_state_dict(state)
 
 
 class ScheduledRates(Rates):
@@ -125,12 +137,15 @@ class FollowedRates(Rates):
     ends where the run ends; one that watches a loss is told the held-out loss after every evaluation.
     """
 
+    saved = ("stepped", "_recent", "_highest", "_scheduled")
+    _recent: list[Number]
+
     def __init__(self, optimizer: Optimizer, scheduler: LRScheduler | None = None) -> None:
         self.optimizer = optimizer
         self.scheduler = scheduler
         self.watches_loss = isinstance(scheduler, ReduceLROnPlateau)
         self.stepped = 0
-        self._recent: list[Number] = []
+        self._recent = []
         """Rates of the last steps, the newest last."""
         self._highest = 0.0
         self.used = self._first()
@@ -193,17 +208,18 @@ class FollowedRates(Rates):
         if numbers is not None:
             self._write(numbers)
 
-    def state_dict(self) -> dict[str, Any]:
-        state = {"stepped": self.stepped, "recent": list(self._recent), "highest": self._highest}
-        return state | {"scheduler": None if self.scheduler is None else _plain(self.scheduler.state_dict())}
+    @property
+    def _scheduled(self) -> Any:
+        """The scheduler's state."""
+        return None if self.scheduler is None else _plain(self.scheduler.state_dict())
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if not state:  # it was scheduled by the configuration when this was saved
-            return
-        self.stepped, self._highest = int(state["stepped"]), float(state["highest"])
-        self._recent = [_copied(rate) for rate in state["recent"]]
-        if self.scheduler is not None and state["scheduler"] is not None:
-            self.scheduler.load_state_dict(_like(self.scheduler.state_dict(), state["scheduler"]))
+    @_scheduled.setter
+    def _scheduled(self, saved: Any) -> None:
+        if self.scheduler is not None and saved is not None:
+            self.scheduler.load_state_dict(_like(self.scheduler.state_dict(), saved))
+
+    def after_load(self) -> None:
+        self._recent = [_copied(rate) for rate in self._recent]
 
     def _first(self) -> Number:
         """nan for an optimizer that has no learning rate."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
 
+from foretrain.engine.batch import part_weights, rows_of, split
+from foretrain.engine.hooks import StepHook
 from foretrain.engine.optim.build import supports_device_skip
 from foretrain.engine.optim.in_backward import UpdatesInBackward
 from foretrain.engine.own import one_number
 from foretrain.engine.precision import Precision
-from foretrain.models.loss import IGNORED
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
 """(model, batch) -> mean loss."""
@@ -66,7 +67,8 @@ class FullStep:
         """Something is being changed that cannot be taken back; False again when the step is counted."""
         self.device_skip = supports_device_skip(optimizer)
         self.in_backward = UpdatesInBackward(optimizer, self.parameters, nan_check) if update_in_backward else None
-        self._loss = _bind(model, loss_function, compile_loss, by_block=update_in_backward)
+        self._loss_function = loss_function
+        self._compiled = _compiled(model, loss_function, by_block=update_in_backward) if compile_loss else None
         self._attention = _attention_order(self.device)
         self._always_good = torch.zeros((), device=self.device)
         self._absent = torch.full((), torch.nan, device=self.device)
@@ -74,56 +76,16 @@ class FullStep:
     def loss(self, batch: Any) -> Tensor:
         """The forward pass alone, in the precision of training."""
         with self._attention(), self.precision.autocast(cache=not getattr(self.model, "recomputed", ())):
-            return self._loss(batch)
+            if self._compiled is not None:
+                return self._compiled(batch)
+            return one_number(self._loss_function(self.model, batch))
 
     def gradient(self, batch: Any) -> Tensor:
-        """Forward and backward: the loss, and gradients on the parameters."""
+        """Forward and backward: the loss, and gradients on the parameters.
+
+        They are those of the mean loss over the whole batch, part by part, each weighed by what it counts.
+        """
         self.optimizer.zero_grad(set_to_none=True)
-        return self._accumulate(batch)
-
-    def __call__(
-        self,
-        batch: Any,
-        between: Callable[[], None] | None = None,
-        gradient: Callable[[Any], Tensor] | None = None,
-    ) -> StepOutput:
-        """between: called when the gradients are there and nothing is updated yet; gradient: another way to them."""
-        kept = [buffer.clone() for buffer in self.buffers]
-        try:
-            if self.in_backward is not None:
-                output = self._update_on_the_way(batch, self.in_backward)
-            else:
-                loss = (gradient or self.gradient)(batch)
-                if between is not None:
-                    self.changing = True  # by whoever wants to see the gradients
-                    between()
-                output = self.update(loss)
-        except BaseException:
-            with torch.no_grad():
-                for buffer, before in zip(self.buffers, kept, strict=True):
-                    buffer.copy_(before)
-            raise
-        if self.nan_check:
-            with torch.no_grad():  # running statistics saw the bad batch too
-                for buffer, before in zip(self.buffers, kept, strict=True):
-                    buffer.copy_(torch.where(output.skipped > 0, before, buffer))
-        return output
-
-    def _update_on_the_way(self, batch: Any, updates: UpdatesInBackward) -> StepOutput:
-        """A whole step whose updates happen in the backward pass; there is never a time for `between`."""
-        self.optimizer.zero_grad(set_to_none=True)
-        updates.limit = self.clip
-        loss = self.loss(batch)
-        self.changing = True
-        with updates.during(loss):
-            self._backward(loss)
-        loss, norm = loss.detach().float(), updates.norm().float()
-        bad = torch.logical_not(torch.isfinite(norm) & torch.isfinite(loss)).float()
-        norms = stacked(updates.norms(self._absent))
-        return StepOutput(loss, norm, bad if self.nan_check else self._always_good, norms)
-
-    def _accumulate(self, batch: Any) -> Tensor:
-        """Gradients of the mean loss over the whole batch, part by part, each weighed by what it counts."""
         if self.accumulation == 1:
             loss = self.loss(batch)
             self._backward(loss)
@@ -138,6 +100,47 @@ class FullStep:
             self._backward(loss)
             total = total + loss.detach().float()
         return total
+
+    def __call__(
+        self,
+        batch: Any,
+        hooks: Sequence[StepHook] = (),
+        gradient: Callable[[Any], Tensor] | None = None,
+    ) -> StepOutput:
+        """hooks: told when the gradients are there and nothing is updated yet; gradient: another way to them."""
+        kept = [buffer.clone() for buffer in self.buffers]
+        try:
+            if self.in_backward is not None:
+                output = self._update_on_the_way(batch, self.in_backward)
+            else:
+                loss = (gradient or self.gradient)(batch)
+                for hook in hooks:
+                    self.changing = True  # by whoever wants to see the gradients
+                    hook.gradients_ready()
+                output = self.update(loss)
+        except BaseException:
+            with torch.no_grad():
+                for buffer, before in zip(self.buffers, kept, strict=True):
+                    buffer.copy_(before)
+            raise
+        if self.nan_check:
+            with torch.no_grad():  # running statistics saw the bad batch too
+                for buffer, before in zip(self.buffers, kept, strict=True):
+                    buffer.copy_(torch.where(output.skipped > 0, before, buffer))
+        return output
+
+    def _update_on_the_way(self, batch: Any, updates: UpdatesInBackward) -> StepOutput:
+        """A whole step whose updates happen in the backward pass; there is never a time for hooks."""
+        self.optimizer.zero_grad(set_to_none=True)
+        updates.limit = self.clip
+        loss = self.loss(batch)
+        self.changing = True
+        with updates.during(loss):
+            self._backward(loss)
+        loss, norm = loss.detach().float(), updates.norm().float()
+        bad = torch.logical_not(torch.isfinite(norm) & torch.isfinite(loss)).float()
+        norms = stacked(updates.norms(self._absent))
+        return StepOutput(loss, norm, bad if self.nan_check else self._always_good, norms)
 
     def _backward(self, loss: Tensor) -> None:
         scaled = loss * self.precision.scale if self.precision.scaled else loss
@@ -194,18 +197,18 @@ class FullStep:
             optimizer.step()
 
 
-def _bind(model: nn.Module, loss_function: LossFunction, compile_loss: bool, by_block: bool) -> Callable[[Any], Tensor]:
+def _compiled(model: nn.Module, loss_function: LossFunction, by_block: bool) -> Callable[[Any], Tensor]:
     """by_block: the backward pass of a compiled whole brings all gradients at once, that of blocks in turn."""
 
     def loss(batch: Any) -> Tensor:
         return one_number(loss_function(model, batch))
 
     blocks = getattr(model, "blocks", None)
-    if compile_loss and by_block and isinstance(blocks, nn.ModuleList):
+    if by_block and isinstance(blocks, nn.ModuleList):
         for block in blocks:
             block.compile(dynamic=False)
         return loss
-    return _Compiled(loss) if compile_loss else loss
+    return _Compiled(loss)
 
 
 class _Compiled:
@@ -243,62 +246,3 @@ def stacked(norms: list[Tensor]) -> Tensor:
     if len({norm.dtype for norm in norms}) > 1:
         norms = [norm.float() for norm in norms]
     return torch.stack(norms).float()
-
-
-def tensors_of(batch: Any) -> list[Tensor]:
-    """All tensors of a batch, in a fixed order."""
-    if isinstance(batch, Tensor):
-        return [batch]
-    if isinstance(batch, dict):
-        return [tensor for value in batch.values() for tensor in tensors_of(value)]
-    if isinstance(batch, (tuple, list)):
-        return [tensor for value in batch for tensor in tensors_of(value)]
-    return []
-
-
-def map_tensors(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """The same batch with `function` applied to every tensor."""
-    if isinstance(batch, Tensor):
-        return function(batch)
-    if isinstance(batch, dict):
-        return {key: map_tensors(value, function) for key, value in batch.items()}
-    if isinstance(batch, (tuple, list)):
-        parts = [map_tensors(value, function) for value in batch]
-        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
-    return batch
-
-
-def split(batch: Any, parts: int, index: int) -> Any:
-    """Part `index` of `parts` along the first dimension; sizes differ by one at the most."""
-
-    def part(tensor: Tensor) -> Tensor:
-        rows = tensor.shape[0]
-        return tensor[rows * index // parts : rows * (index + 1) // parts]
-
-    return map_tensors(batch, part)
-
-
-def rows_of(part: Any) -> int:
-    """Of the first tensor that has any; of a batch without tensors, such as a list of texts, its items."""
-    tensors = tensors_of(part)
-    rows = next((tensor.shape[0] for tensor in tensors if tensor.ndim), None)
-    if rows is None:
-        rows = len(part) if not tensors and isinstance(part, (list, tuple)) else 1
-    return rows
-
-
-def part_weights(parts: list[Any], device: torch.device) -> Tensor:
-    """Each part's share of the whole batch: by targets that count where there are targets, by rows otherwise."""
-    counts = torch.stack([_count(part, device) for part in parts])
-    return counts / counts.sum().clamp(min=1.0)
-
-
-def _count(part: Any, device: torch.device) -> Tensor:
-    """How much a part counts, computed where its tensors are: the host never waits for it."""
-    numbers = [t for t in reversed(tensors_of(part)) if t.ndim and not t.is_floating_point()]
-    if not numbers:
-        return torch.full((), float(rows_of(part)), device=device)
-    # Which of them are targets is not known: those are, of which most is ignored; else the last.
-    counted = torch.stack([(t != IGNORED).sum().float() for t in numbers])
-    shares = torch.stack([count / max(1, t.numel()) for count, t in zip(counted.unbind(), numbers, strict=True)])
-    return counted.gather(0, shares.argmin(0, keepdim=True)).squeeze(0)

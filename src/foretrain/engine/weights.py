@@ -66,7 +66,7 @@ def load_weights(module: Module, source: str | Path) -> Module:
             raise CheckpointError(f"{path}: cannot be read as weights ({' '.join(str(error).split())})") from None
         return module
     folder = source if (source / "manifest.json").is_file() else _newest(source)
-    state = checkpoint.read(folder)
+    state = checkpoint.read_weights(folder)
     if not isinstance(state.get("model"), Mapping):
         raise CheckpointError(f"{folder}: it holds no weights of a model")
     values = _plain_names(state["model"], target)

@@ -11,13 +11,13 @@ import numpy as np
 
 from foretrain.engine.described import is_configured
 from foretrain.engine.engine import Engine
+from foretrain.engine.hooks import StepHook
 from foretrain.engine.step import StepOutput
 from foretrain.events import Event, HealthFound, HealthMeasured, Tuned
-from foretrain.health.advise import Health, Situation
+from foretrain.health.advise import Health, RunStatus
 from foretrain.health.findings import Ailment, HealthFinding, levers_of, levers_of_own
-from foretrain.health.layers import Array, Look, Measured
+from foretrain.health.layers import Array, LayerMeter, LayerNorms
 from foretrain.health.vitals import Row, Vitals
-from foretrain.hybrid.policy import Pilot
 
 IDEAL_RATIO = 1e-3
 """Gradient/weight ratio of which a layer's worst look is farthest."""
@@ -26,15 +26,16 @@ Numbers = dict[str, float | None]
 """Of one layer at one look, by the names above."""
 
 
-class Checkup:
-    """`begin` and `end` around every full step, `judge` when no move is open. Off with `health.interval = 0`."""
+class Checkup(StepHook):
+    """Looks at a full step now and then; `judge` follows when no move is open. Off with `health.interval = 0`."""
 
     def __init__(self, engine: Engine, emit: Callable[[Event], None]) -> None:
         self.engine = engine
         self.emit = emit
-        self.pilot: Pilot | None = None
+        self.known_of_moves: Callable[[RunStatus], RunStatus] = lambda situation: situation
+        """Adds to a situation what is known of moves."""
         self.interval = engine.config.health.interval
-        self.look = Look(engine.model, engine.full_step.parameters)
+        self.look = LayerMeter(engine.model, engine.full_step.parameters)
         self.levers = levers_of_own(engine.optimizer) if engine.own_optimizer else levers_of(engine.config)
         if not is_configured(engine.model):
             self.levers = replace(self.levers, dropout="dropout in your model")
@@ -52,9 +53,9 @@ class Checkup:
 
     def cover(self) -> None:
         """Others are trained from now on. A look that is not judged yet is made again."""
-        if self.look.looking or self.look.on_its_way:
+        if self.look.measuring or self.look.on_its_way:
             self.next_look = self._looked
-        self.look = Look(self.engine.model, self.engine.full_step.parameters)
+        self.look = LayerMeter(self.engine.model, self.engine.full_step.parameters)
         self.health.cover(self.look.layers)
         self._latest = {}
         self._worst = {layer: self._worst[layer] for layer in self.look.layers if layer in self._worst}
@@ -66,7 +67,7 @@ class Checkup:
 
     # --- around a step -----------------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
+    def before_step(self) -> None:
         step = self.engine.global_step
         if self.on and step >= self.next_look and not self.look.on_its_way:
             self._looked = step
@@ -74,18 +75,21 @@ class Checkup:
             self.look.begin()
             self.next_look = (step // self.interval + 1) * self.interval  # only now: memory may have run out before
 
-    def end(self, output: StepOutput) -> None:
-        if self.look.looking:
+    def after_step(self, output: StepOutput) -> None:
+        if self.look.measuring:
             self.look.end(self._looked, output)
 
-    def taken_back(self, leaps: int) -> None:
-        """What a look would have seen was taken back, and so many leaps before it: they say nothing of the run."""
-        if self.look.looking:
+    def take_back(self) -> None:
+        if self.look.measuring:
             self.look.put_back(None)
             self.next_look = self._looked
+
+    def undone(self, leaps: int) -> None:
+        """So many leaps were undone, and what a look would have seen: they say nothing of the run."""
+        self.take_back()
         if self.on and leaps:
             self.engine.meter.fetch()
-            self.health.record.forget(leaps)
+            self.health.monitor.forget(leaps)
 
     @property
     def due(self) -> bool:
@@ -114,13 +118,13 @@ class Checkup:
     def _close(self) -> None:
         """All steps before this moment count for this look, and no other. In `fit` they were just read for the log."""
         self.engine.meter.fetch()
-        self.health.record.close()
+        self.health.monitor.close()
 
     def evaluated(self, held_out: float) -> bool:
         if not self.on:
             return False
         situation = self._situation(self.engine.global_step)
-        return self._tell(self.health.evaluated(situation, held_out, self.engine.last_train_loss))
+        return self._tell(self.health.evaluated(situation, held_out, self.engine.progress.last_train_loss))
 
     def _tell(self, news: list[HealthFinding]) -> bool:
         tuned = False
@@ -154,31 +158,16 @@ class Checkup:
     def _peak(self) -> float:
         return self.engine.rate.peak or self.engine.config.optimizer.peak_rate
 
-    def _situation(self, step: int) -> Situation:
-        engine, pilot, config = self.engine, self.pilot, self.engine.config
+    def _situation(self, step: int) -> RunStatus:
+        engine, config = self.engine, self.engine.config
         now = self.health.effective(self._peak, engine.clip, config.hybrid.full_steps)
         high = engine.schedule(engine.global_step) >= 0.5 * self._peak
         falling = engine.schedule(engine.planned_steps) < 0.5 * self._peak
-        if pilot is None:
-            return Situation(step, now, high, falling)
-        moves, recovery = pilot.counts.moves, pilot.recovery
-        return Situation(
-            step,
-            now,
-            high,
-            falling,
-            recovery.loops,
-            moves["rolled_back"],
-            pilot.counts.tried,
-            recovery.distrusts,
-            recovery.lacking,
-            recovery.threshold,
-            leaps=pilot.exact.chains > 0,
-        )
+        return self.known_of_moves(RunStatus(step, now, high, falling))
 
     # --- what is said ------------------------------------------------------------------------------------------------
 
-    def _event(self, measured: Measured, vitals: Vitals | None) -> HealthMeasured:
+    def _event(self, measured: LayerNorms, vitals: Vitals | None) -> HealthMeasured:
         gradient, weight = _together(measured.gradient), max(_together(measured.weight), 1e-300)
         numbers: dict[str, float | None] = {}
         if vitals is not None:
@@ -196,7 +185,7 @@ class Checkup:
             **numbers,
         )
 
-    def _numbers(self, measured: Measured) -> dict[str, Numbers]:
+    def _numbers(self, measured: LayerNorms) -> dict[str, Numbers]:
         columns = (measured.gradient, measured.gradient_to_weight, measured.update_to_weight)
         rows = zip(*(column.tolist() for column in columns), strict=True)
         return {

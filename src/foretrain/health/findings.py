@@ -1,22 +1,30 @@
-"""What ails a run, in words: each finding says what was measured, what it means, and what to set to which value."""
+"""Puts into words what ails a run: what was measured, what it means, and what to set to which value."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
 from torch.optim import Optimizer
 
 from foretrain.config import Config
+from foretrain.health.signs import EMERGENCY_CLIP, RATE_EXPLOSION, RATE_OSCILLATION, RATE_RUIN, RATE_RUNAWAY
+from foretrain.motion.losses import BEYOND_NOISE
 
 RUN = "run"
 """The place of what concerns no single layer."""
+HIGHEST_EXPLOSION = 100.0
+"""Times the usual norm from which an explosion is critical. Chosen: ten times what makes it one by default."""
+PLATEAU_FACTOR = 2.0
+"""Factor of the learning rate on a plateau, up or down. Chosen: the least that shows."""
 
 
 class Ailment(StrEnum):
+    """What a run can suffer from."""
+
     NOT_FINITE = "NaN"
     EXPLOSION = "explosion"
     DIVERGENCE = "divergence"
@@ -32,11 +40,13 @@ class Ailment(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class HealthFinding:
+    """One ailment, found at one step."""
+
     ailment: Ailment
     step: int
     measure: str
     place: str
-    """A layer, or "run"."""
+    """The name of a layer, or "run"."""
     value: float
     healthy: str
     """The range in which there would be no finding."""
@@ -49,31 +59,25 @@ class HealthFinding:
     """`guard.auto_tune` may make this change by itself while the run goes on."""
 
     def record(self) -> dict[str, Any]:
-        """For `summary.json` and checkpoints."""
+        """The finding as `summary.json` holds it."""
         value = self.value if math.isfinite(self.value) else None
         return {**asdict(self), "ailment": self.ailment.value, "value": value, "change": dict(self.change)}
 
 
-def finding_of(record: Mapping[str, Any]) -> HealthFinding:
-    """The finding that `record` describes."""
-    value = math.nan if record["value"] is None else record["value"]
-    return HealthFinding(**{**record, "ailment": Ailment(record["ailment"]), "value": value})
-
-
 @dataclass(frozen=True, slots=True)
 class Effective:
-    """What the run goes by at present; the configuration, unless something was tuned."""
+    """The settings that count at present: those of the configuration, unless something was tuned."""
 
     rate: float
     """Peak learning rate."""
     clip: float
-    """0: none."""
+    """Largest gradient norm; 0 where nothing is clipped."""
     full_steps: int
 
 
 @dataclass(frozen=True, slots=True)
 class Levers:
-    """What of a run its user can set, by the names he knows it by. None: there is no such thing in this run."""
+    """The user's names of what can be set. None stands for what this run does not have."""
 
     rate: str = "optimizer.learning_rate"
     decay: str | None = "optimizer.weight_decay"
@@ -81,18 +85,18 @@ class Levers:
     epsilon: str | None = "optimizer.epsilon"
     epsilon_now: float = 1e-8
     kind: str = "adamw"
-    """`optimizer.type`; empty for an optimizer of the user's own."""
+    """`optimizer.type`; empty where the optimizer is the user's own."""
     dropout: str = "model.dropout"
 
 
 def levers_of(config: Config) -> Levers:
-    """Where model and optimizer are made from the configuration."""
+    """The names where model and optimizer are made from the configuration."""
     optimizer = config.optimizer
     return Levers(decay_now=optimizer.decay, epsilon_now=optimizer.epsilon, kind=optimizer.type)
 
 
 def levers_of_own(optimizer: Optimizer) -> Levers:
-    """Where the optimizer is the user's own."""
+    """The names where the optimizer is the user's own."""
     group, name = optimizer.param_groups[0], type(optimizer).__name__
     decay, epsilon = group.get("weight_decay"), group.get("eps")
     return Levers(
@@ -105,150 +109,99 @@ def levers_of_own(optimizer: Optimizer) -> Levers:
     )
 
 
+_MEASURES = {
+    Ailment.NOT_FINITE: "steps that are not finite",
+    Ailment.EXPLOSION: "gradient norm",
+    Ailment.DIVERGENCE: "loss deviation",
+    Ailment.OSCILLATION: "changes of direction of the loss in 10 steps, above the 5 of noise",
+    Ailment.PLATEAU: "steps without a better loss",
+    Ailment.OVERFITTING: "held-out loss above its best",
+    Ailment.UNDERFITTING: "update/weight ratio",
+    Ailment.VANISHING_LAYER: "update/weight ratio",
+    Ailment.DEAD_LAYER: "gradient norm",
+    Ailment.LOW_CONFIDENCE: "confidence",
+    Ailment.FREQUENT_DIVERGENCE: "moves undone",
+}
+
+
 class Advice:
-    """Makes a finding of each ailment. Factors are those of the methodology's emergency table."""
+    """Makes a finding of each ailment. It changes nothing by itself."""
 
     def __init__(self, config: Config, levers: Levers | None = None) -> None:
         self.config = config
         self.levers = levers or levers_of(config)
 
     def not_finite(self, step: int, count: int, now: Effective) -> HealthFinding:
-        often = count >= self.config.guard.patience
+        checked, often = self.config.guard.nan_check, count >= self.config.guard.patience
+        change = self._rate(now, RATE_RUIN) if often or not checked else {}
         meaning = f"{count} steps since the last look had a loss or gradient that is no number; "
-        if often:
+        if not checked:
+            change = {"guard.nan_check": True, **change}
+            meaning = f"{count} steps had a loss or gradient that is no number, and guard.nan_check is off"
+        elif often:
             meaning += "the weights go where the loss overflows: the steps are too long"
-            change = self._lower_rate(now, 0.1)
         else:
             meaning += "they changed nothing: look at the data of those batches"
-            change = {}
-        if not self.config.guard.nan_check:
-            change = {"guard.nan_check": True, **self._lower_rate(now, 0.1)}
-            meaning = f"{count} steps had a loss or gradient that is no number, and guard.nan_check is off"
-        return HealthFinding(
-            Ailment.NOT_FINITE,
-            step,
-            "steps that are not finite",
-            RUN,
-            count,
-            "0",
-            "critical" if often or not self.config.guard.nan_check else "warning",
-            meaning,
-            change,
-            safe=often,
-        )
+        critical = often or not checked
+        return _found(Ailment.NOT_FINITE, step, count, "0", meaning, change, critical=critical, safe=often)
 
     def explosion(self, step: int, norm: float, usual: float, count: int, now: Effective) -> HealthFinding:
         limit = max(1.0, rounded(usual))
         clipped = 0 < now.clip <= limit
-        change = self._lower_rate(now, 0.5) if clipped else {"optimizer.gradient_clip_norm": limit}
-        meaning = (
-            f"{count} gradients since the last look were far longer than usual ({usual:.3g}), and the loss suffered"
-        )
-        return HealthFinding(
-            Ailment.EXPLOSION,
-            step,
-            "gradient norm",
-            RUN,
-            norm,
-            f"below {self.config.guard.explosion_factor:g} times the usual",
-            "critical" if norm > 100 * usual else "warning",
-            meaning + ("; clipping is on already" if clipped else ""),
-            change,
-            safe=True,
-        )
+        change = self._rate(now, RATE_EXPLOSION) if clipped else {"optimizer.gradient_clip_norm": limit}
+        healthy = f"below {self.config.guard.explosion_factor:g} times the usual"
+        many = f"{count} gradients since the last look were far longer than usual ({usual:.3g})"
+        meaning = f"{many}, and the loss suffered" + ("; clipping is on already" if clipped else "")
+        critical = norm > HIGHEST_EXPLOSION * usual
+        return _found(Ailment.EXPLOSION, step, norm, healthy, meaning, change, critical=critical, safe=True)
 
     def divergence(self, step: int, sigmas: float, loss: float, best: float, now: Effective) -> HealthFinding:
-        return HealthFinding(
-            Ailment.DIVERGENCE,
-            step,
-            "loss deviation",
-            RUN,
-            sigmas,
-            "below 3 sigma",
-            "critical",
-            f"the average loss {loss:.4g} is far above the best so far, {best:.4g}: the run loses what it had learned",
-            self._lower_rate(now, 0.5),
-            safe=True,
+        meaning = (
+            f"the average loss {loss:.4g} is far above the best so far, {best:.4g}: the run loses what it had learned"
         )
+        healthy, change = f"below {BEYOND_NOISE:g} sigma", self._rate(now, RATE_RUNAWAY)
+        return _found(Ailment.DIVERGENCE, step, sigmas, healthy, meaning, change, critical=True, safe=True)
 
     def ruin(self, step: int, loss: float, start: float, now: Effective) -> HealthFinding:
-        return HealthFinding(
-            Ailment.DIVERGENCE,
-            step,
-            "average loss",
-            RUN,
-            loss,
-            f"below {start:.4g}, that of the first step",
-            "critical",
+        meaning = (
             f"the average loss {loss:.4g} is far above {start:.4g}, where the run began: the model is worse than "
-            "before any training, because the steps are far too long",
-            self._lower_rate(now, 0.1),
-            safe=True,
+            "before any training, because the steps are far too long"
         )
+        healthy, change = f"below {start:.4g}, that of the first step", self._rate(now, RATE_RUIN)
+        found = _found(Ailment.DIVERGENCE, step, loss, healthy, meaning, change, critical=True, safe=True)
+        return replace(found, measure="average loss")
 
     def oscillation(self, step: int, changes: float, now: Effective) -> HealthFinding:
-        return HealthFinding(
-            Ailment.OSCILLATION,
-            step,
-            "changes of direction of the loss in 10 steps, above the 5 of noise",
-            RUN,
-            changes,
-            f"below {self.config.guard.oscillation_changes:g}",
-            "warning",
-            "the loss goes up and down and gets no better: steps jump over the valley, to and fro",
-            self._lower_rate(now, 0.3) | ({} if 0 < now.clip <= 1 else {"optimizer.gradient_clip_norm": 1.0}),
-            safe=True,
-        )
+        meaning = "the loss goes up and down and gets no better: steps jump over the valley, to and fro"
+        change = self._rate(now, RATE_OSCILLATION)
+        change |= {} if 0 < now.clip <= EMERGENCY_CLIP else {"optimizer.gradient_clip_norm": EMERGENCY_CLIP}
+        healthy = f"below {self.config.guard.oscillation_changes:g}"
+        return _found(Ailment.OSCILLATION, step, changes, healthy, meaning, change, safe=True)
 
     def plateau(self, step: int, steps: int, best: float, bold: bool, now: Effective) -> HealthFinding:
         """bold: updates are long already, so that longer ones would not help."""
-        why = (
-            "updates are large beside the weights: they jump about" if bold else "updates are small beside the weights"
-        )
-        factor = 0.5 if bold else 2.0
-        return HealthFinding(
-            Ailment.PLATEAU,
-            step,
-            "steps without a better loss",
-            RUN,
-            steps,
-            "below 500",
-            "warning",
-            f"the average loss is no better than {best:.4g} for {steps} steps; {why}",
-            {self.levers.rate: rounded(now.rate * factor)},
-            safe=True,
-        )
+        size = "large beside the weights: they jump about" if bold else "small beside the weights"
+        meaning = f"the average loss is no better than {best:.4g} for {steps} steps; updates are {size}"
+        change = self._rate(now, 1 / PLATEAU_FACTOR if bold else PLATEAU_FACTOR)
+        return _found(Ailment.PLATEAU, step, steps, "below 500", meaning, change, safe=True)
 
     def overfitting(self, step: int, rise: float, evaluations: int) -> HealthFinding:
         decay, name = self.levers.decay_now, self.levers.decay
-        return HealthFinding(
-            Ailment.OVERFITTING,
-            step,
-            "held-out loss above its best",
-            RUN,
-            rise,
-            "below 1 % of it",
-            "warning",
+        meaning = (
             f"the held-out loss was best {evaluations} evaluations ago and rose since, while the training loss fell: "
             f"the model learns its examples by heart; more data, {self.levers.dropout} or "
-            "evaluation.early_stopping_patience help too, and `checkpoint.keep_best` has the best weights",
-            {} if name is None else {name: rounded(decay * 10) if decay > 0 else 0.1},
+            "evaluation.early_stopping_patience help too, and `checkpoint.keep_best` has the best weights"
         )
+        change = {} if name is None else {name: rounded(decay * 10) if decay > 0 else 0.1}
+        return _found(Ailment.OVERFITTING, step, rise, "below 1 % of it", meaning, change)
 
     def underfitting(self, step: int, ratio: float, now: Effective) -> HealthFinding:
-        factor = min(10.0, max(2.0, 1e-3 / ratio))
-        return HealthFinding(
-            Ailment.UNDERFITTING,
-            step,
-            "update/weight ratio",
-            RUN,
-            ratio,
-            "above 0.0001 while the loss falls",
-            "warning",
+        meaning = (
             "training and held-out loss are level and still fall slowly, with tiny updates: the run will end before it "
-            "has learned what it could; more max_steps or a larger model help too",
-            {self.levers.rate: rounded(now.rate * factor)},
+            "has learned what it could; more max_steps or a larger model help too"
         )
+        healthy, change = "above 0.0001 while the loss falls", self._rate(now, min(10.0, max(2.0, 1e-3 / ratio)))
+        return _found(Ailment.UNDERFITTING, step, ratio, healthy, meaning, change)
 
     def vanishing(self, step: int, layer: str, ratio: float, usual: float, others: int) -> HealthFinding:
         levers, change = self.levers, dict[str, Any]()
@@ -260,63 +213,48 @@ class Advice:
             change |= {"optimizer.type": "adamw", "optimizer.learning_rate": 2e-3} if levers.kind == "muon" else {}
             why = f"its gradients are below {levers.epsilon}"
         also = f", and {others} more layers like it," if others else ""
-        return HealthFinding(
-            Ailment.VANISHING_LAYER,
-            step,
-            "update/weight ratio",
-            layer,
-            ratio,
-            f"above a thousandth of the highest, {usual:.1e}",
-            "critical",
-            f"this layer{also} gets next to no gradient and hardly moves, as behind saturated activations; {why}",
-            change,
-        )
+        meaning = f"this layer{also} gets next to no gradient and hardly moves, as behind saturated activations; {why}"
+        healthy = f"above a thousandth of the highest, {usual:.1e}"
+        return _found(Ailment.VANISHING_LAYER, step, ratio, healthy, meaning, change, critical=True, place=layer)
 
     def dead(self, step: int, layer: str, others: int, now: Effective) -> HealthFinding:
         also = f" and {others} more layers" if others else ""
-        return HealthFinding(
-            Ailment.DEAD_LAYER,
-            step,
-            "gradient norm",
-            layer,
-            0.0,
-            "above 0",
-            "critical",
-            f"this layer{also} gets no gradient at all: units after it are dead or saturated, driven so by long steps",
-            self._lower_rate(now, 0.1),  # not made by itself: what is dead stays dead
-        )
+        why = "units after it are dead or saturated, driven so by long steps"
+        meaning = f"this layer{also} gets no gradient at all: {why}"
+        change = self._rate(now, RATE_RUIN)  # it is not made by itself: what is dead stays dead
+        return _found(Ailment.DEAD_LAYER, step, 0.0, "above 0", meaning, change, critical=True, place=layer)
 
     def low_confidence(self, step: int, confidence: float, threshold: float) -> HealthFinding:
-        return HealthFinding(
-            Ailment.LOW_CONFIDENCE,
-            step,
-            "confidence",
-            RUN,
-            confidence,
-            f"above {threshold:.2f}",
-            "warning",
-            "nothing but confidence was missing for a move, cycle after cycle: the predictor has seen too little",
-            {"hybrid.warmup_steps": 2 * self.config.hybrid.warmup_steps},
-        )
+        meaning = "nothing but confidence was missing for a move, cycle after cycle: the predictor has seen too little"
+        change = {"hybrid.warmup_steps": 2 * self.config.hybrid.warmup_steps}
+        return _found(Ailment.LOW_CONFIDENCE, step, confidence, f"above {threshold:.2f}", meaning, change)
 
     def frequent_divergence(self, step: int, undone: int, tried: int, now: Effective) -> HealthFinding:
-        return HealthFinding(
-            Ailment.FREQUENT_DIVERGENCE,
-            step,
-            "moves undone",
-            RUN,
-            undone,
-            "below a third of all moves",
-            "warning",
-            f"{undone} of {tried} moves had to be undone: the predictor sees too few full steps between them",
-            {"hybrid.full_steps": 2 * now.full_steps},
-            safe=True,
-        )
+        why = "the predictor sees too few full steps between them"
+        meaning = f"{undone} of {tried} moves had to be undone: {why}"
+        healthy, change = "below a third of all moves", {"hybrid.full_steps": 2 * now.full_steps}
+        return _found(Ailment.FREQUENT_DIVERGENCE, step, undone, healthy, meaning, change, safe=True)
 
-    def _lower_rate(self, now: Effective, factor: float) -> dict[str, Any]:
+    def _rate(self, now: Effective, factor: float) -> dict[str, Any]:
         return {self.levers.rate: rounded(now.rate * factor)}
 
 
+def _found(
+    ailment: Ailment,
+    step: int,
+    value: float,
+    healthy: str,
+    meaning: str,
+    change: Mapping[str, Any],
+    *,
+    critical: bool = False,
+    safe: bool = False,
+    place: str = RUN,
+) -> HealthFinding:
+    level = "critical" if critical else "warning"
+    return HealthFinding(ailment, step, _MEASURES[ailment], place, value, healthy, level, meaning, change, safe)
+
+
 def rounded(value: float) -> float:
-    """To two digits, as one would write it."""
+    """Round to two digits, as one would write it."""
     return float(f"{value:.2g}")

@@ -1,4 +1,4 @@
-"""One look at every layer: norms of gradients, weights and updates, batched on the device, one host read per look."""
+"""Measures every layer: norms of gradients, weights and updates, computed in batches on the device and read at once."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from foretrain.engine.step import StepOutput, stacked
 from foretrain.persist.codec import real_view
 
 SAMPLED = 4096
-"""Numbers of one parameter whose update is measured; that of a larger one is estimated from as many, evenly spread."""
+"""Numbers of one parameter whose update is measured; a larger one is estimated from as many, evenly spread. Chosen: the
+estimate is within some percent (docs/health.md)."""
 
 Array = np.ndarray[tuple[int], np.dtype[np.float64]]
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """Norms per layer around one step. The gradient is that before clipping, the weight that before the update."""
+class LayerNorms:
+    """Norms per layer around one step: of the gradient before clipping and of the weights before the update."""
 
     step: int
     """Steps done before this one."""
     gradient: Array
-    """Not a number where a layer has no gradient."""
+    """It is NaN where a layer has no gradient."""
     weight: Array
     update: Array
 
@@ -40,7 +41,7 @@ class Measured:
         return _ratio(self.update, self.weight)
 
 
-class Look:
+class LayerMeter:
     """`begin` before a full step, `end` after it, `take` when the numbers are wanted. Other steps cost nothing.
 
     Gradient norms come with every step's output, whether it is recorded as a CUDA graph or updates in the backward
@@ -61,12 +62,13 @@ class Look:
         self._flight: tuple[int, Tensor, torch.cuda.Event | None] | None = None
 
     @property
-    def looking(self) -> bool:
+    def measuring(self) -> bool:
+        """Whether a measurement was begun and not ended."""
         return self._before is not None
 
     @property
     def on_its_way(self) -> bool:
-        """A look was made and is not taken yet."""
+        """Whether a measurement was ended and not taken yet."""
         return self._flight is not None
 
     @torch.no_grad()
@@ -90,8 +92,8 @@ class Look:
             event.record(stream)
         self._flight = (step, numbers, event)
 
-    def take(self) -> Measured | None:
-        """The last look, once; waits for the device if it is not there yet."""
+    def take(self) -> LayerNorms | None:
+        """Return the last measurement, once. It waits for the device if that is still computing it."""
         if self._flight is None:
             return None
         step, values = self.wait() or (0, [])
@@ -100,12 +102,12 @@ class Look:
         absent = np.bincount(self._layer_of, np.isfinite(gradient), len(self.layers)) == 0
         norms = self._by_layer(np.where(np.isnan(gradient), 0.0, np.square(gradient)))
         norms[absent] = np.nan
-        return Measured(
+        return LayerNorms(
             step, norms, self._by_layer(np.square(weight)), self._by_layer(np.square(update) * self._scales)
         )
 
     def wait(self) -> tuple[int, list[float]] | None:
-        """The look that is not taken yet, as it can be saved; waits for the device."""
+        """Return the measurement that is not taken yet, as it can be saved. It waits for the device."""
         if self._flight is None:
             return None
         step, numbers, event = self._flight
@@ -115,7 +117,7 @@ class Look:
         return step, values
 
     def put_back(self, saved: Sequence[Any] | None) -> None:
-        """What `wait` gave."""
+        """Restore what `wait` returned."""
         self._before = self._flight = None
         if saved is not None:
             step, values = saved
@@ -130,6 +132,6 @@ class Look:
 
 
 def _ratio(one: Array, other: Array) -> Array:
-    """Not a number where a layer is still zero, as one half of an adapter is at first."""
+    """The quotient, which is NaN where a layer is still zero, as one half of an adapter is at first."""
     ratio: Array = np.divide(one, other, out=np.full(len(one), np.nan), where=other > 0)
     return ratio

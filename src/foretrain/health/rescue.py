@@ -19,17 +19,14 @@ import numpy as np
 import torch
 
 from foretrain.config import Config, changed
+from foretrain.config.paths import value_of
 from foretrain.engine.engine import Engine
-from foretrain.engine.fence import OwnCodeError
+from foretrain.engine.fence import Failure, OwnCodeError
 from foretrain.engine.memory.usage import MemoryMeter
 from foretrain.errors import OutOfMemory
-from foretrain.events import Bus, Phase, Recovered
+from foretrain.events import Event, Phase, Recovered
 from foretrain.health import shortage as shortages
-from foretrain.health.checkup import Checkup
 from foretrain.health.shortage import Shortage
-from foretrain.hybrid.mover import Mover
-from foretrain.hybrid.moves.lookahead import LookAhead
-from foretrain.hybrid.policy import Pilot
 
 MOST_FAILED_MOVES = 3
 """Moves (or windows) that memory ran out in before nothing is predicted any more."""
@@ -39,18 +36,25 @@ _KEPT = ("accumulation_steps", "engine.activation_checkpointing", "engine.cuda_g
 Result = TypeVar("Result")
 
 
-class Trained(Protocol):
-    """What is needed of a trainer, beside its engine."""
-
-    bus: Bus
-    memory: MemoryMeter
-    pilot: Pilot | None
-    mover: Mover
-    look_ahead: LookAhead | None
-    checkup: Checkup
+class Excursions(Protocol):
+    """Whoever moves the weights in other ways than by full steps, as far as emergencies concern it."""
 
     @property
     def phase(self) -> Phase: ...
+
+    def abandon(self, reason: str) -> Any:
+        """Undo the open move, wherever it is. Returns the batch it began with, None if it had not begun."""
+
+    def fail(self, failure: Failure) -> None:
+        """The loss failed where it only probes."""
+
+    def give_up_window(self, reason: str) -> None:
+        """What was seen since the last window is not to be learned from."""
+
+    def forget_snapshots(self) -> None: ...
+
+    def switch_off(self) -> None:
+        """Full steps to the end of the run, unwatched and without snapshots."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +67,14 @@ class _Mark:
 
 
 class Rescue:
-    """Guards every step of a trainer. In a run with memory enough it notes some numbers per step, nothing else.
+    """Stands around every step. In a run with memory enough it notes some numbers per step, nothing else."""
 
-    engine and trainer are the same object: what is trained, and what decides about phases.
-    """
-
-    def __init__(self, engine: Engine, trainer: Trained) -> None:
+    def __init__(self, engine: Engine, memory: MemoryMeter, emit: Callable[[Event], None]) -> None:
         self.engine = engine
-        self.trainer = trainer
+        self.memory = memory
+        self.emit = emit
+        self.excursions: Excursions | None = None
+        """None in a run of full steps only."""
         self.retries = engine.config.memory.on_out_of_memory == "retry"
         self.settings = engine.config
         """As they are now, after all that was made smaller."""
@@ -86,8 +90,8 @@ class Rescue:
 
     def step(self, batch: Any, step: Callable[[Any], Result]) -> Result:
         """`step(batch)`; again, and smaller, for as long as memory runs out and something can be made smaller."""
-        if self.failed_moves >= MOST_FAILED_MOVES and self.trainer.pilot is not None:
-            self.trainer.mover.safety.forget()  # only now: the data may have had to go back to where it was taken
+        if self.failed_moves >= MOST_FAILED_MOVES and self.excursions is not None:
+            self.excursions.forget_snapshots()  # only now: the data may have had to go back to where it was taken
         while True:
             mark = self._mark()
             self.sound = False
@@ -117,11 +121,11 @@ class Rescue:
 
     def _give_up_move(self, error: OwnCodeError, mark: _Mark, batch: Any) -> Any:
         """The loss failed in a probe: the move is taken back. Returns the batch to go on with."""
-        if mark.phase not in (Phase.PREDICT, Phase.CORRECT):
+        if self.excursions is None or mark.phase not in (Phase.PREDICT, Phase.CORRECT):
             raise error.__cause__ or error
-        first = self.trainer.mover.abandon("a probe of it failed")
+        first = self.excursions.abandon("a probe of it failed")
         self.engine.full_step.changing = False
-        self.trainer.mover.fail(error.failure)
+        self.excursions.fail(error.failure)
         if self.engine.position == mark.counts[0]:
             return batch
         if first is None:  # there is no way back to the batch that the data is at
@@ -136,8 +140,8 @@ class Rescue:
             self._undo(mark)
         if not self.retries:
             raise OutOfMemory(f"{text}; {self.advice()}", intact=intact, half_done=not intact)
-        if mark.phase in (Phase.PREDICT, Phase.CORRECT):
-            first = self.trainer.mover.abandon("memory ran out in it")
+        if self.excursions is not None and mark.phase in (Phase.PREDICT, Phase.CORRECT):
+            first = self.excursions.abandon("memory ran out in it")
             self.engine.full_step.changing = False
             self._count_failed_move(f"{text}; the move is taken back")
             if self.engine.position == mark.counts[0]:
@@ -156,8 +160,10 @@ class Rescue:
         try:
             watch(*arguments)
         except OwnCodeError as error:
-            self._give_up_window("a probe failed")
-            self.trainer.mover.fail(error.failure)
+            if self.excursions is None:
+                raise
+            self.excursions.give_up_window("a probe failed")
+            self.excursions.fail(error.failure)
             return
         except (RuntimeError, MemoryError) as error:
             found = shortages.look_at(error)
@@ -167,14 +173,9 @@ class Rescue:
         else:
             return
         self.engine.release()
-        self._give_up_window("memory ran out")
+        if self.excursions is not None:
+            self.excursions.give_up_window("memory ran out")
         self._count_failed_move(f"{text}; the window is given up")
-
-    def _give_up_window(self, why: str) -> None:
-        pilot = self.trainer.mover.pilot
-        if pilot.machine.phase is Phase.PREDICT:
-            pilot.machine.force_full(why)
-        pilot.observer.restart()
 
     def again(self, function: Callable[[], Result]) -> Result:
         """What changes nothing before it succeeds is tried a second time, with all memory freed that can be."""
@@ -190,28 +191,24 @@ class Rescue:
 
     def _mark(self) -> _Mark:
         self.engine.full_step.changing = False
-        return _Mark(self.trainer.phase, self._counts(), self._randomness())
+        return _Mark(self._phase, self._counts(), self._randomness())
 
     def _counts(self) -> tuple[int, ...]:
         """Each of them changes with something that a step cannot take back; the position in the data comes first."""
-        engine, pilot = self.engine, self.trainer.pilot
-        return (
-            engine.position,
-            engine.global_step,
-            engine.backward_passes,
-            engine.probe_tokens,
-            pilot.counts.corrections if pilot is not None else 0,
-        )
+        progress = self.engine.progress
+        return progress.position, progress.global_step, progress.backward_passes, progress.probe_tokens
+
+    @property
+    def _phase(self) -> Phase:
+        return Phase.FULL if self.excursions is None else self.excursions.phase
 
     def _is_as_before(self, mark: _Mark) -> bool:
-        same = self.trainer.phase is mark.phase and self._counts() == mark.counts
+        same = self._phase is mark.phase and self._counts() == mark.counts
         return same and not self.engine.full_step.changing
 
     def _undo(self, mark: _Mark) -> None:
         """Bit for bit as before the step. Gradients are gone already, and buffers were put back where they changed."""
-        if self.trainer.look_ahead is not None:
-            self.trainer.look_ahead.take_back()
-        self.trainer.checkup.taken_back(leaps=0)  # a look that was begun with the step
+        self.engine.take_back_step()
         self._looked_at = -_LOOK_AT_ALL  # what is done again may fail again
         own, on_device, python, numpy = mark.randomness
         torch.set_rng_state(own)
@@ -260,36 +257,29 @@ class Rescue:
         """What can be changed in mid-run: the parts of a batch always, the blocks of a model only if it is ours."""
         ours = hasattr(self.engine.model, "activation_checkpointing")
         names = [name for name in _KEPT if ours or name != "engine.activation_checkpointing"]
-        return {name: _value(after, name) for name in names if _value(before, name) != _value(after, name)}
+        return {name: value_of(after, name) for name in names if value_of(before, name) != value_of(after, name)}
 
     def _count_failed_move(self, text: str) -> None:
         self.failed_moves += 1
         if self.failed_moves >= MOST_FAILED_MOVES:
-            self._switch_off()
+            if self.excursions is not None:
+                self.excursions.switch_off()
             text += f". Memory ran out in {self.failed_moves} of them: nothing is predicted any more in this run"
         self.tell(text)
-
-    def _switch_off(self) -> None:
-        """Full steps to the end, unwatched."""
-        pilot = self.trainer.pilot
-        if pilot is not None:
-            self.trainer.mover.safety.on = False
-            pilot.observer.trajectory.release()
-            pilot.rest_steps = max(pilot.rest_steps, self.engine.planned_steps)
 
     # --- what is said ------------------------------------------------------------------------------------------------
 
     def explain(self, found: Shortage) -> str:
         """Where, what, and how much was in use. To be called before anything is freed."""
-        phase, step = self.trainer.memory.phase, self.engine.global_step
-        return f"out of memory in {phase} after step {step}: {found}; {self.trainer.memory.now()}"
+        step = self.engine.progress.global_step
+        return f"out of memory in {self.memory.phase} after step {step}: {found}; {self.memory.now()}"
 
     def advice(self) -> str:
         return shortages.advice(self.settings, self.engine.model)
 
     def tell(self, text: str) -> None:
         self.told.append(text)
-        self.trainer.bus.emit(Recovered(self.engine.global_step, "out_of_memory", text))
+        self.emit(Recovered(self.engine.global_step, "out_of_memory", text))
 
     def summary(self) -> dict[str, Any]:
         """Nothing for a run with memory enough."""
@@ -315,8 +305,8 @@ class Rescue:
         if not self.retries or not state:
             return
         self.failed_moves = int(state["failed_moves"])
-        if self.failed_moves >= MOST_FAILED_MOVES:
-            self._switch_off()
+        if self.failed_moves >= MOST_FAILED_MOVES and self.excursions is not None:
+            self.excursions.switch_off()
         settings = dict(state["settings"])
         parts = int(settings.get("accumulation_steps", 1))
         fixed = self.settings.engine.update_in_backward  # it needs the batch whole
@@ -325,8 +315,3 @@ class Rescue:
         if settings:
             self.settings = changed(self.settings, settings)
             self.engine.use(self.settings)
-
-
-def _value(config: Config, name: str) -> Any:
-    section, _, key = name.rpartition(".")
-    return getattr(getattr(config, section) if section else config, key)

@@ -11,8 +11,9 @@ from typing import Any
 from torch import nn
 
 from foretrain.config import Config, changed
+from foretrain.config.paths import value_of
+from foretrain.config.units import format_size
 from foretrain.errors import ConfigError, root_of_shortage
-from foretrain.events import in_words
 
 _PARTS = {
     "Engine.to_device": "the copy of a batch to the device",
@@ -66,7 +67,7 @@ def look_at(error: BaseException) -> Shortage | None:
     found = _ASKED.search(str(root))
     asked = found[1] if found is not None else ""
     if asked.endswith("bytes"):
-        asked = in_words(int(asked.split()[0]))
+        asked = format_size(int(asked.split()[0]), 1)
     return Shortage(asked, *_where([*_frames(error), *(_frames(root) if root is not error else ())]))
 
 
@@ -144,8 +145,7 @@ def advice(config: Config, model: nn.Module) -> str:
     found: list[str] = []
     for name, worth_it, value in _REMEDIES:
         section, _, key = name.rpartition(".")
-        place = getattr(config, section) if section else config
-        if not hasattr(place, key) or any(name in text for text in found):
+        if any(name in text for text in found):
             continue
         if name in ("engine.fused_loss", "engine.activation_checkpointing") and not hasattr(model, key):
             continue  # a model of one's own: these switches are GPT-2's
@@ -153,7 +153,7 @@ def advice(config: Config, model: nn.Module) -> str:
             continue  # there are neither snapshots nor directions
         if name == "accumulation_steps":
             value = _more_parts(config)
-        if value is None or not worth_it(getattr(place, key)):
+        if value is None or not worth_it(value_of(config, name)):
             continue
         changes = {name: value} | _TOGETHER_WITH.get(name, {})
         if _possible(config, changes):

@@ -1,249 +1,214 @@
-"""What the losses and gradient norms of all steps since the last look say of a run, computed at once."""
+"""Computes at once what the losses and gradient norms of all steps since the last measurement say about a run."""
 
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from foretrain.health.baseline import KEPT_LOSSES, MAD_TO_SIGMA, Start, sign_changes
+from foretrain.health.signs import RUNAWAY_SHARE
+from foretrain.motion.losses import FIRST, MAD_TO_SIGMA, LossHistory
 
 Row = tuple[float, float, float]
 """(loss, gradient norm, skipped) of one step."""
 FEWEST_ROWS = 20
-"""Steps whose average says anything."""
-FIRST_ROWS = 8
-RUIN = 0.5
-"""Share of the first loss by which a mean above it, beyond noise, is ruin: an untrained model was better."""
+"""Steps whose mean says anything. Chosen: its noise is about a quarter of that of one loss."""
 FALLEN_BACK = 0.01
-"""Share of the best mean by which those after it are worse, beyond noise, and not only no better."""
+"""Share of the best mean by which later ones are clearly worse, and not only no better. Chosen: ten times the gain that
+counts as progress."""
+CERTAIN = 3.0
+"""Standard errors of a mean by which it differs for certain. Chosen: the usual three sigma."""
 
 
 @dataclass(frozen=True, slots=True)
 class Vitals:
-    """Of the steps since the last look."""
+    """What the steps since the last measurement say."""
 
     steps: int
     not_finite: int
-    loss: float
-    """Mean of the finite ones."""
-    sigma: float
-    """Noise of one loss around its trend."""
-    deviation: float
-    """How far the mean is above the best such mean, in sigmas."""
-    lost: float
-    """Share of all gained since the start that is lost again, beyond noise."""
-    ruined: bool
-    """The mean is far above the loss of the first step."""
-    gained: bool
-    """The loss fell since the start, beyond noise."""
-    gradient_norm: float
-    """Median."""
-    usual_norm: float
-    """Median of the looks before."""
-    largest_norm: float
-    spikes: int
-    """Gradient norms far above the usual one."""
-    gradient_variance: float
-    """Variance of the gradient norm over its squared mean."""
-    sign_changes: float
-    """Of the loss around its trend, in 10 steps, above the 5 of independent noise."""
-    stalled_steps: int
-    """Steps since the mean was last clearly better than ever before."""
-    fallen_back: bool
-    """All in all they were clearly worse than that."""
+    """Steps that were skipped, or whose loss or gradient was no number."""
     best: float
+    """Lowest mean loss so far."""
+    usual_norm: float
+    """Usual gradient norm before these steps."""
+    loss: float = math.nan
+    """Mean of the finite losses; nan where there are too few."""
+    deviation: float = 0.0
+    """How far the mean is above the best such mean, in sigmas."""
+    lost: float = 0.0
+    """Share of all gained since the start that is lost again, beyond noise."""
+    diverged: bool = False
+    """The mean is far above the best one, as `detect` defines a runaway."""
+    ruined: bool = False
+    """The mean is far above the loss of the first step, by the limit that the detector goes by, too."""
+    gained: bool = False
+    """The loss fell since the start, beyond noise."""
+    largest_norm: float = math.nan
+    spikes: int = 0
+    """Gradient norms far above the usual one."""
+    gradient_variance: float = 0.0
+    """Variance of the gradient norm over its squared mean."""
+    sign_changes: float = 0.0
+    """Sign changes of the loss around its trend, per 10 steps, above the 5 of independent noise."""
+    stalled_steps: int = 0
+    """Steps since the mean was last clearly better than ever before."""
+    fallen_back: bool = False
+    """The means since the best one are clearly worse than it."""
 
 
-class Record:
-    """Keeps what vitals are judged by: the first, the best, the usual."""
+class Monitor(LossHistory):
+    """Collects the rows of steps and judges them together. A rollback does not change what it knows."""
+
+    saved = (*LossHistory.saved, "rows", "closed", "best_step", "means", "usual", "last_step")
+    rows: list[Row]
+    closed: list[Row]
+    means: list[tuple[int, float]]
 
     def __init__(self, spike: float, gain: float) -> None:
         """spike: times the usual norm that make a spike; gain: relative fall of the loss that is progress."""
+        super().__init__()
         self.spike = spike
-        self.gain = gain
-        self.rows: list[Row] = []
-        """Since the last look."""
-        self.closed: list[Row] = []
-        """What is judged next: whatever else arrives meanwhile, at whatever time, counts for the look after."""
-        self.recent: deque[float] = deque(maxlen=KEPT_LOSSES)
-        self.start = Start()
-        self.first = math.nan
-        """Mean of the first losses."""
-        self.best = math.inf
-        self.best_sigma = 0.0
+        self.progress = gain
+        self.rows = []
+        """Steps since the last measurement began."""
+        self.closed = []
+        """Steps that are judged next. Those that arrive meanwhile count for the measurement after it."""
         self.best_step = 0
-        self.means: list[tuple[int, float]] = []
+        self.means = []
         """(step, mean loss) since then."""
         self.usual = 0.0
+        """Usual gradient norm; 0 while unknown."""
         self.last_step = 0
 
     def note(self, rows: Sequence[Row]) -> None:
-        for loss, _, skipped in rows[: 2 * FIRST_ROWS]:
-            if math.isfinite(loss) and not skipped:
-                self.start.note(loss)
+        """Take in the numbers of steps."""
+        self.begin(loss for loss, _, skipped in rows[: 2 * FIRST] if not skipped)
         self.rows.extend(rows)
 
     def close(self) -> None:
-        """A look begins."""
+        """A measurement begins: the steps so far belong to it."""
         self.closed, self.rows = self.closed + self.rows, []
 
     def forget(self, steps: int) -> None:
-        """The last steps were taken back, as far as no look has judged them yet."""
+        """The last steps were undone. Those that are not judged yet are dropped."""
         left = max(0, len(self.closed) + len(self.rows) - steps)
         self.rows = self.rows[: max(0, left - len(self.closed))]
         self.closed = self.closed[:left]
 
     def undone(self, step: int) -> Vitals | None:
-        """A rollback undid the steps since the last look: they are judged now, and no look counts them again. Of too
-        few to have an average only those that are no number say something."""
+        """A rollback undid the steps since the last measurement: they are judged now and never again.
+
+        Where they are too few to have a mean, only those that are no number are judged.
+        """
         self.close()
         if len(self.closed) < FEWEST_ROWS:
             self.closed = [row for row in self.closed if row[2] or not np.isfinite(row).all()]
         vitals = self.vitals(step, fewest=1)
         self.closed = []
-        self.recent.clear()
+        self.last.clear()
         return vitals
 
     def vitals(self, step: int, fewest: int = FEWEST_ROWS) -> Vitals | None:
-        """None while there were too few steps to say anything; they then wait for the next time."""
+        """Judge the closed steps. With too few of them return None: they then wait for the next time."""
         if len(self.closed) < fewest:
             return None
         table = np.asarray(self.closed, dtype=np.float64)
         self.closed = []
         good = np.isfinite(table).all(axis=1) & (table[:, 2] == 0)
-        bad = int(len(table) - good.sum())
         losses, norms = table[good, 0], table[good, 1]
         began, self.last_step = self.last_step, step
-        if len(losses) < FIRST_ROWS:
-            nothing = math.nan
-            return Vitals(
-                steps=len(table),
-                not_finite=bad,
-                loss=nothing,
-                sigma=0.0,
-                deviation=0.0,
-                lost=0.0,
-                ruined=False,
-                gained=False,
-                gradient_norm=nothing,
-                usual_norm=self.usual,
-                largest_norm=nothing,
-                spikes=0,
-                gradient_variance=0.0,
-                sign_changes=0.0,
-                stalled_steps=0,
-                fallen_back=False,
-                best=self.best,
-            )
-        self.recent.extend(losses.tolist())
-        mean, sigma = float(losses.mean()), _noise(losses)
+        counts: dict[str, Any] = {"steps": len(table), "not_finite": int(len(table) - good.sum())}
+        if len(losses) < FIRST:
+            return Vitals(**counts, best=self.best, usual_norm=self.usual)
+        for loss in losses.tolist():
+            self.add(loss)
         if math.isnan(self.first):
-            self.first = float(losses[:FIRST_ROWS].mean())
-        typical = float(np.median(norms))
-        usual = self.usual or typical
-        ruined = mean > self.start.limit(RUIN, sigma)
-        deviation, lost, gained = self._setback(mean, sigma, len(losses))
-        if ruined:
-            deviation = max(deviation, (mean - self.start.loss) / max(sigma, 1e-300))
-        spread = norms.var() / max(norms.mean() ** 2, 1e-300)
-        spikes = int(np.count_nonzero(norms > self.spike * usual)) if usual > 0 else 0
-        if mean < self.best - self.gain * abs(self.best) or (not math.isfinite(self.best) and not ruined):
-            self.best_step, self.means = began, []
-        self.means.append((step, mean))
-        if mean < self.best and not ruined:  # what is worse than untrained is no measure of what comes after it
-            self.best, self.best_sigma = mean, sigma
-        self.usual = math.sqrt(usual * typical)
-        changes = sign_changes(list(self.recent)) if len(self.recent) == KEPT_LOSSES else 0.0
-        if self._creeps():
-            self.best_step = self.means[0][0]
+            self.first = float(losses[:FIRST].mean())
+        mean, sigma = float(losses.mean()), _noise(losses)
+        ruined = mean > self.untrained(sigma)
+        compared = self._compare(mean, sigma, len(losses), ruined)
+        gradients = self._gradients(norms)
+        self._note_mean(began, step, mean, sigma, ruined)
         return Vitals(
-            steps=len(table),
-            not_finite=bad,
+            **counts,
+            **compared,
+            **gradients,
             loss=mean,
-            sigma=sigma,
-            deviation=deviation,
-            lost=lost,
             ruined=ruined,
-            gained=gained and not ruined,
-            gradient_norm=typical,
-            usual_norm=usual,
-            largest_norm=float(norms.max()),
-            spikes=spikes,
-            gradient_variance=float(spread),
-            sign_changes=changes,
+            sign_changes=self.sign_changes(),
             stalled_steps=step - self.best_step,
             fallen_back=self._fell_back(len(losses)),
             best=self.best,
         )
 
     def start_over(self, step: int) -> None:
-        """A plateau was noticed: the next one is as long."""
+        """A plateau was reported: the next one has to be as long."""
         self.best_step, self.means = step, []
 
+    def _compare(self, mean: float, sigma: float, count: int, ruined: bool) -> dict[str, Any]:
+        """The mean against the first losses and the best mean."""
+        noise = CERTAIN * max(sigma, self.best_sigma)
+        known = math.isfinite(self.best)
+        rise = mean - self.best if known else 0.0
+        deviation = max(0.0, rise) / max(self.best_sigma, 1e-300)
+        if ruined:
+            deviation = max(deviation, (mean - self.start_loss) / max(sigma, 1e-300))
+        return {
+            "deviation": deviation,
+            "lost": self.lost(mean) if known and rise > noise / math.sqrt(count) else 0.0,
+            "diverged": known and mean > self.far_above(RUNAWAY_SHARE),
+            "gained": self.first - min(self.best, mean) > noise / math.sqrt(FIRST) and not ruined,
+        }
+
+    def _gradients(self, norms: np.ndarray[Any, np.dtype[np.float64]]) -> dict[str, Any]:
+        typical = float(np.median(norms))
+        usual = self.usual or typical
+        self.usual = math.sqrt(usual * typical)
+        return {
+            "usual_norm": usual,
+            "largest_norm": float(norms.max()),
+            "spikes": int(np.count_nonzero(norms > self.spike * usual)) if usual > 0 else 0,
+            "gradient_variance": float(norms.var() / max(norms.mean() ** 2, 1e-300)),
+        }
+
+    def _note_mean(self, began: int, step: int, mean: float, sigma: float, ruined: bool) -> None:
+        """Remember the mean. One that is worse than untrained is no measure of those that follow."""
+        if mean < self.best - self.progress * abs(self.best) or (not math.isfinite(self.best) and not ruined):
+            self.best_step, self.means = began, []
+        self.means.append((step, mean))
+        if mean < self.best and not ruined:
+            self.best, self.best_sigma = mean, sigma
+        if self._creeps():
+            self.best_step = self.means[0][0]
+
     def _creeps(self) -> bool:
-        """The best mean may have been luck: progress of the later half of the means after it over the earlier half is
-        progress too, and only the later half is kept then."""
+        """Whether the later half of the means after the best one is better than the earlier half.
+
+        The best mean may have been luck, so this is progress, too. Only the later half is kept then.
+        """
         half = len(self.means) // 2
         if half < 2:
             return False
         earlier, later = ([mean for _, mean in part] for part in (self.means[:half], self.means[half:]))
         before, after = sum(earlier) / len(earlier), sum(later) / len(later)
-        if not after < before - self.gain * abs(before):
+        if not after < before - self.progress * abs(before):
             return False
         self.means = self.means[half:]
         return True
 
     def _fell_back(self, count: int) -> bool:
-        """The means after the best one are, on average, clearly worse. count: losses in a mean."""
+        """Whether the means after the best one are, on average, clearly worse. count: losses in a mean."""
         after = [mean for _, mean in self.means[1:]]
         if len(after) < 2 or not math.isfinite(self.best):
             return False
-        margin = max(FALLEN_BACK * abs(self.best), 3 * self.best_sigma / math.sqrt(count))
+        margin = max(FALLEN_BACK * abs(self.best), CERTAIN * self.best_sigma / math.sqrt(count))
         return sum(after) / len(after) > self.best + margin
-
-    def _setback(self, mean: float, sigma: float, count: int) -> tuple[float, float, bool]:
-        """Deviation from the best mean, share of the gain lost, and whether there is a gain."""
-        if not math.isfinite(self.best):
-            return 0.0, 0.0, mean < self.first - 3 * sigma / math.sqrt(FIRST_ROWS)
-        rise = mean - self.best
-        deviation = max(0.0, rise) / max(self.best_sigma, 1e-300)
-        gain = self.first - min(self.best, mean)
-        gained = gain > 3 * max(sigma, self.best_sigma) / math.sqrt(FIRST_ROWS)
-        beyond_noise = rise > 3 * max(sigma, self.best_sigma) / math.sqrt(count)
-        if not beyond_noise:
-            return deviation, 0.0, gained
-        if self.first - self.best > 10 * self.best_sigma:
-            return deviation, rise / (self.first - self.best), gained
-        return deviation, float(rise > abs(self.first) + 10 * self.best_sigma), gained
-
-    def state_dict(self) -> dict[str, Any]:
-        state = {name: value for name, value in vars(self).items() if name not in ("spike", "gain")}
-        return {
-            **state,
-            "rows": [list(row) for row in self.rows],
-            "closed": [list(row) for row in self.closed],
-            "means": [list(mean) for mean in self.means],
-            "recent": list(self.recent),
-            "start": list(self.start.losses),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.start.losses = list(state.get("start", []))  # not there in older checkpoints
-        for name in ("first", "best", "best_sigma", "best_step", "usual", "last_step"):
-            setattr(self, name, state[name])
-        self.rows, self.closed = (
-            [(float(loss), float(norm), float(bad)) for loss, norm, bad in state[name]] for name in ("rows", "closed")
-        )
-        self.means = [(int(step), float(mean)) for step, mean in state["means"]]
-        self.recent = deque(state["recent"], maxlen=KEPT_LOSSES)
 
 
 def _noise(losses: np.ndarray[Any, np.dtype[np.float64]]) -> float:
-    """From differences of neighbours, so that a trend hardly counts."""
+    """The noise of one loss, from differences of neighbours, which a trend hardly changes."""
     differences = np.abs(np.diff(losses))
     return float(MAD_TO_SIGMA * np.median(differences) / math.sqrt(2))

@@ -7,10 +7,10 @@ also for staying where it is.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from foretrain.config.schema import HybridConfig
 from foretrain.events import Phase
+from foretrain.persist.stateful import Stateful
 
 PATIENCE_OF_WARMUP = 3
 """WARMUP ends after this many times `warmup_steps`, whether or not the loss has settled."""
@@ -74,8 +74,13 @@ LEGAL: frozenset[tuple[Phase, Phase]] = frozenset(
 )
 
 
-class Machine:
+class Machine(Stateful):
     """`count` the steps done, then ask `next` what follows. Nothing else changes the phase but `force_full`."""
+
+    saved = (
+        *("phase", "steps_in_phase", "cycle", "full_steps", "full_steps_needed", "earliest_predict_step"),
+        *("kept_moves", "undone_moves"),
+    )
 
     def __init__(self, config: HybridConfig) -> None:
         self.config = config
@@ -264,25 +269,3 @@ class Machine:
         self.phase = phase
         self.steps_in_phase = 0
         self.cycle += phase is Phase.FULL
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "phase": self.phase.value,
-            "steps_in_phase": self.steps_in_phase,
-            "cycle": self.cycle,
-            "full_steps": self.full_steps,
-            "full_steps_needed": self.full_steps_needed,
-            "earliest_predict_step": self.earliest_predict_step,
-            "kept_moves": self.kept_moves,
-            "undone_moves": self.undone_moves,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.phase = Phase(state["phase"])
-        self.steps_in_phase = int(state["steps_in_phase"])
-        self.cycle = int(state["cycle"])
-        self.full_steps = int(state.get("full_steps", self.config.full_steps))
-        self.full_steps_needed = int(state["full_steps_needed"])
-        self.earliest_predict_step = int(state["earliest_predict_step"])
-        self.kept_moves = int(state["kept_moves"])
-        self.undone_moves = int(state["undone_moves"])

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
+from foretrain.config.units import clock, loss_text
+from foretrain.motion.losses import WindowLosses
 from foretrain.motion.records import WindowRecord
-from foretrain.motion.slope import LossSlope
-from foretrain.show.numbers import clock, loss_text
+from foretrain.persist.stateful import Stateful
 
 _MOST_WORTH = 5.0
 """Steps of the optimizer that a step of a move counts here at the most. After a chain the optimizer's own steps lower
 the loss far more slowly than on a way of their own, and by that pace alone a leap would be worth nearly anything."""
-_SAVED = (
-    *("moves", "chains", "worth", "bounded", "stalled", "factor", "by_moves", "share", "rising"),
-    *("best_worth", "best_is_least"),
-)
-_POINTS = ("start", "lowest", "best")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +27,17 @@ class Point:
     """Gradients that the run had taken."""
 
 
-class ExactGain:
+class ExactGain(Stateful):
     """Each kept move lowered the loss; the pace at which the optimizer's own steps lowered it just before says how many
     of them that fall would have taken. All guesses are on the low side: the faster of two paces counts; it is taken to
     go on, although losses fall ever more slowly; a leap counts a few steps at the most, and one step where the
     optimizer's own steps had stopped lowering the loss.
     """
+
+    saved = (
+        *("moves", "chains", "worth", "bounded", "stalled", "factor", "start", "lowest", "by_moves"),
+        *("best", "best_worth", "best_is_least", "share", "rising"),
+    )
 
     def __init__(self) -> None:
         self.moves = 0
@@ -72,7 +73,7 @@ class ExactGain:
         if self.moves and low < self.lowest.loss:
             self.lowest, self.by_moves = Point(low, record.step, seconds, passes), False
 
-    def kept(self, start: Point, end: float, now: Point, slope: LossSlope, steps: int, chained: bool) -> None:
+    def kept(self, start: Point, end: float, now: Point, slope: WindowLosses, steps: int, chained: bool) -> None:
         """A move of so many steps from one exact loss to another was kept, and validated up to now."""
         self.start = self.start if self.moves else start
         self.moves += 1
@@ -94,7 +95,7 @@ class ExactGain:
         if saved > self.best_worth - (self.best.passes - self.start.passes if self.best_worth else 0):
             self.best, self.best_worth, self.best_is_least = now, self.worth, self.bounded or self.stalled > 0
 
-    def _pace(self, slope: LossSlope, logarithmic: bool) -> float:
+    def _pace(self, slope: WindowLosses, logarithmic: bool) -> float:
         """At which the optimizer alone lowered the loss: within its last window or from the one before to it, whichever
         is faster. Where the learning rate was still warming up, as if it had been at its peak."""
         paces = [slope.last_log_fall if logarithmic else slope.last_fall]
@@ -150,18 +151,6 @@ class ExactGain:
         steps = round(self.best_worth)
         unit = 10 ** max(0, len(str(steps)) - 2)
         return f"{'more than' if self.best_is_least else 'some'} {steps // unit * unit:,} steps"
-
-    # --- state -------------------------------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        points = {name: asdict(getattr(self, name)) for name in _POINTS}
-        return {name: getattr(self, name) for name in _SAVED} | points
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name in _SAVED:
-            setattr(self, name, state[name])
-        for name in _POINTS:
-            setattr(self, name, Point(**state[name]))
 
 
 def _reached(point: Point) -> str:

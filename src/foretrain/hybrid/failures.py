@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from foretrain.engine.fence import Failure
 from foretrain.events import Event, OwnCodeFailed, Recovered
-from foretrain.health.recovery import Kind
+from foretrain.health.act import Kind
 from foretrain.hybrid.policy import Pilot
 
 

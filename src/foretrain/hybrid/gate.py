@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 from foretrain.config import Config
+from foretrain.persist.stateful import Stateful
 
 FORWARD = 1 / 3
 """A forward pass in full steps: forward, backward and update together take about three of it."""
@@ -83,8 +83,10 @@ class Answer:
     """Nor later, as far as can be seen."""
 
 
-class Gate:
+class Gate(Stateful):
     """Keeps account of what moves were worth and what they cost."""
+
+    saved = ("spent", "count", "mean", "scatter", "refusals", "wait", "since_audit")
 
     def __init__(self, max_steps: int, budget: float, kind: str = "full weights") -> None:
         self.prior = PRIORS[kind]
@@ -212,11 +214,3 @@ class Gate:
             return
         self.wait = min(_MOST_BACKOFF, self.first_wait * self.backoff**self.refusals)
         self.refusals += 1
-
-    def state_dict(self) -> dict[str, Any]:
-        names = ("spent", "count", "mean", "scatter", "refusals", "wait", "since_audit")
-        return {name: getattr(self, name) for name in names}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name, value in state.items():
-            setattr(self, name, value)

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from foretrain.persist.stateful import Stateful
+
 _TWO_SIDED_95 = 0.975
 
 
@@ -24,8 +26,10 @@ class Audit:
 
 
 @dataclass
-class Ledger:
+class Ledger(Stateful):
     """All audits and all moves of a run."""
+
+    saved = ("audits", "exact_moves", "unaudited_moves", "cost")
 
     audits: list[Audit] = field(default_factory=list)
     exact_moves: int = 0
@@ -95,18 +99,3 @@ class Ledger:
         """Of moves that need no audit."""
         moves = f"{self.exact_moves} move" + (" was" if self.exact_moves == 1 else "s were")
         return f"{moves} kept for lowering the loss by which moves are judged"
-
-    def state_dict(self) -> dict[str, Any]:
-        names = Audit.__dataclass_fields__
-        return {
-            "audits": [[getattr(audit, name) for name in names] for audit in self.audits],
-            "exact_moves": self.exact_moves,
-            "unaudited_moves": self.unaudited_moves,
-            "cost": self.cost,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.audits = [Audit(*values) for values in state["audits"]]
-        self.exact_moves = int(state["exact_moves"])
-        self.unaudited_moves = int(state["unaudited_moves"])
-        self.cost = float(state["cost"])

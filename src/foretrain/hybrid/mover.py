@@ -12,13 +12,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from foretrain.engine.batch import map_tensors, tensors_of
 from foretrain.engine.engine import Engine
 from foretrain.engine.fence import Failure, OwnCodeError
+from foretrain.engine.hooks import StepHook
 from foretrain.engine.memory.host import add_each, copy_each
-from foretrain.engine.step import StepOutput, map_tensors, tensors_of
+from foretrain.engine.step import StepOutput
 from foretrain.events import Event, Moved, Notice, Phase, Recovered
-from foretrain.health.guard import Reading
-from foretrain.health.recovery import Action, Kind
+from foretrain.health.act import Action, Kind
+from foretrain.health.signs import StepReading
 from foretrain.hybrid.cycle import View
 from foretrain.hybrid.exact_gain import Point
 from foretrain.hybrid.failures import heed
@@ -29,14 +31,15 @@ from foretrain.hybrid.judges.probes import Probes
 from foretrain.hybrid.ledger import Audit
 from foretrain.hybrid.moves import leap
 from foretrain.hybrid.moves.chain import EXACT, Chain
-from foretrain.hybrid.moves.move import Move, pack_move, unpack_move
+from foretrain.hybrid.moves.lookahead import LookAhead
+from foretrain.hybrid.moves.move import Move, unpack_move
 from foretrain.hybrid.moves.obstacles import in_words, not_repeatable
 from foretrain.hybrid.moves.products import Products
 from foretrain.hybrid.policy import Pilot
 from foretrain.hybrid.snapshot import Safety
-from foretrain.motion.predictors.base import Array
 from foretrain.motion.trajectory import basis_type
 from foretrain.persist.codec import random_state, restore_random_state
+from foretrain.persist.stateful import plain
 
 _BATCHES_OF_AUDIT = 4
 """On which the forks of an audit are compared: the last of a window, and the one that the move begins with."""
@@ -50,14 +53,16 @@ _LONGEST_CHAIN = 10
 
 
 class Mover:
-    """Acts for the trainer in PREDICT and CORRECT. `engine` is the trainer itself."""
+    """Acts in PREDICT and CORRECT."""
 
-    def __init__(self, engine: Engine, pilot: Pilot, emit: Callable[[Event], None]) -> None:
+    def __init__(
+        self, engine: Engine, pilot: Pilot, emit: Callable[[Event], None], look_ahead: LookAhead | None = None
+    ) -> None:
         self.engine = engine
         self.pilot = pilot
         self.emit = emit
         self.trajectory = pilot.observer.trajectory
-        self.safety = Safety(engine, pilot)
+        self.safety = Safety(engine, pilot, look_ahead)
         self.probes = Probes(engine, pilot, self.safety)
         self.unseen = Unseen(engine, pilot, self.safety)
         self.forks = Forks(engine, pilot, self.safety, lambda batch: self._probe(batch))  # noqa: PLW0108 - looked up anew, as benchmarks replace it
@@ -84,16 +89,16 @@ class Mover:
     def remember(self, batch: Any) -> None:
         """The last batches of a window, to compare the forks of an audit on. A loop may fill one buffer over and over,
         so they are copied."""
-        if self.trajectory.steps >= self.trajectory.window - _BATCHES_OF_AUDIT:
+        if self.trajectory.steps > self.trajectory.window - _BATCHES_OF_AUDIT:
             copied = map_tensors(batch, lambda tensor: tensor.clone())
             self._recent = [*self._recent, copied][-(_BATCHES_OF_AUDIT - 1) :]
 
-    def full(self, batch: Any, full_step: Callable[..., StepOutput]) -> StepOutput:
-        """A full step; where noise is low its gradient is remembered for later leaps."""
+    def watching(self) -> tuple[StepHook, ...]:
+        """What watches the next full step: where noise is low its gradient is remembered for later leaps."""
         if self.pilot.may_chain:
-            return self.chain.full(batch, full_step)
+            return (self.chain,) if self.chain.possible else ()
         self.chain.forget()
-        return full_step(batch)
+        return ()
 
     def same_batch(self) -> bool:
         """Whether steps see the same batch over and over: then the loss is exact."""
@@ -191,7 +196,7 @@ class Mover:
             return move
         self.probes.watch(move.anchor)
         drift = self.pilot.guard.anchor(self.engine.global_step, move.anchor)
-        for action in self.pilot.recovery.decide(drift, self.pilot.context()) if drift.findings else []:
+        for action in self.pilot.recovery.decide(drift, self.pilot.context()) if drift.symptoms else []:
             self.pilot.apply(action, self.engine.global_step)
         self.safety.wait()
         if chains:
@@ -314,12 +319,10 @@ class Mover:
         """One predicted step; forward passes on incoming batches watch it. None when the move is undone."""
         move, config = self.open_move, self.pilot.config.hybrid
         forecast, steps_left = move.plan.forecast, move.plan.horizon - move.moved - 1
-        if steps_left >= self.pilot.config.memory.lookahead:
+        if steps_left >= self.pilot.config.memory.return_ahead:
             self.probes.offload()  # it is here after a resumption
         self.probes.bring_back(steps_left)
         step = forecast.at(move.moved + 1) - forecast.at(move.moved)
-        if config.correction_interval and (move.moved + 1) % config.correction_interval == 0:
-            step = step + self._suggestion(step * config.correction_interval, config.correction_interval)
         displacement = self.trajectory.displacement(step)
         self.engine.full_step.changing = True
         add_each(self.trajectory.parameters, displacement)
@@ -337,7 +340,7 @@ class Mover:
             confidence = self.pilot.estimate(forecast, move.plan.horizon)
             threshold = min(self.pilot.recovery.threshold, move.plan.confidence)
             verdict, actions = self.pilot.check_move(
-                Reading(self.engine.global_step, Phase.PREDICT, loss, None, expected, confidence, threshold)
+                StepReading(self.engine.global_step, Phase.PREDICT, loss, None, expected, confidence, threshold)
             )
             for action in actions:
                 reset = reset or action.kind is Kind.RESET_PREDICTOR
@@ -462,7 +465,6 @@ class Mover:
         engine, config, trained = self.engine, self.pilot.config, self.engine.trained
         dtype = basis_type(config.hybrid.basis_type, sum(p.numel() for p in trained.parameters))
         self.pilot.observer.cover(trained.parameters, trained.names, dtype)
-        self.pilot.correction.forget()
         if config.hybrid.space == "product":
             self.products = Products.of(engine.model, self.trajectory.parameters)
         self.chain.cover()
@@ -478,10 +480,8 @@ class Mover:
     # --- CORRECT -----------------------------------------------------------------------------------------------------
 
     def validate(self, batch: Any, full_step: Callable[[Any], StepOutput]) -> StepOutput:
-        """The residual correction before the first validating step; then a full step."""
+        """A full step that validates the move."""
         move = self.open_move
-        if move.steps == 0:
-            self._apply_correction(move)
         output = full_step(batch)
         self.pilot.count(1, Phase.CORRECT)
         self._outputs.extend((output.loss, output.gradient_norm))
@@ -496,26 +496,6 @@ class Mover:
     def due(self) -> bool:
         return self.open_move.steps >= self.open_move.plan.correct_steps
 
-    def _apply_correction(self, move: Move) -> None:
-        coefficients = self._suggestion(move.plan.coefficients * min(1.0, move.share), move.moved)
-        if coefficients.any():
-            self.engine.full_step.changing = True
-            self.trajectory.move(coefficients)
-            if self.engine.average is not None:
-                self.engine.average.shift(self.trajectory.displacement(coefficients), 1.0)
-            self.pilot.counts.corrections += 1
-
-    def _suggestion(self, coefficients: Array, steps: int) -> Array:
-        """The correction of a move, if corrections help lately; zeros otherwise."""
-        pilot, situation = self.pilot, self.pilot.observer.situation
-        if not pilot.correction.active or situation is None:
-            return np.zeros_like(coefficients)
-        windows = steps / self.trajectory.window
-        found = pilot.correction.suggest(
-            situation.state, self.engine.global_step, windows, coefficients, situation.gram
-        )
-        return np.zeros_like(coefficients) if found is None else found.coefficients
-
     def judge(self, full_step: Callable[[Any], StepOutput]) -> list[Action]:
         """Keep the move or take it back; an audited one against the fork that never made it."""
         move, pilot = self.open_move, self.pilot
@@ -523,7 +503,8 @@ class Mover:
         self._outputs.clear()
         first = self.engine.global_step - move.steps + 1
         numbers = enumerate(zip(losses[::2], losses[1::2], strict=True), start=first)
-        actions = pilot.check_validation([Reading(step, Phase.CORRECT, loss, norm) for step, (loss, norm) in numbers])
+        readings = [StepReading(step, Phase.CORRECT, loss, norm) for step, (loss, norm) in numbers]
+        actions = pilot.check_validation(readings)
         if move.chained and move.loss < move.anchor and not self._validated_well(move):
             self.chain.return_to_end()  # the optimizer's own steps are too long here
         harmed = not move.chained and any(action.kind is Kind.ROLL_BACK for action in actions)
@@ -631,7 +612,7 @@ class Mover:
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "move": None if self.move is None else pack_move(self.move),
+            "move": plain(self.move),
             **self.safety.state_dict(),
             "chain": self.chain.state_dict(),
             "recent": self._recent,
@@ -646,8 +627,7 @@ class Mover:
         self.chain.load_state_dict(state["chain"])
         self._recent = [self.own(batch) for batch in state["recent"]]
         self.probes.load_state_dict(state["held_out"])
-        if "unseen" in state:  # not there in older checkpoints
-            self.unseen.load_state_dict(state["unseen"])
+        self.unseen.load_state_dict(state["unseen"])
         outputs = state["outputs"]
         self._outputs = [] if outputs is None else list(outputs.to(device).clone().unbind())
         self.move = None if state["move"] is None else unpack_move(state["move"], self.own)

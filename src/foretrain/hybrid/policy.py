@@ -12,21 +12,21 @@ import numpy as np
 from foretrain.config import Config
 from foretrain.events import Phase
 from foretrain.health import shortage
-from foretrain.health.guard import Guard, Level, Reading, Verdict
-from foretrain.health.recovery import Action, Context, Kind, Outcome, Recovery
-from foretrain.hybrid.correction import Correction
+from foretrain.health.act import Action, Context, Kind, Outcome, Recovery
+from foretrain.health.detect import Detector
+from foretrain.health.signs import Diagnosis, Severity, StepReading
 from foretrain.hybrid.cycle import Machine, Transition, View
 from foretrain.hybrid.exact_gain import ExactGain
 from foretrain.hybrid.gate import Answer, Ask, Gate, cost_of_audit, no_audit_is_affordable, steps_of_audit
-from foretrain.hybrid.horizon import HorizonBandit, HorizonContext
+from foretrain.hybrid.horizon import HorizonBandit
 from foretrain.hybrid.ledger import Audit, Ledger
 from foretrain.motion.confidence import Confidence, ConfidenceFeatures
 from foretrain.motion.observer import Observer
 from foretrain.motion.predictability import Predictability
 from foretrain.motion.predictors.base import Array, Forecast
-from foretrain.motion.records import HORIZONS_IN_WINDOWS, PhaseRecord, WindowRecord
-from foretrain.motion.slope import LossSlope
+from foretrain.motion.records import PhaseRecord, WindowRecord
 from foretrain.motion.trajectory import LARGEST_FP32_BASIS
+from foretrain.persist.stateful import entry
 
 _WINDOWS_TO_SCORE = 2
 """Windows after a move until a forecast has met what followed."""
@@ -71,7 +71,6 @@ class Counts:
     moves: dict[str, int] = field(default_factory=lambda: {"kept": 0, "shrunk": 0, "refused": 0, "rolled_back": 0})
     predicted_steps: int = 0
     """Steps ahead that all kept moves went, whatever they turned out to be worth."""
-    corrections: int = 0
     recoveries: dict[str, int] = field(default_factory=lambda: {kind.value: 0 for kind in Kind if kind != "continue"})
     rollbacks: int = 0
     """In an emergency; a move that is undone is none."""
@@ -95,14 +94,13 @@ class Pilot:
         self.observer = observer
         hybrid = config.hybrid
         self.machine = Machine(hybrid)
-        self.guard = Guard(hybrid, config.guard)
+        self.guard = Detector(hybrid, config.guard)
         self.recovery = Recovery(hybrid, config.guard)
         self.gate = Gate(config.max_steps, config.audit.time_budget, kind)
         self.bandit = HorizonBandit(hybrid.max_predict_steps, hybrid.window_steps)
         self.confidence = Confidence()
-        self.correction = Correction(config.correction)
-        self.predictability = Predictability()
-        self.slope = LossSlope()
+        self.predictability = Predictability(observer.losses)
+        self.slope = observer.losses
         self.ledger = Ledger()
         self.exact = ExactGain()
         self.counts = Counts()
@@ -167,7 +165,6 @@ class Pilot:
     def watch(self, record: WindowRecord, same_batch: bool, fp16: bool) -> list[Action]:
         """Everything a window teaches; what recovery wants done about it."""
         self.predictability.add(record, same_batch)
-        self.slope.add(record.losses)
         self.hold_directions()
         numbers = list(zip(record.losses, record.gradient_norms, strict=True))
         actions = self._check_full(record.step - len(numbers) + 1, numbers, fp16)
@@ -195,7 +192,7 @@ class Pilot:
         losses, norms = [loss for loss, _ in numbers], [norm for _, norm in numbers]
         if self.guard.check_calmly(losses, norms):
             for _ in losses:  # what was taken from the run is given back in time
-                self._decide(Verdict(step, Level.NORMAL))
+                self._decide(Diagnosis(step, Severity.NORMAL))
             return []
         return _once(self._check_full(step - len(numbers) + 1, numbers, fp16))
 
@@ -205,19 +202,18 @@ class Pilot:
         for step, (loss, norm) in enumerate(numbers, start=first):
             if fp16 and not (math.isfinite(loss) and math.isfinite(norm)):
                 continue  # the loss scale finds its level by overflowing
-            actions += self._decide(self.guard.check(Reading(step, self.machine.phase, loss, norm)))
+            actions += self._decide(self.guard.check(StepReading(step, self.machine.phase, loss, norm)))
             if actions and actions[-1].kind in (Kind.ROLL_BACK, Kind.ABORT):
                 break
         return actions
 
-    def _decide(self, verdict: Verdict, move_open: bool = False, predicted: bool = False) -> list[Action]:
+    def _decide(self, verdict: Diagnosis, move_open: bool = False, predicted: bool = False) -> list[Action]:
         context = Context(self.machine.phase, move_open, predicted, skipped=self.config.guard.nan_check)
         return self.recovery.decide(verdict, context)
 
     def _learn(self) -> None:
         """Forecasts that just met what followed: would a move by them have been right?"""
         for followed, forecast, quality in self.observer.scored:
-            self.correction.observe(followed, forecast.at(followed.horizon))
             features = self._features(forecast, followed.horizon)
             right = quality.cosine > 0 if self.searches else quality.r2 > 0
             self.confidence.learn(features, kept=right, weight=0.25)
@@ -239,9 +235,8 @@ class Pilot:
         confidence, answer = 0.0, Answer(False, False, "nothing is forecast yet")
         if forecast is not None and self.machine.phase is Phase.FULL:
             limit = min(self.machine.predict_steps_left, steps_left - needed)
-            context = self._context(step)
             confidence = self.estimate(forecast, min(limit, self.config.hybrid.max_predict_steps))
-            horizon = self.bandit.choose(context, confidence, limit) if limit >= 1 else 0
+            horizon = self.bandit.choose(confidence, limit) if limit >= 1 else 0
             confidence = self.estimate(forecast, horizon) if horizon else confidence
             answer = self.gate.ask(self._question(horizon, steps_left, needed, trend, chained, exact))
             if not self.searches and self.observer.windows < _WINDOWS_TO_SCORE:
@@ -357,12 +352,6 @@ class Pilot:
         """Calibrated probability that a move over `horizon` will be kept."""
         return self.confidence.estimate(self._features(forecast, horizon))
 
-    def _context(self, step: int) -> HorizonContext:
-        r2 = self.observer.quality.r2(HORIZONS_IN_WINDOWS[1])
-        snr = self.predictability.motion_snr
-        noise = -math.log(max(snr, 1e-6)) if math.isfinite(snr) else math.nan
-        return HorizonContext(self.current_confidence, r2, step / self.max_steps, noise)
-
     def plan(self) -> Plan:
         """The move that was decided for, from the forecast of the last window."""
         forecast = self.observer.forecast
@@ -447,7 +436,6 @@ class Pilot:
             "steps": dict(self.counts.steps),
             "moves": dict(self.counts.moves),
             "predicted_steps": self.counts.predicted_steps,
-            "corrections": {"applied": self.counts.corrections, "error_ratio": self.correction.error_ratio},
             "recoveries": {kind: count for kind, count in self.counts.recoveries.items() if count},
             "rollbacks": {"times": self.counts.rollbacks, "undone_steps": self.counts.undone_steps},
             "forecast": quality.summary(),
@@ -510,7 +498,7 @@ class Pilot:
         """A move was judged: everyone who can learn from it does. overfits: it raised the held-out loss."""
         forecast = plan.forecast
         self.confidence.learn(self._features(forecast, plan.horizon), kept, weight=1.0)
-        self.bandit.reward(plan.horizon, self._context(step), worth if kept else 0.0, cost)
+        self.bandit.reward(plan.horizon, worth if kept else 0.0, cost)
         self.ledger.cost += cost
         if audit is not None:
             self.ledger.audits.append(audit)
@@ -532,7 +520,7 @@ class Pilot:
     def refused(self, step: int, plan: Plan, cost: float, overfits: bool = False) -> None:
         """A move was taken back before any full step followed on it. overfits: it raised the held-out loss."""
         self.confidence.learn(self._features(plan.forecast, plan.horizon), kept=False, weight=1.0)
-        self.bandit.reward(plan.horizon, self._context(step), 0.0, cost)
+        self.bandit.reward(plan.horizon, 0.0, cost)
         self.ledger.cost += cost
         self.gate.spend(0.0 if plan.low_noise else cost)
         if overfits:
@@ -553,12 +541,12 @@ class Pilot:
         self.gate.spend(0.0 if plan.low_noise else cost)
         self.ledger.exact_moves += 1
 
-    def check_validation(self, readings: list[Reading]) -> list[Action]:
+    def check_validation(self, readings: list[StepReading]) -> list[Action]:
         """The validating steps of a move, judged together by the worst of them."""
         verdicts = [self.guard.check(reading) for reading in readings]
         return self._decide(max(verdicts, key=lambda verdict: verdict.level), move_open=True)
 
-    def check_move(self, reading: Reading) -> tuple[Verdict, list[Action]]:
+    def check_move(self, reading: StepReading) -> tuple[Diagnosis, list[Action]]:
         """A number of a predicted step, a probe, or a validating step."""
         verdict = self.guard.check(reading)
         return verdict, self._decide(verdict, move_open=True, predicted=reading.gradient_norm is None)
@@ -597,7 +585,6 @@ class Pilot:
                 "steps": dict(self.counts.steps),
                 "moves": dict(self.counts.moves),
                 "predicted_steps": self.counts.predicted_steps,
-                "corrections": self.counts.corrections,
                 "recoveries": dict(self.counts.recoveries),
                 "rollbacks": self.counts.rollbacks,
                 "undone_steps": self.counts.undone_steps,
@@ -613,8 +600,7 @@ class Pilot:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name, part in self._parts().items():
-            if name in state or part is not self.exact:  # older checkpoints know nothing of it
-                part.load_state_dict(state[name])
+            part.load_state_dict(entry(state, name, "Pilot"))
         self.counts = Counts(**copy.deepcopy(state["counts"]))
         self.last_reason = str(state["last_reason"])
         horizon, audited, most = state["chosen"]
@@ -622,11 +608,11 @@ class Pilot:
         self._since_move = int(state["since_move"])
         self.rest_steps, self._rests = int(state["rest_steps"]), int(state["rests"])
         self._last_rest = int(state["last_rest"])
-        self.no_room = bool(state.get("no_room", False))
+        self.no_room = bool(state["no_room"])
 
     def _parts(self) -> dict[str, Any]:
-        names = ("machine", "guard", "recovery", "gate", "bandit", "confidence", "correction", "predictability")
-        return {name: getattr(self, name) for name in (*names, "slope", "ledger", "exact", "observer")}
+        names = ("machine", "guard", "recovery", "gate", "bandit", "confidence", "predictability")
+        return {name: getattr(self, name) for name in (*names, "ledger", "exact", "observer")}
 
 
 def _once(actions: list[Action]) -> list[Action]:

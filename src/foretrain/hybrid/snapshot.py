@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foretrain.engine.engine import HELD_OUT_RECORD, Engine
+from foretrain.engine.engine import Engine
 from foretrain.engine.memory.host import host_like
 from foretrain.engine.memory.offload import HostSnapshots
+from foretrain.engine.progress import HELD_OUT_RECORD
+from foretrain.hybrid.moves.lookahead import LookAhead
 from foretrain.hybrid.policy import Pilot
 from foretrain.persist.codec import Snapshot, put_together, snapshot
 
@@ -23,8 +25,9 @@ _EVERY = 500
 class Safety:
     """One snapshot: of the beginning of a move while one is open, of a healthy run otherwise."""
 
-    def __init__(self, engine: Engine, pilot: Pilot) -> None:
+    def __init__(self, engine: Engine, pilot: Pilot, look_ahead: LookAhead | None = None) -> None:
         self.engine = engine
+        self.look_ahead = look_ahead
         self.pilot = pilot
         self.host: HostSnapshots | None = None
         """Snapshots are in host memory."""
@@ -102,8 +105,8 @@ class Safety:
         state = self.engine.changing_state_dict()
         names = ("global_step", "position", *HELD_OUT_RECORD)
         state["progress"] = {name: state["progress"][name] for name in names}
-        look_ahead = getattr(self.engine, "look_ahead", None)
-        state["look_ahead"] = look_ahead.state_dict() if look_ahead is not None else None
+        del state["meter"], state["seconds"]  # what was spent stays spent
+        state["look_ahead"] = self.look_ahead.state_dict() if self.look_ahead is not None else None
         predictor = self.pilot.observer.guarded
         state["predictor"] = {"name": predictor.name, "state": predictor.state()} if for_move else None
         state["guard"] = self.pilot.guard.state_dict()
@@ -148,11 +151,9 @@ class Safety:
         state = put_together(to or self._snapshot())
         self.engine.rewind(state)
         for name in HELD_OUT_RECORD:
-            if name in state["progress"]:  # not there in older checkpoints
-                setattr(self.engine, name, state["progress"][name])
-        look_ahead = getattr(self.engine, "look_ahead", None)
-        if look_ahead is not None and state["look_ahead"] is not None:  # else switched on when the run was resumed
-            look_ahead.load_state_dict(state["look_ahead"])
+            setattr(self.engine.progress, name, state["progress"][name])
+        if self.look_ahead is not None and state["look_ahead"] is not None:  # else switched on when it was resumed
+            self.look_ahead.load_state_dict(state["look_ahead"])
         predictor = self.pilot.observer.guarded
         saved = state["predictor"]
         if saved is not None and predictor.name == saved["name"]:  # else another one took over when the run was resumed
@@ -164,11 +165,11 @@ class Safety:
         """Emergency: the weights of the snapshot; data goes on, so that bad data is not met again."""
         if self.taken is not None:
             position = self.engine.position
-            record = {name: getattr(self.engine, name) for name in HELD_OUT_RECORD}
+            record = {name: getattr(self.engine.progress, name) for name in HELD_OUT_RECORD}
             self.rewind()
             self.engine.position = position
             for name, value in record.items():  # they were measured on weights that were sound
-                setattr(self.engine, name, value)
+                setattr(self.engine.progress, name, value)
             self.engine.meter.fetch()
             self.engine.meter.skipped_in_a_row = 0  # they were steps of other weights
             self.pilot.observer.restart()
@@ -202,7 +203,7 @@ class Safety:
         self.taken_at = int(state["safe_step"])
         if self.host is not None:
             self.host.lane.finish()  # the memory of the one before is given back
-        self.taken, self.best = self._loaded(state["safe"], device), self._loaded(state.get("best"), device)
+        self.taken, self.best = self._loaded(state["safe"], device), self._loaded(state["best"], device)
         self.wait()
 
     def _loaded(self, state: Any, device: torch.device) -> Snapshot | None:

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from foretrain.measure.plan import PLAIN, SAME_PASSES, SAME_SECONDS, Arm, Plan, Result
+from foretrain.measure.plan import PLAIN, SAME_PASSES, SAME_SECONDS, Arm, ComparisonPlan, Result
 from foretrain.measure.stats import Interval, paired_interval, smallest_detectable
 
 _FARTHEST = 1.25
-"""Times the longest budget up to which the plain curve is prolonged. A loss above the curve has no such limit: however
-bad an arm ended, it is charged with that."""
+"""The plain curve is prolonged up to this multiple of the longest budget. A loss above the curve has no such limit: an
+arm is charged with its result, however bad that is."""
 _UNSTEADY = 0.1
 """Difference of the plain loop's own times per step within a round from which they are said to be unsteady."""
 _FEWEST_RATES = 3
@@ -23,7 +23,7 @@ class Curve:
     """Steps that the plain loop needs to end at a loss: its budgets, interpolated in log(steps)."""
 
     def __init__(self, points: Sequence[tuple[int, float]]) -> None:
-        """points: (steps, final loss), each from runs with a complete schedule."""
+        """Take points (steps, final loss), each from runs with a complete schedule."""
         ordered = sorted(dict(points).items())
         self._log_steps = np.log([steps for steps, _ in ordered])
         self._losses = np.asarray([loss for _, loss in ordered], dtype=float)
@@ -37,7 +37,7 @@ class Curve:
         return float(np.interp(np.log(steps), self._log_steps, self._losses))
 
     def steps(self, loss: float) -> tuple[float, bool]:
-        """(steps, whether that lies within the measured budgets)."""
+        """Return (steps, whether that lies within the measured budgets)."""
         x, y = self._log_steps[::-1], self._losses[::-1]  # losses ascending
         if y[0] <= loss <= y[-1]:
             return float(np.exp(np.interp(loss, y, x))), True
@@ -46,8 +46,8 @@ class Curve:
         return float(np.exp(np.clip(guess, 0.0, x.max() + math.log(_FARTHEST)))), False
 
 
-def analyse(plan: Plan) -> dict[str, Any]:
-    """Everything that the page and the table show."""
+def analyse(plan: ComparisonPlan) -> dict[str, Any]:
+    """Return everything that the page and the table show."""
     curve = plain_curve(plan)
     compared = [PLAIN, *plan.claims, *plan.controls]
     arms = [_arm(plan, arm, curve) for arm in compared]
@@ -66,8 +66,8 @@ def analyse(plan: Plan) -> dict[str, Any]:
     }
 
 
-def plain_curve(plan: Plan) -> Curve | None:
-    """Mean over seeds; None while fewer than three budgets are there for any seed."""
+def plain_curve(plan: ComparisonPlan) -> Curve | None:
+    """Return the mean over seeds; None while fewer than three budgets are there for any seed."""
     losses: dict[int, list[float]] = {}
     for seed in plan.seeds:
         results = {spec.max_steps: plan.find(spec) for spec in plan.curve(seed)}
@@ -78,18 +78,18 @@ def plain_curve(plan: Plan) -> Curve | None:
     return Curve([(steps, float(np.mean(values))) for steps, values in losses.items()]) if len(losses) > 2 else None
 
 
-def seconds_per_step(plan: Plan, seed: int) -> float:
-    """Of the plain loop in the round of this seed: all its runs together."""
+def seconds_per_step(plan: ComparisonPlan, seed: int) -> float:
+    """Return the plain loop's seconds per step in the round of this seed, over all its runs together."""
     return float(np.median(_plain_times(plan, seed)))
 
 
-def _plain_times(plan: Plan, seed: int) -> list[float]:
+def _plain_times(plan: ComparisonPlan, seed: int) -> list[float]:
     results = [plan.find(spec) for spec in plan.curve(seed) + plan.derived(seed)]
     return [r["seconds"] / r["backward_passes"] for r in results if r is not None and r["loss"] is not None]
 
 
-def _results(plan: Plan, arm: Arm, derived: Any = None) -> dict[int, Result]:
-    """seed -> result, those that failed included."""
+def _results(plan: ComparisonPlan, arm: Arm, derived: Any = None) -> dict[int, Result]:
+    """Return the result of each seed, those that failed included."""
     found = {}
     for seed in plan.seeds:
         if plan.best_rate(arm) is None or (arm.once and seed != plan.seeds[0]):
@@ -102,7 +102,7 @@ def _results(plan: Plan, arm: Arm, derived: Any = None) -> dict[int, Result]:
     return found
 
 
-def _arm(plan: Plan, arm: Arm, curve: Curve | None, derived: Any = None) -> dict[str, Any]:
+def _arm(plan: ComparisonPlan, arm: Arm, curve: Curve | None, derived: Any = None) -> dict[str, Any]:
     tried = _results(plan, arm, derived)
     results = {seed: result for seed, result in tried.items() if result["loss"] is not None}
     plain = {seed: result for seed, result in _results(plan, PLAIN).items() if result["loss"] is not None}
@@ -162,17 +162,17 @@ def _arm(plan: Plan, arm: Arm, curve: Curve | None, derived: Any = None) -> dict
 
 
 def _equal(one: Result, other: Result) -> bool:
-    """The same steps to the same losses, to the bit."""
+    """Return whether both took the same steps to the same losses, to the bit."""
     return all(one.get(name) == other.get(name) for name in ("loss", "held_out_loss", "backward_passes", "tokens"))
 
 
-def _moves(plan: Plan, arm: Arm) -> bool:
-    """Whether the arm is one that may make predicted moves."""
+def _moves(plan: ComparisonPlan, arm: Arm) -> bool:
+    """Return whether the arm is one that may make predicted moves."""
     return plan.spec(arm, plan.seeds[0]).config(plan.base).hybrid.mode != "off"
 
 
-def _doubts(plan: Plan, arm: Arm, compared: list[int]) -> list[str]:
-    """What speaks against the figures of an arm: how it was tuned, and how steady the machine was."""
+def _doubts(plan: ComparisonPlan, arm: Arm, compared: list[int]) -> list[str]:
+    """Return what speaks against the figures of an arm: how it was tuned, and how steady the machine was."""
     doubts, rates = [], plan.rates()
     if arm.swept:
         if len(rates) < _FEWEST_RATES:
@@ -186,7 +186,7 @@ def _doubts(plan: Plan, arm: Arm, compared: list[int]) -> list[str]:
     return doubts
 
 
-def _verdict(plan: Plan, claim: dict[str, Any] | None) -> tuple[str, str]:
+def _verdict(plan: ComparisonPlan, claim: dict[str, Any] | None) -> tuple[str, str]:
     missing = [spec for spec in plan.specs() if plan.find(spec) is None]
     if missing or plan.next():
         return "incomplete", "Not finished: run the same command again to go on."
@@ -222,7 +222,7 @@ def _count(number: int, word: str) -> str:
     return f"{number} {word}" if number == 1 else f"{number} {word}s"
 
 
-def _budget_points(plan: Plan) -> list[dict[str, Any]]:
+def _budget_points(plan: ComparisonPlan) -> list[dict[str, Any]]:
     points = []
     if plan.best_rate(PLAIN) is None:
         return []
@@ -242,7 +242,7 @@ def _budget_points(plan: Plan) -> list[dict[str, Any]]:
     return points
 
 
-def _sweep_points(plan: Plan) -> list[dict[str, Any]]:
+def _sweep_points(plan: ComparisonPlan) -> list[dict[str, Any]]:
     points = []
     for spec in plan.sweep():
         result = plan.find(spec)
@@ -253,8 +253,9 @@ def _sweep_points(plan: Plan) -> list[dict[str, Any]]:
     return points
 
 
-def _ladder(plan: Plan, arms: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Every rung's time to its loss, against the plain loop's; a rung over the one below is the ratio of the two."""
+def _ladder(plan: ComparisonPlan, arms: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return every rung's time to its loss, against the plain loop's; a rung over the one below is the ratio of the
+    two."""
     rungs = [arm for arm in plan.claims if arm.rung]
     by_name = {arm["arm"]: arm for arm in arms}
     ladder: list[dict[str, Any]] = []

@@ -44,7 +44,7 @@ def run_comparison(
     arguments: Sequence[str],
     level: Level | None = None,
 ) -> tuple[dict[str, Any], Path, Level]:
-    """The result, the path of its page, and how much is to be shown: as `level` says, or the configuration."""
+    """Return the result, the path of its page, and how much is to be shown: as `level` says, or the configuration."""
     if minutes is not None and not 0 <= minutes < math.inf:
         raise InputError(f"--minutes {minutes}: give a number of minutes, for example --minutes 30")
     config = configuration.load(path, [*(DEMO if path is None else ()), *settings]).config
@@ -84,13 +84,13 @@ def run_comparison(
 
 
 def default_folder(config: Config) -> Path:
-    """The same configuration finds the same folder."""
+    """Return a folder that the same configuration finds again."""
     text = json.dumps(configuration.to_mapping(config), sort_keys=True)
     return Path("runs") / f"compare-{config.model.type}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
 def parse_arm(text: str) -> Arm:
-    """`name: key=value, key=value`."""
+    """Read an arm, given as `name: key=value, key=value`."""
     name, colon, assignments = text.partition(":")
     if not colon or not name.strip() or not assignments.strip():
         raise InputError(

@@ -16,7 +16,7 @@ from foretrain.errors import ConfigError, InputError
 from foretrain.events import Event
 from foretrain.measure import stored
 from foretrain.measure.analysis import analyse
-from foretrain.measure.plan import Options, Plan, Result
+from foretrain.measure.plan import ComparisonPlan, Options, Result
 from foretrain.measure.runs import Spec, carry_out, check_pairing
 from foretrain.measure.tasks import Task
 from foretrain.persist.files import explain_failed_write, make_folder, write_atomic
@@ -38,7 +38,7 @@ class Watcher(Protocol):
     def ended(self, spec: Spec, result: Result) -> None: ...
 
 
-class Comparison:
+class ComparisonRunner:
     """A folder with one file per finished run. Whatever is there is not run again."""
 
     def __init__(self, task: Task, base: Config, options: Options, folder: Path) -> None:
@@ -50,7 +50,7 @@ class Comparison:
         self._runs = folder / "runs"
         self._results: dict[str, Result] = {}
         self._keys: dict[str, str] = {}
-        self.plan = Plan(base, options, self.find)
+        self.plan = ComparisonPlan(base, options, self.find)
         self._claim_folder(options)
 
     def _claim_folder(self, options: Options) -> None:
@@ -108,7 +108,7 @@ class Comparison:
         return True
 
     def counted(self) -> tuple[int, int]:
-        """Runs that are done, and all of them. One run may serve several arms."""
+        """Count the runs that are done, and all of them. One run may serve several arms."""
         found = {self._key(spec): self.find(spec) is not None for spec in self.plan.specs()}
         return sum(found.values()), len(found) + self.plan.unknown_runs()
 
@@ -118,7 +118,7 @@ class Comparison:
         self._results[key] = result
 
     def result(self, command: str = "") -> dict[str, Any]:
-        """Every raw number and what follows from them."""
+        """Return every raw number and what follows from them."""
         plan = self.plan
         specs: dict[str, Spec] = {}
         for spec in plan.specs():  # one run may serve several arms; the plain loop's stay its own
@@ -151,7 +151,7 @@ class Comparison:
         }
 
     def write(self, result: dict[str, Any]) -> Path:
-        """result.json with every number, report.html to look at; returns the page's path."""
+        """Write result.json with every number and report.html to look at; return the page's path."""
         from foretrain.show.pages.comparison_page import page
 
         write_atomic(self.folder / "result.json", json.dumps(result) + "\n")
@@ -174,7 +174,7 @@ def compare(
 
     A run that is already in the folder is not run again, so several short calls add up to one comparison.
     """
-    comparison = Comparison(task, config, options or Options(), Path(folder))
+    comparison = ComparisonRunner(task, config, options or Options(), Path(folder))
     try:
         comparison.run(watcher, minutes)
     finally:  # also after Ctrl-C: what is there is shown

@@ -9,11 +9,9 @@ import numpy as np
 from torch import Tensor
 
 from foretrain.motion.predictors.base import Array, Followed, Forecast, Predictor, Situation
+from foretrain.motion.records import LAST_WINDOW
 from foretrain.motion.trajectory import Trajectory
 from foretrain.trainer import HybridTrainer
-
-_LAST_WINDOW = 1
-"""Direction of the basis that is the displacement of the last window."""
 
 
 class RepeatLast(Predictor):
@@ -24,7 +22,7 @@ class RepeatLast(Predictor):
     def forecast(self, situation: Situation, horizons: Sequence[int]) -> Forecast:
         groups, directions = situation.gram.shape[:2]
         coefficients = np.zeros((len(horizons), groups, directions))
-        coefficients[:, :, _LAST_WINDOW] = np.asarray(horizons)[:, None] / situation.window
+        coefficients[:, :, LAST_WINDOW] = np.asarray(horizons)[:, None] / situation.window
         loss = np.full(len(horizons), situation.loss)
         return Forecast(tuple(horizons), coefficients, loss, np.full(len(horizons), 0.1))
 

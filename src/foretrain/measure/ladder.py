@@ -16,7 +16,8 @@ SHORTER = 0.6
 
 
 def rungs(config: Config) -> tuple[Arm, ...]:
-    """From the slowest way to run `config` to everything on. Rungs that this device does not have are left out."""
+    """Return the ladder from the slowest way to run `config` to everything on. Rungs that this device does not have are
+    left out."""
     if config.optimizer.type != "adamw":
         raise InputError(
             f"--ladder starts from AdamW, but optimizer.type = {config.optimizer.type}; add --set optimizer.type=adamw"

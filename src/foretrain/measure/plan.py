@@ -34,7 +34,7 @@ class Arm:
 
     @property
     def finds_rate(self) -> bool:
-        """It has no learning rate that could be swept."""
+        """Return whether the arm finds its learning rate itself, so that none can be swept."""
         return self.settings.get("optimizer.learning_rate") == "auto"
 
     @property
@@ -58,7 +58,7 @@ SAME_SECONDS = Arm("plain, equal seconds", "what the user would do with the time
 
 @dataclass(frozen=True)
 class Options:
-    """How thoroughly."""
+    """How thoroughly a comparison is made."""
 
     seeds: int = 3
     rates: tuple[float, ...] = (0.5, 1.0, 2.0)
@@ -80,7 +80,7 @@ class Options:
             raise InputError("--budgets must contain 1, the length of the run itself")
 
 
-class Plan:
+class ComparisonPlan:
     """The runs of a comparison. `find` returns the result of a run, or None."""
 
     def __init__(self, base: Config, options: Options, find: Callable[[Spec], Result | None]) -> None:
@@ -105,7 +105,8 @@ class Plan:
     # --- the sweep ---------------------------------------------------------------------------------------------------
 
     def rates(self) -> list[float]:
-        """All factors of the sweep, with those added because the best so far was at its edge. The same for all arms."""
+        """Return all factors of the sweep, with those added because the best so far was at its edge; all arms share
+        them."""
         factors = sorted(self.options.rates)
         if len(factors) < 2:
             return factors
@@ -125,11 +126,11 @@ class Plan:
         return [PLAIN, *(arm for arm in self.claims if arm.swept)]
 
     def sweep(self) -> list[Spec]:
-        """One seed, every learning rate; arms take turns."""
+        """Return one seed at every learning rate; arms take turns."""
         return [self._spec(arm, self.seeds[0], rate) for rate in self.rates() for arm in self._swept()]
 
     def best_rate(self, arm: Arm) -> float | None:
-        """By the held-out loss of the sweep; None while it is not finished."""
+        """Return the rate with the lowest held-out loss of the sweep; None while it is not finished."""
         if arm.finds_rate:
             return 1.0
         owner = next((other for other in self._swept() if other.name == arm.rates_of), arm)
@@ -153,7 +154,7 @@ class Plan:
     # --- one round per seed ------------------------------------------------------------------------------------------
 
     def round(self, seed: int) -> list[Spec]:
-        """All arms of one seed, as far as they are known; every second round goes the other way round."""
+        """Return all arms of one seed, as far as they are known; every second round goes the other way round."""
         rates = {arm.name: self.best_rate(arm) for arm in self._swept()}
         if any(rate is None for rate in rates.values()):
             return []
@@ -165,12 +166,12 @@ class Plan:
         return specs + self.derived(seed)
 
     def curve(self, seed: int) -> list[Spec]:
-        """The plain loop at every budget, its own length first."""
+        """Return the plain loop at every budget, its own length first."""
         others = sorted(set(self.options.budgets) - {1.0})
         return [self._spec(PLAIN, seed, steps=self._steps(budget)) for budget in (1.0, *others)]
 
     def derived(self, seed: int) -> list[Spec]:
-        """Plain loops as long as the first claim turned out to be."""
+        """Return plain loops as long as the first claim turned out to be."""
         claim, plain = (self.find(self._spec(arm, seed)) for arm in (self.claims[0], PLAIN))
         if not self.options.controls or not _usable(claim) or not _usable(plain):
             return []
@@ -182,11 +183,12 @@ class Plan:
         ]
 
     def specs(self) -> list[Spec]:
-        """All runs known by now."""
+        """Return all runs known by now."""
         return self.sweep() + [spec for seed in self.seeds for spec in self.round(seed)]
 
     def next(self) -> list[Spec]:
-        """Runs to do now, in this order: what is missing of the sweep, else of the first unfinished round."""
+        """Return the runs to do now, in this order: what is missing of the sweep, else of the first unfinished
+        round."""
         stages = [self.sweep, *(lambda seed=seed: self.round(seed) for seed in self.seeds)]
         for stage in stages:
             missing = [spec for spec in stage() if self.find(spec) is None]
@@ -195,7 +197,7 @@ class Plan:
         return []
 
     def steps_left(self) -> int:
-        """Optimizer steps still to do, roughly: what depends on results yet to come is guessed."""
+        """Return the optimizer steps still to do, roughly: what depends on results yet to come is guessed."""
         per_round = self.base.max_steps * (
             len(self.claims) + len(self.controls) + sum(self.options.budgets) + 2 * self.options.controls
         )
@@ -204,20 +206,20 @@ class Plan:
         return round(known + unknown * per_round + self._underivable() * self.base.max_steps)
 
     def unknown_runs(self) -> int:
-        """Runs that `specs` does not name yet, because they depend on results to come. A guess, and rather too many."""
+        """Guess how many runs `specs` does not name yet, because they depend on results to come; rather too many."""
         unknown = [seed for seed in self.seeds if not self.round(seed)]
         per_round = len(self.claims) + len(self.controls) + len(set(self.options.budgets)) + 2 * self.options.controls
         swept = len(self._swept()) if self.seeds[0] in unknown else 0  # the sweep has one of each already
         return len(unknown) * per_round - swept + self._underivable()
 
     def _underivable(self) -> int:
-        """Plain loops whose length is not known yet, in rounds that are."""
+        """Return the plain loops whose length is not known yet, in rounds that are known."""
         rounds = [seed for seed in self.seeds if self.options.controls and self.round(seed)]
         first = self.claims[0], PLAIN
         return 2 * sum(any(self.find(self._spec(arm, seed)) is None for arm in first) for seed in rounds)
 
     def spec(self, arm: Arm, seed: int) -> Spec:
-        """The run of an arm at its best learning rate."""
+        """Return the run of an arm at its best learning rate."""
         return self._spec(arm, seed)
 
     def _steps(self, budget: float) -> int:

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 
 from foretrain.config import Config, changed, to_mapping
-from foretrain.engine.engine import count
+from foretrain.engine.batch import count, rows_of, tensors_of
 from foretrain.engine.graphs import GraphedStep
-from foretrain.engine.step import rows_of, tensors_of
 from foretrain.errors import CheckpointError, ConfigError, DataError, ForetrainError, SaveError
 from foretrain.events import Bus, Evaluated, Event, Listener, Moved, Notice, PhaseChanged, Progress
 from foretrain.measure.controls import RepeatLast, hold_still
@@ -49,7 +48,7 @@ class Spec:
     """"still": displacements are zero; "repeat": the last displacement is repeated; "": neither."""
 
     def config(self, base: Config) -> Config:
-        """The configuration of this run. A schedule in steps is scaled with the budget."""
+        """Return the configuration of this run. A schedule in steps is scaled with the budget."""
         with_arm = changed(base, self.settings)
         optimizer, schedule = with_arm.optimizer, with_arm.schedule
         values: dict[str, Any] = {
@@ -84,8 +83,8 @@ def carry_out(
     trainer, recorder = _trainer(job, spec, config)
     if listener is not None:
         trainer.bus.subscribe(listener)
-    drawn = _Drawn(job.loader, count if trainer.unit == "tokens" else rows_of)
-    weights = _checksum([p.detach() for p in trainer.full_step.parameters])
+    drawn = _DrawnBatches(job.loader, count if trainer.engine.unit == "tokens" else rows_of)
+    weights = _checksum([p.detach() for p in trainer.engine.full_step.parameters])
     if trainer.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(trainer.device)
     updates = _count_updates(trainer)
@@ -99,7 +98,7 @@ def carry_out(
     if summary["reason"] == "interrupted":
         raise KeyboardInterrupt
     test_loss = trainer.evaluate(job.test)
-    graphed = isinstance(trainer._run_step, GraphedStep)  # inside a graph nobody can count
+    graphed = isinstance(trainer.engine._run_step, GraphedStep)  # inside a graph nobody can count
     account = {
         "drawn_tokens": drawn.tokens,
         "updates": None if graphed else updates[0],
@@ -112,7 +111,7 @@ def carry_out(
         "learning_rate": (summary.get("learning_rate") or {}).get("chosen", config.optimizer.peak_rate),
         "loss": test_loss,
         "held_out_loss": summary["final_val_loss"],
-        "seconds": trainer.clock.seconds,
+        "seconds": trainer.engine.clock.seconds,
         "steps": summary["global_step"],
         "backward_passes": summary["backward_passes"],
         "tokens": summary["tokens"],
@@ -122,7 +121,7 @@ def carry_out(
         "rolled_back": moves.get("rolled_back", 0),
         "account": account,
         "peak_memory_mb": summary.get("peak_memory_mb"),
-        **recorder.series(trainer.clock.seconds),
+        **recorder.series(trainer.engine.clock.seconds),
     }
     if not all(loss is not None and math.isfinite(loss) for loss in (test_loss, summary["final_val_loss"])):
         result |= {"loss": None, "held_out_loss": None, "failed": "it ended at a loss that is no number"}
@@ -172,7 +171,7 @@ def _warm_up(task: Task, config: Config, warmed: set[str]) -> None:
             batch = next(batches)
             trainer.step(batch)
         if trainer.pilot is not None:
-            trainer.probe(trainer.to_device(batch))
+            trainer.engine.probe(trainer.engine.to_device(batch))
     trainer.evaluate(job.held_out[:1])
     warmed.add(key)
 
@@ -224,7 +223,7 @@ def check_pairing(runs: list[dict[str, Any]]) -> None:
                 )
 
 
-class _Drawn:
+class _DrawnBatches:
     """Hands on a loader's batches and keeps account of them."""
 
     def __init__(self, loader: Any, count: Callable[[Any], int]) -> None:
@@ -268,7 +267,7 @@ class _Recorder:
         self._notices: list[str] = []
 
     def __call__(self, event: Event) -> None:
-        seconds = round(self._trainer.clock.seconds, 4)
+        seconds = round(self._trainer.engine.clock.seconds, 4)
         match event:
             case Evaluated():
                 self._curve.append([event.step, seconds, event.loss])

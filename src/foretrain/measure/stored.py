@@ -23,7 +23,7 @@ class _Account(BaseModel):
 
 
 class _Result(BaseModel):
-    """Of any run."""
+    """What every run has."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
     arm: str
@@ -36,7 +36,7 @@ class _Result(BaseModel):
 
 
 class _Finished(_Result):
-    """Of a run that came to its end with a loss."""
+    """What a run has besides when it came to its end with a loss."""
 
     seconds: Positive
     steps: Count
@@ -65,7 +65,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def read_result(path: Path) -> dict[str, Any]:
-    """The result of one run, with every number that is computed with."""
+    """Return the result of one run, with every number that is computed with."""
     value = read(path)
     try:
         (_Result if value.get("loss") is None else _Finished).model_validate(value)

@@ -117,7 +117,7 @@ class ModelShelf:
         self._model: Any = None
 
     def with_weights_of(self, config: Config, build: Callable[[Config], Any]) -> Any:
-        """The model of `config` with the first weights of its seed."""
+        """Return the model of `config` with the first weights of its seed."""
         fresh = build(config)
         key = json.dumps(
             [

@@ -50,16 +50,16 @@ class Adapter:
     tensors: dict[str, Tensor] = field(repr=False)
     base_model_name: str = ""
     base_checksum: str = ""
-    """Of the weights it was trained on, as `base_weights.checksum` makes it; empty: unknown."""
+    """Checksum of the weights it was trained on, as `base_weights.checksum` makes it; empty: unknown."""
 
     @property
     def layers(self) -> list[str]:
-        """The paths of the layers that it changes."""
+        """Return the paths of the layers that it changes."""
         return [name.removesuffix(".lora_a") for name in self.tensors if name.endswith(".lora_a")]
 
 
 def adapter_of(model: nn.Module, base_model_name: str = "") -> Adapter:
-    """A copy of the adapter that is attached to the model."""
+    """Return a copy of the adapter that is attached to the model."""
     return Adapter(lora.attachment(model).settings, lora.adapter_state(model), base_model_name)
 
 
@@ -114,7 +114,7 @@ def _peft_name(name: str, layers: Iterable[str], foreign: bool) -> str:
 
 
 def _peft_targets(chosen: list[str], everything: list[str]) -> list[str] | str:
-    """The shortest way to name exactly these layers: last parts, whole paths, or an expression."""
+    """Return the shortest way to name exactly these layers: last parts, whole paths, or an expression."""
     for names in (sorted({path.rpartition(".")[2] for path in chosen}), chosen):
         if {path for path in everything if any(f".{path}".endswith(f".{name}") for name in names)} == set(chosen):
             return names
@@ -124,7 +124,8 @@ def _peft_targets(chosen: list[str], everything: list[str]) -> list[str] | str:
 def _write(
     folder: Path, config: str, tensors: dict[str, Tensor], metadata: dict[str, str], beside: Mapping[str, str]
 ) -> None:
-    """Both files whole beside the old ones first; the configuration leaves first and comes last: no mix is read."""
+    """Write both files whole beside the old ones first; the configuration leaves first and comes last: no mix is
+    read."""
     new_config, new_weights = folder / f".tmp-{CONFIG}", folder / f".tmp-{WEIGHTS}"
     try:
         make_folder(folder)
@@ -149,7 +150,7 @@ def _write(
 
 
 def read_adapter(folder: str | Path) -> Adapter:
-    """An adapter from PEFT's files, checked; its layers have the names that they have in the files."""
+    """Return an adapter from PEFT's files, checked; its layers have the names that they have in the files."""
     folder = user_path(folder)
     config = _read_config(folder)
     try:
@@ -194,7 +195,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _read_weights(folder: Path) -> tuple[dict[str, Tensor], str]:
-    """The tensors, and the checksum of what they belong to."""
+    """Return the tensors, and the checksum of what they belong to."""
     path = folder / WEIGHTS
     if not path.is_file():
         old = folder / "adapter_model.bin"
@@ -220,7 +221,7 @@ def _own_tensor_name(name: str, folder: Path) -> str:
 
 
 def _check_tensors(tensors: dict[str, Tensor], settings: LoraSettings, path: Path) -> tuple[str, ...]:
-    """The layers of the file, once all its tensors make sense by themselves."""
+    """Return the layers of the file, once all its tensors make sense by themselves."""
     halves = (name.rpartition(".") for name in tensors)
     layers = tuple(dict.fromkeys(path for path, _, kind in halves if kind in ("lora_a", "lora_b")))
     if not layers:
@@ -246,7 +247,7 @@ def _check_tensors(tensors: dict[str, Tensor], settings: LoraSettings, path: Pat
 
 
 def fitted(adapter: Adapter, model: nn.Module, layers: dict[str, nn.Module]) -> Adapter:
-    """The adapter under the model's own names, once every tensor fits one of these layers (or a bias)."""
+    """Return the adapter under the model's own names, once every tensor fits one of these layers (or a bias)."""
     tensors = adapter.tensors
     if isinstance(model, GPT2):
         tensors = {huggingface.own_name(name): value for name, value in tensors.items()}

@@ -18,7 +18,7 @@ KEY = "foretrain_base"
 
 
 def checksum(model: nn.Module, without: Collection[str] = ()) -> str:
-    """Of names, number formats and bits of all weights below adapters. without: those that the adapter itself holds.
+    """Digest names, number formats and bits of all weights below adapters. without: those that the adapter holds.
 
     It takes 0.1 s for 124M weights.
     """

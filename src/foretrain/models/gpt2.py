@@ -46,7 +46,7 @@ class GPT2Shape:
 
     @property
     def padded_vocab_size(self) -> int:
-        """Rows of the token embedding as stored: aligned, once the vocabulary is large enough to profit."""
+        """Return the rows of the token embedding as stored: aligned, once the vocabulary is large enough to profit."""
         alignment = VOCABULARY_ALIGNMENT if self.vocab_size >= 8 * VOCABULARY_ALIGNMENT else 1
         return -(-self.vocab_size // alignment) * alignment
 
@@ -61,7 +61,7 @@ SIZES: dict[str, GPT2Shape] = {
 
 
 def shape_from_config(config: ModelConfig) -> GPT2Shape:
-    """The named size with the settings that were changed."""
+    """Return the named size with the settings that were changed."""
     shape = SIZES[config.type]
     width = config.width or shape.width
     heads = config.heads or (shape.heads if width == shape.width else max(1, width // 64))
@@ -107,7 +107,7 @@ class Attention(nn.Module):
         return mixed
 
     def decode(self, x: Tensor, new: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None) -> Tensor:
-        """Attention of the last tokens to all so far; `new` is where their keys and values are kept."""
+        """Compute the attention of the last tokens to all so far; `new` is where their keys and values are kept."""
         batch, length, width = x.shape
         qkv = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
         new.copy_(qkv[1:])
@@ -117,7 +117,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Four times wider, GELU, and back."""
+    """Widens four times, applies GELU, and narrows again."""
 
     def __init__(self, shape: GPT2Shape) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Norm first, then attention; norm first, then feed-forward; both added to the residual stream."""
+    """Adds attention of the norm, then the feed-forward part of the norm, to the residual stream."""
 
     def __init__(self, shape: GPT2Shape) -> None:
         super().__init__()
@@ -152,13 +152,13 @@ class Block(nn.Module):
 
 
 def recomputed_blocks(layers: int, share: float) -> frozenset[int]:
-    """Which blocks are computed again in the backward pass: a share of them, at least one, evenly spread."""
+    """Return which blocks are computed again in the backward pass: a share of them, at least one, evenly spread."""
     count = max(1, round(share * layers)) if share > 0 else 0
     return frozenset(layer for layer in range(layers) if (layer + 1) * count // layers > layer * count // layers)
 
 
 def _draws(block: nn.Module) -> bool:
-    """Whether a block draws random numbers while training: its own dropout, or that of an adapter in it."""
+    """Return whether a block draws random numbers while training: its own dropout, or that of an adapter in it."""
     return any(getattr(module, "dropout", getattr(module, "p", 0.0)) > 0 for module in block.modules())
 
 
@@ -190,7 +190,7 @@ class GPT2(nn.Module):
 
     @property
     def activation_checkpointing(self) -> bool | float:
-        """The share of the blocks that is recomputed in the backward pass; may be changed between two steps."""
+        """Return the share of the blocks that is recomputed in the backward pass; may be changed between two steps."""
         return self._activation_checkpointing
 
     @activation_checkpointing.setter
@@ -216,7 +216,7 @@ class GPT2(nn.Module):
             parameter.copy_(fresh)
 
     def hidden(self, tokens: Tensor) -> Tensor:
-        """The residual stream after the last norm."""
+        """Return the residual stream after the last norm."""
         length = tokens.shape[1]
         if length > self.shape.context:
             raise ConfigError(
@@ -254,7 +254,8 @@ class GPT2(nn.Module):
         return any(_draws(self.blocks[layer]) for layer in self.recomputed)
 
     def make_cache(self, batch: int, length: int, padding: Sequence[int] | None = None) -> KeyValueCache:
-        """Room for `length` tokens in each of `batch` rows, for `decode` under the same autocast setting as here."""
+        """Make room for `length` tokens in each of `batch` rows, for `decode` under the same autocast setting as
+        here."""
         shape, weight = self.shape, self.token_embedding.weight
         kind = weight.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
@@ -286,16 +287,17 @@ class GPT2(nn.Module):
         return bool(self.fused_loss)
 
     def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """Mean loss of a batch of (tokens, targets)."""
+        """Return the mean loss of a batch of (tokens, targets)."""
         loss: Tensor = self(*batch)
         return loss
 
     def flops_per_token(self) -> float:
-        """Forward and backward floating-point operations for one token at full context (PaLM's convention)."""
+        """Return the forward and backward floating-point operations for one token at full context (PaLM's
+        convention)."""
         matrices = sum(p.numel() for p in self.parameters() if p.ndim == 2) - self.position_embedding.weight.numel()
         return 6.0 * matrices + 12.0 * self.shape.layers * self.shape.width * self.shape.context
 
 
 def build(config: ModelConfig, seed: int, **options: Any) -> GPT2:
-    """The model a configuration describes."""
+    """Return the model a configuration describes."""
     return GPT2(shape_from_config(config), seed, **options)

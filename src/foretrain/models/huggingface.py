@@ -1,4 +1,4 @@
-"""The same model as Hugging Face's `GPT2LMHeadModel`, both ways, safetensors only."""
+"""Reads and writes the model as Hugging Face's `GPT2LMHeadModel`, safetensors only."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _OUTER_NAMES = {"token_embedding": "wte", "position_embedding": "wpe", "final_no
 
 
 def foreign_name(name: str) -> str:
-    """Hugging Face's name for a tensor of our GPT-2."""
+    """Return Hugging Face's name for a tensor of our GPT-2."""
     if name.startswith("blocks."):
         _, layer, rest = name.split(".", 2)
         part, _, kind = rest.rpartition(".")
@@ -44,7 +44,8 @@ def foreign_name(name: str) -> str:
 
 
 def own_name(foreign: str) -> str:
-    """The other way, with or without the leading `transformer.`; any other name comes back as it is."""
+    """Return our name for Hugging Face's, with or without the leading `transformer.`; any other name comes back as it
+    is."""
     name = foreign.removeprefix("transformer.")
     if name.startswith("h.") and name.count(".") >= 3:
         _, layer, rest = name.split(".", 2)
@@ -57,7 +58,7 @@ def own_name(foreign: str) -> str:
 
 
 def is_exportable(model: GPT2) -> bool:
-    """Whether Hugging Face's GPT-2 can be the same function."""
+    """Return whether Hugging Face's GPT-2 can be the same function."""
     return model.shape.bias and model.shape.normalization == "layernorm"
 
 
@@ -67,7 +68,7 @@ def _is_transposed(name: str) -> bool:
 
 
 def to_huggingface(model: GPT2) -> dict[str, Tensor]:
-    """State dict for `GPT2LMHeadModel` (its head is tied, so it has no entry of its own)."""
+    """Return the state dict for `GPT2LMHeadModel` (its head is tied, so it has no entry of its own)."""
     if not is_exportable(model):
         raise CheckpointError(
             "only a model with model.bias = true and model.normalization = 'layernorm' is a GPT-2 for Hugging Face"
@@ -108,7 +109,7 @@ def from_huggingface(model: GPT2, weights: Mapping[str, Tensor], origin: str = "
 
 
 def _layers(names: Iterable[str]) -> int:
-    """How many layers these tensors are of."""
+    """Return how many layers these tensors are of."""
     found = (_LAYER.match(name) for name in names)
     return max((int(match[1]) + 1 for match in found if match), default=0)
 

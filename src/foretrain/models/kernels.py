@@ -57,7 +57,7 @@ def _by_torch(logits: Tensor, targets: Tensor, vocab_size: int, ignored: int, bo
 
 @cache
 def _triton_kernel() -> Any:
-    """The kernel, or None where Triton is not installed."""
+    """Return the kernel, or None where Triton is not installed."""
     try:
         from foretrain.models.triton_kernels import softmax_gradient
     except ImportError:

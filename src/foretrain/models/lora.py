@@ -88,17 +88,17 @@ class LoraLinear(AdaptedLinear):
 
     @property
     def original(self) -> Tensor | None:
-        """The base weight as it was before it was merged."""
+        """Return the base weight as it was before it was merged."""
         return self._original
 
     @property
     def weight(self) -> Tensor:
-        """The adapted weight, for code that reads the weight instead of calling the layer."""
+        """Return the adapted weight, for code that reads the weight instead of calling the layer."""
         weight = cast("Tensor", self.base.weight)
         return weight if self.merged else (weight + self.update()).to(weight.dtype)
 
     def update(self) -> Tensor:
-        """What the adapter adds to the base weight, in that weight's orientation."""
+        """Return what the adapter adds to the base weight, in that weight's orientation."""
         update = (self.lora_b @ self.lora_a) * self.scaling
         return update.t() if is_conv1d(self.base) else update
 
@@ -140,7 +140,7 @@ class Attachment:
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Hugging Face's linear layer with its weight stored as [in, out]."""
+    """Return whether this is Hugging Face's linear layer with its weight stored as [in, out]."""
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
@@ -149,7 +149,7 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def layer_size(layer: nn.Module) -> tuple[int, int]:
-    """(inputs, outputs) of a linear layer."""
+    """Return (inputs, outputs) of a linear layer."""
     if is_conv1d(layer):
         inputs, outputs = cast("Tensor", layer.weight).shape
         return inputs, outputs
@@ -166,7 +166,7 @@ def _matches(path: str, pattern: str) -> bool:
 
 
 def linear_layers(model: nn.Module, targets: Iterable[str] = ("*",)) -> dict[str, nn.Module]:
-    """The linear layers that the patterns choose, by path; a pattern that chooses none is an error."""
+    """Return the linear layers that the patterns choose, by path; a pattern that chooses none is an error."""
     layers = {path: module for path, module in model.named_modules() if path and is_linear(module)}
     shared = _shared_weights(model)
     heads = {p for p, layer in layers.items() if p.split(".")[-1] == "lm_head" or id(layer.weight) in shared}
@@ -222,7 +222,7 @@ def attach(model: nn.Module, settings: LoraSettings, seed: int) -> list[str]:
 
 
 def attach_to(model: nn.Module, layers: Mapping[str, nn.Module], settings: LoraSettings, seed: int) -> list[str]:
-    """`attach` to exactly these layers."""
+    """Attach adapters to exactly these layers."""
     generator = torch.Generator().manual_seed(seed)
     parameters = dict(model.named_parameters())
     biases = [] if settings.bias == "none" else [name for name in parameters if "bias" in name.rpartition(".")[2]]
@@ -242,7 +242,7 @@ def attach_to(model: nn.Module, layers: Mapping[str, nn.Module], settings: LoraS
 
 
 def attachment(model: nn.Module) -> Attachment:
-    """What is attached to the model."""
+    """Return what is attached to the model."""
     found = model.__dict__.get("_lora")
     if not isinstance(found, Attachment):
         raise ConfigError("the model has no adapter; call lora.attach first")
@@ -250,12 +250,12 @@ def attachment(model: nn.Module) -> Attachment:
 
 
 def adapted_layers(model: nn.Module) -> dict[str, LoraLinear]:
-    """The layers with an adapter, by path."""
+    """Return the layers with an adapter, by path."""
     return {path: cast("LoraLinear", model.get_submodule(path)) for path in attachment(model).layers}
 
 
 def detach(model: nn.Module, *, keep_merged: bool = False) -> None:
-    """The original modules, weights and biases again; `keep_merged` leaves a merged adapter in the weights for good."""
+    """Put the original modules, weights and biases back; `keep_merged` leaves a merged adapter in the weights."""
     found = attachment(model)
     layers = adapted_layers(model)
     if keep_merged and not all(layer.merged for layer in layers.values()):
@@ -290,7 +290,7 @@ def merge(model: nn.Module) -> None:
 
 
 def unmerge(model: nn.Module) -> None:
-    """The base weights as they were before `merge`, to the bit; nothing where nothing is merged."""
+    """Restore the base weights as they were before `merge`, to the bit; where nothing is merged, nothing happens."""
     for layer in adapted_layers(model).values():
         layer.unmerge()
 
@@ -307,7 +307,7 @@ def _adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def adapter_state(model: nn.Module) -> dict[str, Tensor]:
-    """A copy of all that is trained: `<path>.lora_a`, `<path>.lora_b`, and the biases by their names."""
+    """Return a copy of all that is trained: `<path>.lora_a`, `<path>.lora_b`, and the biases by their names."""
     return {name: value.detach().clone() for name, value in _adapter_tensors(model).items()}
 
 

@@ -23,14 +23,14 @@ HALF_RANGE = 32768.0
 
 
 def logits_bytes(hidden: Tensor, vocab_size: int) -> int:
-    """Memory the full fp32 logits would take."""
+    """Return the memory that the full fp32 logits would take."""
     return hidden.numel() // hidden.shape[-1] * vocab_size * 4
 
 
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int | None = None, slice_rows: int | None = None
 ) -> Tensor:
-    """Mean of `cross_entropy(hidden @ weight.T, targets)` over targets that are not ignored.
+    """Return the mean of `cross_entropy(hidden @ weight.T, targets)` over targets that are not ignored.
 
     hidden: [rows, width], weight: [padded vocabulary, width], targets: [rows]. Rows of `weight` from `vocab_size` on
     are padding and never reach the loss.
@@ -48,7 +48,8 @@ def linear_cross_entropy(
 
 
 def _boost(dtype: torch.dtype, slice_rows: int) -> float:
-    """fp16 loses small probabilities and overflows in large sums: a factor that stays in the middle of its range."""
+    """Return a factor that stays in the middle of fp16's range, which loses small probabilities and overflows in large
+    sums."""
     return max(1.0, HALF_RANGE / slice_rows) if dtype is torch.float16 else 1.0
 
 
@@ -56,7 +57,7 @@ def _boost(dtype: torch.dtype, slice_rows: int) -> float:
 def _linear_cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, slice_rows: int, learning: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(sum of losses, its gradient for `hidden`, its gradient for `weight`), both gradients times the boost."""
+    """Return (sum of losses, its gradient for `hidden`, its gradient for `weight`), both gradients times the boost."""
     high = torch.float64 if hidden.dtype is torch.float64 else torch.float32
     total = torch.zeros((), dtype=high, device=hidden.device)
     hidden_gradient = torch.empty_like(hidden) if learning else hidden.new_empty(0)
@@ -76,7 +77,7 @@ def _linear_cross_entropy(
 
 
 def _wide_product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """left @ right, kept in the wide format the products were summed in."""
+    """Return left @ right in the wide format that the products were summed in."""
     if left.is_cuda and left.dtype is not dtype:
         return torch.mm(left, right, out_dtype=dtype)
     return torch.mm(left, right).to(dtype)

@@ -17,7 +17,7 @@ def softmax_gradient(
     LEARNING: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per row: loss, then `boost * (softmax - one_hot)` over the logits themselves."""
+    """Compute one row per program: its loss, then `boost * (softmax - one_hot)` over the logits themselves."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     target = tl.load(targets + row)

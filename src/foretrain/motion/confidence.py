@@ -10,9 +10,10 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
+
+from foretrain.persist.stateful import Stateful
 
 REMEMBERED = 200
 """Outcomes that are learned from, and over which the calibration error is measured."""
@@ -50,21 +51,25 @@ class ConfidenceFeatures:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    features: tuple[float, ...]
+    features: tuple[float, float, float, float, float]
     kept: bool
     weight: float
     said: float
     """The probability given before the outcome was known."""
 
 
-class Confidence:
+class Confidence(Stateful):
     """`estimate` before a move, `learn` when it was kept or undone."""
 
+    saved = ("weights", "outcomes", "history")
+    weights: list[float]
+    history: deque[Outcome]
+
     def __init__(self) -> None:
-        self.weights: list[float] = list(PRIOR)
+        self.weights = list(PRIOR)
         self.outcomes = 0
         """All that were ever seen."""
-        self.history: deque[Outcome] = deque(maxlen=REMEMBERED)
+        self.history = deque(maxlen=REMEMBERED)
 
     def estimate(self, features: ConfidenceFeatures) -> float:
         """Probability that a move in this situation will be kept."""
@@ -100,6 +105,10 @@ class Confidence:
             for part in _bins([(outcome.said, outcome.kept) for outcome in self.history])
         ]
 
+    def after_load(self) -> None:
+        if len(self.weights) != len(PRIOR):
+            raise ValueError(f"{len(self.weights)} weights, not {len(PRIOR)}")
+
     def _fit(self) -> None:
         """Most probable weights given prior and outcomes: Newton's method, from where it stood."""
         features = np.asarray([outcome.features for outcome in self.history])
@@ -115,18 +124,6 @@ class Confidence:
             step = np.linalg.solve(curvature, slope)
             weights = weights + step / max(1.0, float(np.abs(step).max()))  # Newton can overshoot from far away
         self.weights = [float(weight) for weight in weights]
-
-    def state_dict(self) -> dict[str, Any]:
-        history = [[list(item.features), int(item.kept), item.weight, item.said] for item in self.history]
-        return {"weights": list(self.weights), "outcomes": self.outcomes, "history": history}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.weights = [float(value) for value in state["weights"]]
-        self.outcomes = int(state["outcomes"])
-        items = (
-            Outcome(tuple(x), bool(kept), float(weight), float(said)) for x, kept, weight, said in state["history"]
-        )
-        self.history = deque(items, maxlen=REMEMBERED)
 
 
 def expected_calibration_error(pairs: Sequence[tuple[float, bool]]) -> float:

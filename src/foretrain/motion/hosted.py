@@ -7,7 +7,7 @@ on the current stream, so each finds what the one before it left. The host waits
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -146,6 +146,6 @@ class HostedTrajectory(Trajectory):
         settle(self.device)
         return super().state_dict()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         settle(self.device)
         super().load_state_dict(state)

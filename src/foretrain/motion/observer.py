@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from foretrain.engine.fence import Fence
+from foretrain.engine.hooks import StepHook
 from foretrain.engine.step import StepOutput
+from foretrain.motion.losses import WindowLosses
 from foretrain.motion.predictors.base import Array, Followed, Forecast, Predictor, Score, Situation, score
 from foretrain.motion.predictors.guarded import GuardedPredictor
 from foretrain.motion.quality import Quality
@@ -21,8 +23,7 @@ from foretrain.motion.records import DIRECTIONS, HORIZONS_IN_WINDOWS, ForecastRe
 from foretrain.motion.samples import Sample, Statistics, bias_corrections
 from foretrain.motion.state import StateEncoder
 from foretrain.motion.trajectory import Motion, Since, Trajectory
-
-_SMOOTHING = 1 / 16
+from foretrain.persist.stateful import Stateful, entry
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +59,19 @@ class _Due:
     """None where directions are not kept."""
 
 
-class Observer:
-    """One window at a time. Between windows nothing is read from the device."""
+class Observer(StepHook, Stateful):
+    """Watches one window at a time. Between windows nothing is read from the device."""
+
+    saved = (
+        *("sample", "encoder", "quality", "losses", "predicted_loss", "windows", "situation", "outputs"),
+        *("_next", "_frozen", "_due", "scored"),
+    )
+    predicted_loss: float | None
+    situation: Situation | None
+    scored: list[tuple[Followed, Forecast, Score]]
+    _next: _Pending | None
+    _frozen: _Pending | None
+    _due: _Due | None
 
     def __init__(
         self,
@@ -76,21 +88,25 @@ class Observer:
         self.optimizer = optimizer
         self.window = trajectory.window
         self.sample = Sample(parameters, optimizer)
-        self.encoder = StateEncoder(self.window)
+        self.losses = WindowLosses()
+        self.encoder = StateEncoder(self.window, self.losses)
         self.quality = Quality(self.window)
-        self.smoothed_loss = math.nan
-        self.predicted_loss: float | None = None
+        self.predicted_loss = None
         """What was said a window ago that the smoothed loss would be now; None where nothing was said of now."""
-        self.situation: Situation | None = None
+        self.situation = None
         """At the end of the last window; None after a move or before the first window."""
-        self.scored: list[tuple[Followed, Forecast, Score]] = []
+        self.scored = []
         """Forecasts that met what followed at the end of the last window."""
         self.windows = 0
         """Since the last move."""
         self._outputs: list[Tensor] = []
-        self._next: _Pending | None = None
-        self._frozen: _Pending | None = None
-        self._due: _Due | None = None
+        self._next = self._frozen = None
+        self._due = None
+
+    @property
+    def smoothed_loss(self) -> float:
+        """The moving average of the losses of watched windows."""
+        return self.losses.smoothed
 
     @property
     def due(self) -> bool:
@@ -107,7 +123,7 @@ class Observer:
         self.predicted_loss = None
         self.windows = 0
         if new_level:
-            self.smoothed_loss = math.nan
+            self.losses.new_level()
 
     def cover(self, parameters: list[nn.Parameter], names: Sequence[str], dtype: torch.dtype) -> None:
         """Watch others from now on. All that is known of how weights move is forgotten."""
@@ -125,12 +141,16 @@ class Observer:
     def before_step(self) -> None:
         self.trajectory.before_step()
 
-    def after_step(self, output: StepOutput) -> bool:
-        """After every full step; True when a window is complete."""
+    @property
+    def complete(self) -> bool:
+        """The window is full: it is to be measured before the next step."""
+        return self.trajectory.steps >= self.window
+
+    def after_step(self, output: StepOutput) -> None:
         self._outputs.extend((output.loss, output.gradient_norm, output.skipped))
         if self.trajectory.steps == self.window - 2:
             self.sample.remember()
-        return self.trajectory.after_step()
+        self.trajectory.after_step()
 
     def close(self, moment: Moment) -> WindowRecord:
         """The end of a window: the only place that waits for the device."""
@@ -145,13 +165,13 @@ class Observer:
         self._outputs.clear()
         if not self.trajectory.held:
             record = self._record(self.trajectory.skip(extra), None, moment)
-            self._smooth(record)
+            self.losses.add(record.losses)
             self.scored = []
             self._due = _Due(record, None)
             return
         motion = self.trajectory.close(extra)
         record = self._record(motion.extra, motion, moment)
-        self._smooth(record)
+        self.losses.add(record.losses)
         self._score(motion)
         forecast_record = self._forecast_record(moment)
         state = self.encoder.encode(record, forecast_record, moment.phase)
@@ -172,13 +192,6 @@ class Observer:
         self.windows += 1
         record, self._due = self._due.record, None
         return record
-
-    def _smooth(self, record: WindowRecord) -> None:
-        for loss in record.losses:
-            if math.isfinite(loss):
-                step = _SMOOTHING if math.isfinite(self.smoothed_loss) else 1.0
-                old = self.smoothed_loss if math.isfinite(self.smoothed_loss) else 0.0
-                self.smoothed_loss = old + step * (loss - old)
 
     def _record(self, extra: Sequence[Array], motion: Motion | None, moment: Moment) -> WindowRecord:
         outputs, sampled, weight_norm = extra  # as `close` asked for them
@@ -237,36 +250,25 @@ class Observer:
 
     # --- state -------------------------------------------------------------------------------------------------------
 
+    @property
+    def outputs(self) -> Tensor | None:
+        """Loss, gradient norm and skipped of the steps since the last window, one after another."""
+        return torch.stack([value.float() for value in self._outputs]) if self._outputs else None
+
+    @outputs.setter
+    def outputs(self, saved: Tensor | None) -> None:
+        self._outputs = [] if saved is None else list(saved.to(self.trajectory.device).unbind())
+
     def state_dict(self, directions: bool = True) -> dict[str, Any]:
         """Without `directions` it has to watch some windows again before it forecasts."""
-        return {
-            "trajectory": self.trajectory.state_dict() if directions or not self.trajectory.held else None,
-            "sample": self.sample.state_dict(),
-            "encoder": self.encoder.state_dict(),
-            "quality": self.quality.state_dict(),
-            "smoothed_loss": self.smoothed_loss,
-            "predicted_loss": self.predicted_loss,
-            "windows": self.windows,
-            "situation": None if self.situation is None else pack(self.situation),
-            "outputs": torch.stack([value.float() for value in self._outputs]) if self._outputs else None,
-            "next": _pack_pending(self._next),
-            "frozen": _pack_pending(self._frozen),
-            "due": None if self._due is None else _pack_due(self._due, self.scored),
-        }
+        trajectory = self.trajectory.state_dict() if directions or not self.trajectory.held else None
+        return super().state_dict() | {"trajectory": trajectory}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.sample.load_state_dict(state["sample"])
-        self.encoder.load_state_dict(state["encoder"])
-        self.quality.load_state_dict(state["quality"])
-        self.smoothed_loss = float(state["smoothed_loss"])
-        self.predicted_loss, self.windows = state["predicted_loss"], int(state["windows"])
-        self.situation = None if state["situation"] is None else unpack(Situation, state["situation"])
-        outputs = state["outputs"]
-        self._outputs = [] if outputs is None else list(outputs.to(self.trajectory.device).clone().unbind())
-        self._next, self._frozen = _unpack_pending(state["next"]), _unpack_pending(state["frozen"])
-        self._due, self.scored = _unpack_due(state.get("due"))
-        if state["trajectory"] is not None:
-            self.trajectory.load_state_dict(state["trajectory"])
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        trajectory = entry(state, "trajectory", "Observer")
+        super().load_state_dict({name: value for name, value in state.items() if name != "trajectory"})
+        if trajectory is not None:
+            self.trajectory.load_state_dict(trajectory)
         else:
             self.trajectory.hold()
             self.restart()
@@ -279,51 +281,3 @@ def _effective_rank(gram: Array) -> float:
     spectrum = np.clip(np.linalg.eigvalsh(np.nan_to_num(gram / np.outer(lengths, lengths))), 1e-12, None)
     share = spectrum / spectrum.sum()
     return float(np.exp(-(share * np.log(share)).sum()))
-
-
-def pack(record: Any) -> dict[str, Any]:
-    """A record of arrays and numbers as a state tree."""
-    values = {field.name: getattr(record, field.name) for field in fields(record)}
-    return {k: torch.from_numpy(v.copy()) if isinstance(v, np.ndarray) else v for k, v in values.items()}
-
-
-def unpack(kind: type[Any], state: dict[str, Any]) -> Any:
-    values = {k: v.cpu().numpy().copy() if isinstance(v, Tensor) else v for k, v in state.items()}
-    return kind(**values)
-
-
-def _pack_pending(pending: _Pending | None) -> dict[str, Any] | None:
-    return None if pending is None else {"situation": pack(pending.situation), "forecast": pack(pending.forecast)}
-
-
-def _unpack_pending(state: dict[str, Any] | None) -> _Pending | None:
-    if state is None:
-        return None
-    forecast = unpack(Forecast, {**state["forecast"], "horizons": tuple(state["forecast"]["horizons"])})
-    return _Pending(unpack(Situation, state["situation"]), forecast)
-
-
-def _pack_due(due: _Due, scored: list[tuple[Followed, Forecast, Score]]) -> dict[str, Any]:
-    return {
-        "record": pack(due.record),
-        "situation": None if due.situation is None else pack(due.situation),
-        "scored": [
-            [pack(item) | {"situation": pack(item.situation)}, pack(forecast), pack(quality)]
-            for item, forecast, quality in scored
-        ],
-    }
-
-
-def _unpack_due(state: dict[str, Any] | None) -> tuple[_Due | None, list[tuple[Followed, Forecast, Score]]]:
-    if state is None:
-        return None, []
-    situation = None if state["situation"] is None else unpack(Situation, state["situation"])
-    scored = [
-        (
-            unpack(Followed, {**item, "situation": unpack(Situation, item["situation"])}),
-            unpack(Forecast, {**forecast, "horizons": tuple(forecast["horizons"])}),
-            unpack(Score, quality),
-        )
-        for item, forecast, quality in state["scored"]
-    ]
-    return _Due(unpack(WindowRecord, state["record"]), situation), scored

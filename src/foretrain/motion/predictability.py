@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy as np
-
+from foretrain.motion.losses import WindowLosses
 from foretrain.motion.quality import Quality
 from foretrain.motion.records import HORIZONS_IN_WINDOWS, LAST_WINDOW, WindowRecord
+from foretrain.persist.stateful import Stateful
 
 _KEPT = 0.8
 LOW_NOISE_RATIO = 0.3
@@ -24,14 +24,17 @@ MARGIN = 0.05
 """Shares of the motion that differ by less are alike."""
 
 
-class Predictability:
+class Predictability(Stateful):
     """Signal against noise in displacements, gradients and losses."""
 
-    def __init__(self) -> None:
+    saved = ("window_cosine", "gradient_cosine", "same_batch", "windows")
+
+    def __init__(self, losses: WindowLosses) -> None:
+        """losses: they take in every window, too."""
+        self.losses = losses
         self.window_cosine = math.nan
         """Of one window's displacement with the one before."""
         self.gradient_cosine = math.nan
-        self.noise_ratio = math.nan
         self.same_batch = False
         """Every step sees the same batch: the loss is exact."""
         self.windows = 0
@@ -42,19 +45,11 @@ class Predictability:
         if self.windows > 1:
             self.window_cosine = _fade(self.window_cosine, record.cosines[LAST_WINDOW])
         self.gradient_cosine = _fade(self.gradient_cosine, record.gradient_cosine)
-        losses = np.asarray(record.losses)
-        if np.isfinite(losses).all() and len(losses) > 2:
-            time = np.arange(len(losses)) - (len(losses) - 1) / 2
-            slope = float(time @ losses / (time @ time))
-            scatter = float(np.std(losses - losses.mean() - slope * time))
-            fall = abs(slope) * len(losses)
-            ratio = scatter / max(fall, 1e-6 * abs(float(losses.mean())), 1e-30)
-            self.noise_ratio = math.exp(_fade(_log(self.noise_ratio), _log(ratio)))
 
     @property
     def low_noise(self) -> bool:
         """Whether the loss right after a move can be trusted."""
-        smooth = self.noise_ratio < LOW_NOISE_RATIO and self.gradient_cosine > LOW_NOISE_COSINE
+        smooth = self.losses.noise_ratio < LOW_NOISE_RATIO and self.gradient_cosine > LOW_NOISE_COSINE
         return self.windows >= 2 and (self.same_batch or smooth)
 
     @property
@@ -98,26 +93,16 @@ class Predictability:
         return {
             "motion_snr": _rounded(self.motion_snr),
             "gradient_snr": _rounded(self.gradient_snr),
-            "loss_noise_ratio": _rounded(self.noise_ratio),
+            "loss_noise_ratio": _rounded(self.losses.noise_ratio),
             "low_noise": self.low_noise,
             "verdict": self.sentence(quality, held_out),
         }
-
-    def state_dict(self) -> dict[str, Any]:
-        return dict(vars(self))
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
 
 
 def _fade(old: float, new: float) -> float:
     if not math.isfinite(new):
         return old
     return new if not math.isfinite(old) else _KEPT * old + (1 - _KEPT) * new
-
-
-def _log(value: float) -> float:
-    return math.log(max(value, 1e-30)) if math.isfinite(value) else math.nan
 
 
 def _snr(cosine: float) -> float:

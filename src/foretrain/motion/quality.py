@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
 from foretrain.motion.predictors.base import Followed, Forecast, score
 from foretrain.motion.records import HORIZONS_IN_WINDOWS, LAST_WINDOW
+from foretrain.persist.stateful import Stateful
 
 _KEPT = 0.9
 """Share of the past that recent figures keep per forecast."""
@@ -41,8 +41,10 @@ class _Tally:
 
 
 @dataclass
-class Quality:
+class Quality(Stateful):
     """Scores of forecasts that were made before what they forecast."""
+
+    saved = ("tallies",)
 
     window: int
     tallies: dict[int, _Tally] = field(default_factory=lambda: {n: _Tally() for n in HORIZONS_IN_WINDOWS})
@@ -123,9 +125,3 @@ class Quality:
             for windows, tally in self.tallies.items()
             if tally.count
         }
-
-    def state_dict(self) -> dict[str, Any]:
-        return {str(windows): dict(vars(tally)) for windows, tally in self.tallies.items()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.tallies = {int(windows): _Tally(**values) for windows, values in state.items()}

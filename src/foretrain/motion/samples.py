@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from foretrain.engine.optim.build import is_wrapped
 from foretrain.engine.optim.moments import sample_moment
 from foretrain.persist.codec import real_view
+from foretrain.persist.stateful import Stateful
 
 _TENSORS = 16
 _PER_TENSOR = 1024
@@ -31,18 +32,25 @@ class Statistics(NamedTuple):
     """Of the root of the second moment; the gradient's root mean square where there is none."""
 
 
-class Sample:
+class Sample(Stateful):
     """Fixed coordinates of the largest parameters."""
+
+    saved = ("_before",)
+    _before: Tensor | None
 
     def __init__(self, parameters: Sequence[nn.Parameter], optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         self._seen: dict[nn.Parameter, Tensor] = {}
         self.cover(parameters)
 
+    @property
+    def device(self) -> torch.device:
+        return self.parameters[0].device
+
     def cover(self, parameters: Sequence[nn.Parameter]) -> None:
         """Choose among these from now on."""
         self.parameters = sorted(parameters, key=lambda p: -p.numel())[:_TENSORS]
-        self._before: Tensor | None = None
+        self._before = None
         if self._seen:
             self.watch()
 
@@ -90,13 +98,6 @@ class Sample:
                 square,
             ]
         )
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"before": self._before}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        before = state["before"]
-        self._before = None if before is None else before.to(self.parameters[0].device).clone()
 
 
 def bias_corrections(optimizer: Optimizer, steps: int) -> tuple[float, float]:

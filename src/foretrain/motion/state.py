@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from foretrain.motion.features import FEATURES, KNOWN_SPREADS, Feature, describe
+from foretrain.motion.losses import WindowLosses
 from foretrain.motion.records import ForecastRecord, PhaseRecord, WindowRecord
+from foretrain.persist.stateful import Stateful
 
 __all__ = ["FEATURES", "KNOWN_SPREADS", "Feature", "StateEncoder", "describe"]
 
@@ -17,16 +18,20 @@ Array = NDArray[np.float64]
 
 LARGEST = 10.0
 """Normalised values are clipped to this."""
-RATES = (1 / 4, 1 / 16, 1 / 64)
-"""Weights of the newest loss in the moving averages."""
 
 
-class StateEncoder:
+class StateEncoder(Stateful):
     """Turns records into the normalised state. Every call counts for the running mean and deviation."""
 
-    def __init__(self, window: int) -> None:
+    saved = (
+        *("log_gradient", "log_displacement", "previous_displacement", "previous_weights", "path"),
+        *("last_step", "count", "mean", "square", "last"),
+    )
+
+    def __init__(self, window: int, losses: WindowLosses) -> None:
+        """losses: they have taken in a window before it is encoded."""
         self.window = window
-        self.averages = [math.nan] * len(RATES)
+        self.losses = losses
         self.log_gradient = math.nan
         """Long average of the logarithm of the gradient norm: the baseline."""
         self.log_displacement = math.nan
@@ -41,7 +46,6 @@ class StateEncoder:
         """Sum of squared deviations from the mean (Welford)."""
         self.last: Array = np.zeros(len(FEATURES))
         """Last finite values."""
-        self._shapes: dict[int, tuple[Array, Array]] = {}
         spreads = [KNOWN_SPREADS.get((item.group, item.name), (math.nan, math.nan)) for item in FEATURES]
         self._known_mean, self._known_deviation = np.asarray(spreads).T
         self._known = np.isfinite(self._known_mean)
@@ -51,7 +55,7 @@ class StateEncoder:
         skipped = window.step - self.last_step - len(window.losses)
         values = np.array(
             [
-                *self._loss(window),
+                *self._loss(),
                 *self._gradient(window),
                 *self._optimizer(window),
                 *self._weights(window),
@@ -75,38 +79,19 @@ class StateEncoder:
         scale = np.where(self._known, self._known_deviation, deviation)
         return np.asarray(np.minimum(np.maximum((values - centre) / scale, -LARGEST), LARGEST))
 
-    def _loss(self, window: WindowRecord) -> list[float]:
-        losses = [loss for loss in window.losses if math.isfinite(loss)]
-        if len(losses) < 3:
+    def _loss(self) -> list[float]:
+        fit = self.losses.fit
+        if fit is None:
             return [math.nan] * 13
-        data = np.array(losses)
-        rows, time = self._shape(len(losses))
-        mean, slope, curvature, *fresh = (rows @ data).tolist()
-        for number, rate in enumerate(RATES):
-            before = self.averages[number]
-            # The first window starts the averages at its own mean, so that they do not rise from zero.
-            before = before if math.isfinite(before) else mean
-            self.averages[number] = (1 - rate) ** len(losses) * before + fresh[number]
-        rest = data - (mean + slope * time)
+        losses, rest = fit.losses, fit.rest
         spread = float(rest @ rest)
-        changes = data[1:] - data[:-1]
+        changes = losses[1:] - losses[:-1]
         turns = float(np.count_nonzero(changes[1:] * changes[:-1] < 0)) / (len(losses) - 2)
         neighbours = float(rest[1:] @ rest[:-1]) / spread if spread > 0 else 0.0
-        deviation = math.log(max(math.sqrt(spread / len(losses)), 1e-12 * abs(mean), 1e-30))
-        short, _, long = self.averages
-        levels = (losses[-1], mean, *self.averages, deviation, min(losses), max(losses))
-        return [*levels, slope, curvature, turns, neighbours, short - long]
-
-    def _shape(self, count: int) -> tuple[Array, Array]:
-        """[6, count] weights that give mean, slope and curvature in least squares and the fresh part of the moving
-        averages; [count] the centred time."""
-        if count not in self._shapes:
-            time = np.arange(count) - (count - 1) / 2
-            square = time**2 - np.mean(time**2)
-            fits = (np.full(count, 1 / count), time / (time @ time), 2 * square / (square @ square))
-            averages = (rate * (1 - rate) ** np.arange(count - 1, -1, -1) for rate in RATES)
-            self._shapes[count] = np.asarray(np.stack([*fits, *averages]), float), np.asarray(time, float)
-        return self._shapes[count]
+        deviation = math.log(max(fit.scatter, 1e-12 * abs(fit.mean), 1e-30))
+        short, _, long = averages = self.losses.averages
+        levels = (float(losses[-1]), fit.mean, *averages, deviation, float(losses.min()), float(losses.max()))
+        return [*levels, fit.slope, fit.curvature, turns, neighbours, short - long]
 
     def _gradient(self, window: WindowRecord) -> list[float]:
         norms = [norm for norm in window.gradient_norms if math.isfinite(norm)]
@@ -182,23 +167,6 @@ class StateEncoder:
             window.progress,
             math.log1p(phase.steps_since_move),
         ]
-
-    def state_dict(self) -> dict[str, Any]:
-        state = {name: value for name, value in vars(self).items() if name != "window" and not name.startswith("_")}
-        return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in state.items()} | {
-            "averages": list(self.averages)
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name in self.state_dict():
-            known = getattr(self, name)
-            value = state[name]
-            if isinstance(known, np.ndarray):
-                value = np.asarray(value, dtype=float)
-                if value.shape != known.shape:
-                    raise ValueError(f"{name} of the state encoder has shape {value.shape}, not {known.shape}")
-            setattr(self, name, value)
-        self.averages = list(self.averages)
 
 
 def _predictor(forecast: ForecastRecord) -> list[float]:

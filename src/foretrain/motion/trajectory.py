@@ -7,7 +7,7 @@ A run on shards replaces `reduce_dots`, the only place where numbers of differen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +20,7 @@ from foretrain.engine.memory.host import add_each, copy_each
 from foretrain.motion.predictors.base import Array
 from foretrain.motion.records import DIRECTIONS, HORIZONS_IN_WINDOWS, WINDOWS_OF_MEANS
 from foretrain.persist.codec import real_view
+from foretrain.persist.stateful import Stateful, entry
 
 _MOST_CHUNKS = 8192
 _SMALLEST_CHUNK = 256
@@ -62,8 +63,10 @@ def basis_type(wanted: str, trained: int) -> torch.dtype:
     return torch.bfloat16 if narrow else torch.float32
 
 
-class Trajectory:
+class Trajectory(Stateful):
     """Observes weights in windows, in place and without copies of its own state; only `place` changes weights."""
+
+    saved = ("windows", "steps", "frozen_windows")
 
     _ROWS = 2 * _R + 2
     """The basis, the frozen one, the displacement since then, and that of the window, last."""
@@ -270,30 +273,26 @@ class Trajectory:
 
     # --- state -------------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
-        counts = {"windows": self.windows, "steps": self.steps, "frozen_windows": self.frozen_windows}
-        if not self.held:
-            return counts
-        tensors = {"basis": self.basis, "previous": self._previous}
-        if self.frozen_windows >= 0:
+    def _directions(self) -> dict[str, Tensor]:
+        """What there is of the size of the weights."""
+        tensors = {"basis": self.basis, "previous": self._previous} if self.held else {}
+        if self.held and self.frozen_windows >= 0:
             tensors |= {"frozen": self.frozen, "since_freeze": self._since_freeze}
-        return counts | tensors
+        return tensors
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | self._directions()
 
     @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Directions are copied straight to where they belong: there may be no room for them twice."""
         if "basis" in state:
             self.hold()
         else:
             self.release()
-        self.windows, self.steps = int(state["windows"]), int(state["steps"])
-        self.frozen_windows = int(state["frozen_windows"])
-        if not self.held:
-            return
-        self.basis.copy_(state["basis"])
-        self._previous.copy_(state["previous"])
-        if self.frozen_windows >= 0:
-            self.frozen.copy_(state["frozen"])
-            self._since_freeze.copy_(state["since_freeze"])
+        super().load_state_dict({name: value for name, value in state.items() if name in self.saved})
+        for name, tensor in self._directions().items():
+            tensor.copy_(entry(state, name, "Trajectory"))
 
 
 class Layout:

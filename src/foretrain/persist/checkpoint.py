@@ -35,8 +35,8 @@ from foretrain.persist.files import (
     sync_file,
     write_synced,
 )
+from foretrain.persist.form import FORMAT, WITH_READABLE_WEIGHTS, FormatError, check_format
 
-FORMAT = 1
 _MANIFEST = "manifest.json"
 _STATE = "state.json"
 _STEP_FOLDER = re.compile(r"step-([0-9]{8,18})(?:-after-rollback-([0-9]{1,9}))?")
@@ -44,6 +44,8 @@ _STEP_FOLDER = re.compile(r"step-([0-9]{8,18})(?:-after-rollback-([0-9]{1,9}))?"
 _BEST_FOLDER = re.compile(r"best-step-([0-9]{8,18})")
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _JSON_LIMIT = 64 * 2**20
+_WEIGHTS = ("model", "average", "frozen", "meta", "progress")
+"""Parts of a state that do not depend on how a run is steered."""
 
 
 class _FileEntry(BaseModel):
@@ -153,20 +155,22 @@ class CheckpointStore:
         not start over in silence.
         """
         self._sweep()
-        damaged: list[tuple[Path, str]] = []
+        damaged: list[tuple[Path, CheckpointError]] = []
         for step, folder in list(self.steps()):
             try:
                 state = read(folder)
             except CheckpointError as error:
-                damaged.append((folder, str(error)))
+                damaged.append((folder, error))
                 continue
-            rejected = [(self._put_aside(path), reason) for path, reason in damaged]
+            rejected = [(self._put_aside(path), str(reason)) for path, reason in damaged]
             for path, reason in rejected:
                 on_reject(path, reason)
             return Loaded(step, folder, state, rejected)
+        if damaged and isinstance(damaged[0][1], FormatError):
+            raise damaged[0][1]
         aside = sorted(path.name for path in self.root.glob("bad-step-*")) if self.root.is_dir() else []
         if damaged or aside:
-            reasons = "; ".join(reason for _, reason in damaged) or f"only {', '.join(aside)} is left"
+            reasons = "; ".join(str(reason) for _, reason in damaged) or f"only {', '.join(aside)} is left"
             raise CheckpointError(
                 f"{self.root}: no checkpoint can be used ({reasons}). "
                 "Restore one from a backup, or start anew in another folder"
@@ -279,8 +283,10 @@ def verify(folder: str | Path) -> None:
         raise CheckpointError(f"{folder} cannot be read: {error}") from None
 
 
-def _verified(folder: Path) -> _Manifest:
+def _verified(folder: Path, formats: tuple[int, ...] = WITH_READABLE_WEIGHTS) -> _Manifest:
     manifest = _read_manifest(folder)
+    if manifest.format not in formats:
+        check_format(manifest.format, str(folder))
     for name, entry in manifest.files.items():
         path = folder / name
         if not _FILE_NAME.fullmatch(name) or path.is_symlink():
@@ -299,17 +305,29 @@ def _verified(folder: Path) -> _Manifest:
 
 def read(folder: str | Path) -> dict[str, Any]:
     """The state in a checkpoint folder, after verifying all of it. Nothing in it is ever executed."""
-    folder = Path(folder)
+    return _read(Path(folder), (FORMAT,))
+
+
+def read_weights(folder: str | Path) -> dict[str, Any]:
+    """Weights, averages, step and configuration of a checkpoint folder, in earlier formats, too."""
+    return _read(Path(folder), WITH_READABLE_WEIGHTS, _WEIGHTS)
+
+
+def _read(folder: Path, formats: tuple[int, ...], parts: tuple[str, ...] | None = None) -> dict[str, Any]:
+    """parts: of the state; None: all."""
     try:
-        manifest = _verified(folder)
+        manifest = _verified(folder, formats)
         content = from_json(_read_limited(folder / _STATE))
-        if content["format"] != FORMAT or content["step"] != manifest.step:
+        if content["format"] != manifest.format or content["step"] != manifest.step:
             raise CheckpointError(f"{folder / _STATE} does not belong to this checkpoint")
         tensors: dict[str, Tensor] = {}
         for name in manifest.files:
-            if name.endswith(".safetensors"):
+            if name.endswith(".safetensors") and (parts is None or name.removesuffix(".safetensors") in parts):
                 tensors.update(_read_tensors(folder / name))
-        state = put_together(Snapshot(tensors, content["state"]))
+        tree = content["state"]
+        if parts is not None and isinstance(tree, dict):
+            tree = {name: tree[name] for name in parts if name in tree}
+        state = put_together(Snapshot(tensors, tree))
         if not isinstance(state, dict):
             raise CheckpointError(f"{folder / _STATE} holds no state")
     except (ValueError, KeyError, TypeError, RecursionError, SafetensorError, OSError) as error:
@@ -336,8 +354,6 @@ def _read_manifest(folder: Path) -> _Manifest:
         manifest = _Manifest.model_validate_json(_read_limited(path))
     except (ValidationError, OSError) as error:
         raise CheckpointError(f"{path} is damaged: {_first_problem(error)}") from None
-    if manifest.format != FORMAT:
-        raise CheckpointError(f"{path} has format {manifest.format}; this version reads format {FORMAT}")
     match = _STEP_FOLDER.fullmatch(folder.name) or _BEST_FOLDER.fullmatch(folder.name)
     if match and int(match[1]) != manifest.step:
         raise CheckpointError(f"{path} is of step {manifest.step}, not of this folder")

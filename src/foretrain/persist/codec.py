@@ -229,13 +229,13 @@ def restore_model(
     were not to be saved; None: those that are frozen."""
     constant = set(frozen_weights(model)) if constant is None else constant
     own = check_model(model, saved, origin, constant)
-    _copy_all([(value, saved[name]) for name, value in own.items() if isinstance(value, Tensor)])
+    copy_all([(value, saved[name]) for name, value in own.items() if isinstance(value, Tensor)])
     for name, value in own.items():
         if not isinstance(value, Tensor):  # what a module returned from get_extra_state
             model.load_state_dict({name: saved[name]}, strict=False)
 
 
-def _copy_all(pairs: list[tuple[Tensor, Tensor]]) -> None:
+def copy_all(pairs: list[tuple[Tensor, Tensor]]) -> None:
     """Every second tensor into its first, in a few launches."""
     targets = [target for target, _ in pairs]
     if targets:
@@ -269,7 +269,7 @@ def restore_optimizer(
     rates = [group.get("lr") for group in optimizer.param_groups]
     if _same_tensors(current, saved):
         with torch.no_grad():
-            _copy_all(_fill(current["state"], saved["state"]))
+            copy_all(_fill(current["state"], saved["state"]))
         for group, values in zip(optimizer.param_groups, groups, strict=True):
             for key in (values.keys() & group.keys()) - {"params", "lr"}:
                 if isinstance(group[key], Tensor):

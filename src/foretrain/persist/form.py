@@ -1,16 +1,40 @@
-"""Whether a saved state has the form that ours has: a number where a number belongs, and so on."""
+"""Whether a saved state is one that this version can use: its format, and a number where a number belongs."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
-_LARGEST = 2**64
+from foretrain.errors import CheckpointError
+from foretrain.persist.stateful import LARGEST_NUMBER, kind_of
+
+FORMAT = 2
+"""Of states and checkpoints. 1: development versions before 0.1.0."""
+WITH_READABLE_WEIGHTS = (1, FORMAT)
+"""Formats in which weights, averages and the configuration are saved alike."""
 _OTHERS = frozenset({"model", "optimizer", "average", "rates", "predictor"})
 """Parts of a state that are checked where they are put back: of another model, or a user's own."""
+
+
+class FormatError(CheckpointError):
+    """A state of another format. It is not damaged: the version that saved it can use it."""
+
+
+def check_format(found: Any, origin: str) -> None:
+    """Raises FormatError unless a whole state of the format `found` (None: it has none) can be read."""
+    if found == FORMAT:
+        return
+    if isinstance(found, int) and found > FORMAT:
+        raise FormatError(
+            f"{origin}: saved by a newer version (format {found}, this one reads format {FORMAT}); update foretrain"
+        )
+    raise FormatError(
+        f"{origin}: saved by an earlier development version (format {1 if found is None else found}, "
+        f"this one reads format {FORMAT}); "
+        "finish that run with the version that began it, or begin anew in another folder. Its weights alone can still "
+        "be read: `foretrain export`, or load_weights"
+    )
 
 
 def check_form(own: Any, saved: Any, place: str = "") -> None:
@@ -18,7 +42,7 @@ def check_form(own: Any, saved: Any, place: str = "") -> None:
     was just made. What is None, or empty, in one of them says nothing about the other, and what only one of them has
     is not looked at: settings may have changed since."""
     kind, other = _kind(own), _kind(saved)
-    if isinstance(saved, int) and abs(saved) > _LARGEST:
+    if isinstance(saved, int) and abs(saved) > LARGEST_NUMBER:
         raise ValueError(f"{place} is a number of {len(hex(saved)) * 4} bits")
     if own is None or saved is None:
         return
@@ -38,12 +62,6 @@ def check_form(own: Any, saved: Any, place: str = "") -> None:
 
 def _kind(value: Any) -> str:
     """In words. A tensor of one number is as good as a number."""
-    if isinstance(value, Tensor):
-        return "a tensor" if value.ndim else "a number"
-    return _kind_of(type(value))
-
-
-@functools.cache
-def _kind_of(kind: type) -> str:
-    kinds: dict[str, Any] = {"a number": (int, float), "a text": str, "a mapping": Mapping, "a list": (list, tuple)}
-    return next((name for name, kinds in kinds.items() if issubclass(kind, kinds)), kind.__name__)
+    if isinstance(value, bool) or (isinstance(value, Tensor) and not value.ndim):
+        return "a number"
+    return kind_of(value)

@@ -35,7 +35,7 @@ class Pass:
     recomputed: float = 0.0
     """Share of the blocks whose activations are not kept."""
     rank: int = 0
-    """Of adapters; 0: all weights are trained."""
+    """The rank of adapters; 0: all weights are trained."""
 
     @property
     def tokens(self) -> int:
@@ -47,23 +47,23 @@ class Pass:
 
     @property
     def number(self) -> int:
-        """E: bytes of a number in matrix products."""
+        """Return E, the bytes of a number in matrix products."""
         return HALF if self.half else FP32
 
     @property
     def residual(self) -> int:
-        """Bytes of a number in the sum that runs through the blocks."""
+        """Return the bytes of a number in the sum that runs through the blocks."""
         return HALF if self.half and self.narrow else FP32
 
     @property
     def stream(self) -> int:
-        """The residual stream once, in fp32 bytes / 4: tokens x width."""
+        """Return the residual stream once, in fp32 bytes / 4: tokens x width."""
         return self.tokens * self.shape.width
 
     @property
     def norm_input(self) -> int:
-        """Bytes of a number that a norm keeps: CUDA's autocast widens its input to fp32, a compiled one reads it as it
-        is, and the CPU's RMS norm, which is not fused, keeps an fp32 input and its normalized form."""
+        """Return the bytes of a number that a norm keeps: CUDA's autocast widens its input to fp32, a compiled one
+        reads it as it is, and the CPU's RMS norm, which is not fused, keeps an fp32 input and its normalized form."""
         return self._norm_input(self.compiled)
 
     def _norm_input(self, compiled: bool) -> int:
@@ -77,7 +77,8 @@ class Pass:
 
     @cached_property
     def kept_per_block(self) -> int:
-        """Inputs and outputs of both norms, queries, keys and values, attention, and the feed-forward twice 4 wide."""
+        """Sum up inputs and outputs of both norms, queries, keys and values, attention, and the feed-forward twice 4
+        wide."""
         e = self.number
         wide = self.stream * (2 * self.norm_input + 2 * e + 3 * e + e + 4 * e + 4 * e)
         numbers = 2 if self.shape.normalization == "layernorm" else 1
@@ -96,7 +97,7 @@ class Pass:
 
     @property
     def kept_of_embedding(self) -> int:
-        """Which numbers were dropped before the first block."""
+        """Return which numbers were dropped before the first block."""
         return self.stream * (1 if self.cuda or self.compiled else FP32) if self.shape.dropout else 0
 
     @property
@@ -109,34 +110,37 @@ class Pass:
 
     @property
     def input_of_block(self) -> int:
-        """All that is kept of a recomputed block."""
+        """Return all that is kept of a recomputed block."""
         return self.stream * self.residual
 
     @property
     def casts_per_block(self) -> int:
-        """Narrow copies of its matrices and biases, made by autocast and kept for the backward pass."""
+        """Return the narrow copies of its matrices and biases, made by autocast and kept for the backward pass."""
         width = self.shape.width
         return HALF * (12 * width**2 + (9 * width if self.shape.bias else 0)) if self.half else 0
 
     @property
     def in_forward(self) -> int:
-        """For a while in a block's forward pass, beside what is kept: residual streams and a norm's fp32 output."""
+        """Return what a block's forward pass needs for a while beside what is kept: residual streams and a norm's fp32
+        output."""
         return self.stream * (2 * self.residual + (FP32 if self.half else 0))
 
     @property
     def in_forward_alone(self) -> int:
-        """In the forward pass of a block that keeps nothing: the feed-forward twice 4 wide, and its in- and output."""
+        """Return what the forward pass of a block needs that keeps nothing: the feed-forward twice 4 wide, its in- and
+        output."""
         return self.stream * (self.residual + 10 * self.number)
 
     @property
     def in_backward(self) -> int:
-        """For a while in a block's backward pass: the gradient of the stream and that of the wide part."""
+        """Return what a block's backward pass needs for a while: the gradient of the stream and that of the wide
+        part."""
         cast = self.number if self.residual != self.number else 0
         return self.stream * (self.residual + cast + 4 * self.number)
 
     @property
     def largest_matrix(self) -> int:
-        """Elements of the feed-forward's matrices."""
+        """Return the elements of the feed-forward's matrices."""
         return 4 * self.shape.width**2
 
     # --- the loss ----------------------------------------------------------------------------------------------------
@@ -147,12 +151,12 @@ class Pass:
 
     @property
     def last_norm_input(self) -> int:
-        """As `norm_input`, of the norm before the output layer."""
+        """Return `norm_input` for the norm before the output layer."""
         return self._norm_input(self.compiles_loss)
 
     @cached_property
     def fuses(self) -> bool:
-        """Whether the logits are computed in slices."""
+        """Return whether the logits are computed in slices."""
         if self.fused == "auto":
             limit = FUSED_LOSS_FROM_BYTES["cuda"] if self.cuda else FUSED_LOSS_ELSEWHERE
             return FP32 * self.tokens * self.shape.padded_vocab_size > limit
@@ -160,7 +164,7 @@ class Pass:
 
     @property
     def head(self) -> int:
-        """Elements of the output layer, which is the token embedding."""
+        """Return the elements of the output layer, which is the token embedding."""
         return self.shape.padded_vocab_size * self.shape.width
 
     @property
@@ -169,18 +173,18 @@ class Pass:
 
     @property
     def kept_of_hidden(self) -> int:
-        """Input of the last norm, and its output where the output layer needs it later."""
+        """Return the input of the last norm, and its output where the output layer needs it later."""
         return self.stream * (self.last_norm_input + (0 if self.fuses else self.number))
 
     @property
     def hidden_in_forward(self) -> int:
-        """The last norm's output, and its narrow copy, while the loss is computed."""
+        """Return the last norm's output, and its narrow copy, while the loss is computed."""
         if not self.half:
             return self.stream * FP32 if self.fuses else 0
         return self.stream * (self.residual + FP32 + (self.number if self.fuses else 0))
 
     def loss_forward(self, learning: bool = True) -> int:
-        """Most that the loss needs in the forward pass."""
+        """Return the most that the loss needs in the forward pass."""
         e, vocabulary, padded = self.number, self.shape.vocab_size, self.shape.padded_vocab_size
         if not self.fuses:
             if self.compiles_loss:
@@ -203,7 +207,7 @@ class Pass:
 
     @property
     def loss_kept(self) -> int:
-        """Between the two passes."""
+        """Return what the loss keeps between the two passes."""
         if self.fuses:
             return FP32 * self.head + self.stream * self.number
         logits = self.number * self.shape.padded_vocab_size if self.compiles_loss else FP32 * self.shape.vocab_size
@@ -211,7 +215,8 @@ class Pass:
 
     @property
     def loss_backward(self) -> int:
-        """Most that the loss needs in the backward pass, with what was kept, without the gradient of the head."""
+        """Return the most that the loss needs in the backward pass, with what was kept, without the gradient of the
+        head."""
         if self.fuses:
             return self.loss_kept + self.head_cast + self.stream * self.number
         padded = self.tokens * self.number * self.shape.padded_vocab_size
@@ -223,12 +228,12 @@ class Pass:
 
     @property
     def cast_at_once(self) -> int:
-        """The largest narrow copy, where each is made when it is needed and freed after it."""
+        """Return the largest narrow copy, where each is made when it is needed and freed after it."""
         return HALF * self.largest_matrix if self.half else 0
 
     @property
     def forward_alone(self) -> int:
-        """A pass without gradients, as probes and evaluation make them, with its copies of weights."""
+        """Return a pass without gradients, as probes and evaluation make them, with its copies of weights."""
         cached = not self.compiled and not self.recomputed  # autocast keeps every copy to the end of the pass
         copies = self.shape.layers * self.casts_per_block if cached else self.cast_at_once
         head = self.head_cast if not (self.compiles_loss or self.fuses) else 0

@@ -11,17 +11,17 @@ from foretrain import config as configuration
 from foretrain.config import Config
 from foretrain.config.units import format_size, parse_size
 from foretrain.engine.precision import choose_device
-from foretrain.planning.estimate import Target
+from foretrain.planning.estimate import PlanTarget
 from foretrain.planning.plan import changed_values, plan, without_prediction
 
 CHANGE_RESULTS = {"optimizer.state_type", "optimizer.gradient_clip_norm"}
-"""Of what a plan may change: narrow moments are rounded, and what is updated in the backward pass is not clipped."""
+"""Settings of a plan that change results: narrow moments are rounded, updates in the backward pass are not clipped."""
 
 
 def within_budget(
-    config: Config, target: Target, given: frozenset[str], say: Callable[[str], None] = lambda _: None
+    config: Config, target: PlanTarget, given: frozenset[str], say: Callable[[str], None] = lambda _: None
 ) -> Config:
-    """The configuration with the plan's settings, and a capped allocator; as it was where there is no budget.
+    """Return the configuration with the plan's settings and cap the allocator; without a budget nothing changes.
 
     given: the settings that were named by the user. They stay as they are.
     """

@@ -12,6 +12,7 @@ from foretrain.config import Config
 from foretrain.engine.graphs import LAUNCH_BOUND_FLOPS
 from foretrain.engine.precision import choose_device, choose_precision
 from foretrain.hybrid.gate import no_audit_is_affordable
+from foretrain.hybrid.moves.obstacles import FEWEST_PAIRS
 from foretrain.hybrid.policy import NEED_A_REASON
 from foretrain.models.gpt2 import GPT2Shape
 from foretrain.motion.hosted import HOSTED_ROWS, elements_at_once
@@ -28,18 +29,17 @@ RESERVE = 0.05
 """Share beyond the peak that a budget must leave: the allocator holds whole segments, a little more than it hands out.
 Measured peaks are compared without it."""
 PAGES = 160 * 2**20
-"""And so much on a CUDA device, whose memory comes in pages of 20 MiB that are partly used: GPT-2 124M under 2 GB had
-200 MB in them."""
+"""A CUDA device needs so much besides, as its memory comes in pages of 20 MiB that are partly used: GPT-2 124M under
+2 GB had 200 MB in them."""
 TOKEN_BYTES = 16
 """A token and its target, 8 bytes each."""
 BATCHES_AT_HAND = 5
 """The batch itself, the last three of a window, and the one that a move is probed on."""
-_FEWEST_PAIRS = 5
 _PHASES = ("full", "predict", "correct", "audit", "evaluate")
 
 
 @dataclass(frozen=True)
-class Target:
+class PlanTarget:
     """What is planned for: a model's shape, a device, and what the configuration does not say."""
 
     shape: GPT2Shape
@@ -61,7 +61,7 @@ class Estimate:
     pool: int = 0
     """What a recorded CUDA graph keeps to itself while other phases run; reserved, but not allocated."""
     moment: str = ""
-    """Of a full step, when it needs the most."""
+    """What exists at the moment of a full step that needs the most."""
     pages: int = 0
     """What the allocator cannot hand out of partly used pages."""
     host: int = 0
@@ -69,7 +69,7 @@ class Estimate:
 
     @property
     def peaks(self) -> dict[str, int]:
-        """What the allocator's own counter will show, phase by phase."""
+        """Return what the allocator's own counter will show, phase by phase."""
         return {phase: sum(parts.values()) for phase, parts in self.phases.items()}
 
     @property
@@ -78,7 +78,7 @@ class Estimate:
 
     @property
     def needed(self) -> int:
-        """What a budget must allow for."""
+        """Return what a budget must allow for."""
         most = max(peak + (self.pool if phase not in ("full", "correct") else 0) for phase, peak in self.peaks.items())
         return int(most * (1 + RESERVE)) + self.pages
 
@@ -95,24 +95,24 @@ class Estimate:
 
 def target_of(
     config: Config, shape: GPT2Shape, *, length: int | None = None, adapters: bool = False, evaluated_rows: int = 0
-) -> Target:
-    """For the device that the configuration chooses here."""
+) -> PlanTarget:
+    """Return the target for the device that the configuration chooses here."""
     device = choose_device(config.device)
     precision = choose_precision(config.precision.type, device)
-    return Target(shape, device.type == "cuda", precision, length or shape.context, adapters, evaluated_rows)
+    return PlanTarget(shape, device.type == "cuda", precision, length or shape.context, adapters, evaluated_rows)
 
 
-def all_parameters(config: Config, target: Target) -> Parameters:
+def all_parameters(config: Config, target: PlanTarget) -> Parameters:
     return adapted_parameters(target.shape, config.lora) if target.adapters else parameters_of(target.shape)
 
 
-def compiles(config: Config, target: Target) -> bool:
+def compiles(config: Config, target: PlanTarget) -> bool:
     wanted = config.engine.compile
     return target.cuda if wanted == "auto" else bool(wanted)
 
 
-def pass_of(config: Config, target: Target, precision: str = "same", rows: int = 0) -> Pass:
-    """A micro-batch through the model."""
+def pass_of(config: Config, target: PlanTarget, precision: str = "same", rows: int = 0) -> Pass:
+    """Return the pass of a micro-batch through the model."""
     return Pass(
         target.shape,
         rows or -(-config.batch_size // config.accumulation_steps),
@@ -129,8 +129,8 @@ def pass_of(config: Config, target: Target, precision: str = "same", rows: int =
     )
 
 
-def tries_nothing(config: Config, target: Target) -> bool:
-    """Nothing will be predicted, as far as can be known before the run: directions are not even kept.
+def tries_nothing(config: Config, target: PlanTarget) -> bool:
+    """Return whether nothing will be predicted, as far as can be known before the run: directions are not even kept.
 
     (Where every batch gives the same loss the run finds out that moves can be judged, and makes room for them.)
     """
@@ -141,8 +141,8 @@ def tries_nothing(config: Config, target: Target) -> bool:
     return large and not judged and no_audit_is_affordable(config, config.max_steps)
 
 
-def estimate(config: Config, target: Target) -> Estimate:
-    """All phases. Nothing of the size of the model is made."""
+def estimate(config: Config, target: PlanTarget) -> Estimate:
+    """Estimate all phases. Nothing of the size of the model is allocated."""
     parameters = all_parameters(config, target)
     in_backward, hybrid = config.engine.update_in_backward, config.hybrid.mode != "off"
     tries = not tries_nothing(config, target)
@@ -177,7 +177,7 @@ def estimate(config: Config, target: Target) -> Estimate:
     if tries:
         rest = dict(always)
         leaves = target.cuda and config.memory.offload
-        if leaves and not config.memory.lookahead:  # else it comes back beside the last probe
+        if leaves and not config.memory.return_ahead:  # else it comes back beside the last probe
             rest["optimizer state"] = 0
         left = 0 if leaves else gradients
         phases["predict"] = rest | {"gradients": left, "activations": alone, "move": _move(config, target, parameters)}
@@ -200,14 +200,14 @@ def estimate(config: Config, target: Target) -> Estimate:
 
 
 def _snapshot(config: Config, learned: int, state: int) -> int:
-    """Trained weights, optimizer state, average and look-ahead, once."""
+    """Return the bytes of trained weights, optimizer state, average and look-ahead, once."""
     size = learned + state
     size += learned if config.evaluation.ema_decay else 0
     return size + (2 * learned if config.predictor.beta > 0 else 0)
 
 
-def _host(config: Config, target: Target, parameters: Parameters, snapshot: int, state: int, tries: bool) -> int:
-    """What `memory.snapshots`, `memory.basis` and `memory.offload` keep in main memory."""
+def _host(config: Config, target: PlanTarget, parameters: Parameters, snapshot: int, state: int, tries: bool) -> int:
+    """Return what `memory.snapshots`, `memory.basis` and `memory.offload` keep in main memory."""
     size = 0
     if config.memory.basis == "pinned" and tries:
         size += _directions(config, parameters, HOSTED_ROWS)
@@ -219,14 +219,15 @@ def _host(config: Config, target: Target, parameters: Parameters, snapshot: int,
 
 @lru_cache(maxsize=64)
 def row_size(parameters: Parameters) -> tuple[int, int]:
-    """Elements of a row of the stored directions, and bytes of the matrix that sums its groups."""
+    """Return the elements of a row of the stored directions, and bytes of the matrix that sums its groups."""
     stand_ins = [torch.empty(()).expand(p.shape) for p in parameters.trained]  # one number each in memory
     layout = Layout(stand_ins, [p.name for p in parameters.trained])
     return layout.size, layout._membership.numel() * layout._membership.element_size()
 
 
-def _basis(config: Config, target: Target, parameters: Parameters, held: bool) -> int:
-    """The directions, if they are kept, and on the device, and the matrix that sums their groups."""
+def _basis(config: Config, target: PlanTarget, parameters: Parameters, held: bool) -> int:
+    """Return the bytes on the device of the directions, if they are kept there, and of the matrix that sums their
+    groups."""
     if not parameters.trained:
         return 0
     elsewhere = not held or (target.cuda and config.memory.basis == "pinned")
@@ -234,15 +235,15 @@ def _basis(config: Config, target: Target, parameters: Parameters, held: bool) -
 
 
 def _directions(config: Config, parameters: Parameters, rows: int) -> int:
-    """Two bases, one or two displacements, the weights at the window's start and a scratch row."""
+    """Sum up two bases, one or two displacements, the weights at the window's start and a scratch row."""
     if not parameters.trained:
         return 0
     number = basis_type(config.hybrid.basis_type, parameters.elements).itemsize
     return row_size(parameters)[0] * (rows * number + 2 * FP32)
 
 
-def _move(config: Config, target: Target, parameters: Parameters) -> int:
-    """What making a move needs: a direction in fp32, and with an average the way that was gone."""
+def _move(config: Config, target: PlanTarget, parameters: Parameters) -> int:
+    """Return what making a move needs: a direction in fp32, and with an average the way that was gone."""
     number = basis_type(config.hybrid.basis_type, parameters.elements).itemsize
     way = parameters.learned if config.evaluation.ema_decay else 0
     if target.cuda and config.memory.basis == "pinned":
@@ -251,17 +252,18 @@ def _move(config: Config, target: Target, parameters: Parameters) -> int:
     return way + (FP32 * row_size(parameters)[0] if parameters.trained and number != FP32 else 0)
 
 
-def _pairs(config: Config, target: Target, learned: int) -> int:
-    """Only where the loss may be exact: without weight decay and loss scale."""
+def _pairs(config: Config, target: PlanTarget, learned: int) -> int:
+    """Return the bytes of quasi-Newton pairs, which exist only where the loss may be exact: no weight decay, no loss
+    scale."""
     possible = config.hybrid.mode == "leap" and not config.optimizer.decay and target.precision != "fp16"
     judged = target.adapters and config.hybrid.probe_examples  # by held-out examples, which search instead
     possible = possible and not (config.engine.update_in_backward or config.hybrid.search is False or judged)
     pairs = min(config.hybrid.secant_pairs, int(config.hybrid.secant_memory_mb * 2**20 / (2 * learned or 1)))
-    return learned * (2 * pairs + 6) if possible and pairs >= _FEWEST_PAIRS else 0
+    return learned * (2 * pairs + 6) if possible and pairs >= FEWEST_PAIRS else 0
 
 
-def _recorded(config: Config, target: Target) -> bool:
-    """The step will be a CUDA graph."""
+def _recorded(config: Config, target: PlanTarget) -> bool:
+    """Return whether the step will be a CUDA graph."""
     wanted, elements = config.engine.cuda_graph, all_parameters(config, target).elements
     if wanted == "auto":
         leaves = config.memory.offload and config.hybrid.mode != "off"  # then the state does not stay where it was
@@ -269,6 +271,6 @@ def _recorded(config: Config, target: Target) -> bool:
     return target.cuda and bool(wanted)
 
 
-def _pool(config: Config, target: Target, step: Mapping[str, int]) -> int:
+def _pool(config: Config, target: PlanTarget, step: Mapping[str, int]) -> int:
     """A recorded step keeps its activations and buffers for the next replay."""
     return sum(step.values()) - step["gradients"] if _recorded(config, target) else 0

@@ -9,15 +9,12 @@ from functools import cached_property, lru_cache
 
 from foretrain.config import OptimizerConfig
 from foretrain.config.schema import LoraConfig
+from foretrain.engine.optim.moments import BLOCK, SMALLEST
 from foretrain.models.gpt2 import GPT2Shape
 
 FP32 = 4
 STEP_BYTES = 4
 """AdamW counts its steps in one fp32 number per parameter."""
-NARROW_FROM = 4096
-"""Smaller tensors keep fp32 averages, whatever `optimizer.state_type` is."""
-QUANTIZED_BLOCK = 256
-"""Numbers that share one fp32 scale in 8 bit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +35,7 @@ class Parameter:
 
     @property
     def block(self) -> int | None:
-        """The block it belongs to."""
+        """Return the block it belongs to."""
         return int(self.name.split(".")[1]) if self.name.startswith("blocks.") else None
 
 
@@ -54,42 +51,42 @@ class Parameters:
 
     @cached_property
     def elements(self) -> int:
-        """That are trained."""
+        """Return how many elements are trained."""
         return sum(p.numel for p in self.trained)
 
     @cached_property
     def weights(self) -> int:
-        """Bytes."""
+        """Return the bytes of all parameters."""
         return FP32 * sum(p.numel for p in self.all)
 
     @property
     def learned(self) -> int:
-        """Bytes that are trained: also those of all gradients."""
+        """Return the bytes that are trained, which are also those of all gradients."""
         return FP32 * self.elements
 
     @cached_property
     def head_gradient(self) -> int:
-        """Of the token embedding, which is also the output layer."""
+        """Return the bytes of the gradient of the token embedding, which is also the output layer."""
         return FP32 * sum(p.numel for p in self.trained if p.name == "token_embedding.weight")
 
     @cached_property
     def block_gradients(self) -> int:
-        """Of one block."""
+        """Return the bytes of the gradients of one block."""
         return FP32 * sum(p.numel for p in self.trained if p.block == 0)
 
     @cached_property
     def largest_gradient(self) -> int:
-        """Of one parameter of a block."""
+        """Return the bytes of the largest gradient in a block."""
         return FP32 * max((p.numel for p in self.trained if p.block == 0), default=0)
 
     @cached_property
     def largest(self) -> int:
-        """Elements of the largest trained parameter."""
+        """Return the elements of the largest trained parameter."""
         return max((p.numel for p in self.trained), default=0)
 
     @cached_property
     def by_shape(self) -> dict[tuple[int, ...], int]:
-        """Elements of all hidden matrices of one shape, which Muon updates together."""
+        """Return the elements of all hidden matrices of one shape, which Muon updates together."""
         found: dict[tuple[int, ...], int] = {}
         for p in self.trained:
             if by_muon(p):
@@ -103,12 +100,12 @@ class Parameters:
 
 @lru_cache(maxsize=64)
 def parameters_of(shape: GPT2Shape) -> Parameters:
-    """Of the whole model."""
+    """Return the parameters of the whole model."""
     return Parameters(_all(shape))
 
 
 def adapted_parameters(shape: GPT2Shape, lora: LoraConfig) -> Parameters:
-    """Frozen, with trained adapters beside the chosen linear layers."""
+    """Return the frozen model with trained adapters beside the chosen linear layers."""
     return _adapted(shape, lora.rank, tuple(lora.targets), lora.bias)
 
 
@@ -157,13 +154,13 @@ def _adapted(shape: GPT2Shape, rank: int, targets: tuple[str, ...], bias: str) -
 
 
 def by_muon(p: Parameter) -> bool:
-    """Hidden matrices; Muon leaves all else to AdamW."""
+    """Return whether Muon updates it: hidden matrices; it leaves all else to AdamW."""
     return len(p.shape) == 2 and not p.embedding
 
 
 @lru_cache(maxsize=256)
 def _state_of_all(parameters: Parameters, kind: str, state_type: str, still: bool) -> int:
-    """still: without momentum."""
+    """Return the bytes of all averages. still: without momentum."""
     total = 0
     for p in parameters.trained:
         one = _average(p.numel, state_type)
@@ -175,6 +172,6 @@ def _state_of_all(parameters: Parameters, kind: str, state_type: str, still: boo
 
 
 def _average(numel: int, state_type: str) -> int:
-    if state_type == "fp32" or numel < NARROW_FROM:
+    if state_type == "fp32" or numel < SMALLEST:
         return FP32 * numel
-    return 2 * numel if state_type == "bf16" else numel + FP32 * -(-numel // QUANTIZED_BLOCK)
+    return 2 * numel if state_type == "bf16" else numel + FP32 * -(-numel // BLOCK)

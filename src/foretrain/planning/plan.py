@@ -7,39 +7,40 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from foretrain.config import Config
+from foretrain.config.paths import nested, value_of, with_settings
 from foretrain.config.units import format_size
 from foretrain.errors import ConfigError
-from foretrain.planning.estimate import Estimate, Target, estimate
-from foretrain.planning.levers import EXPLANATIONS, LEVERS, Choice, choices, value_of
+from foretrain.planning.estimate import Estimate, PlanTarget, estimate
+from foretrain.planning.levers import EXPLANATIONS, LEVERS, LeverChoice, choices
 
 _NAMED = 3
 """Settings that a message lists."""
 _WORTH_SAYING = 0.02
-"""Of a step's time."""
+"""A share of a step's time."""
 
 
 class NothingFitsError(ConfigError):
     """No combination of settings fits the budget."""
 
-    def __init__(self, text: str, smallest: Plan) -> None:
+    def __init__(self, text: str, smallest: MemoryPlan) -> None:
         super().__init__(text)
         self.smallest = smallest
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Settings, and the memory a run with them will need."""
+class MemoryPlan:
+    """Settings, and the memory that a run with them will need."""
 
     config: Config
-    choice: Choice
+    choice: LeverChoice
     estimate: Estimate
     before: Estimate
-    """Of the configuration as it was."""
+    """The estimate for the configuration as it was."""
     budget: int | None = None
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """Every lever that was pulled."""
+        """Return every lever that was pulled."""
         return [
             {"setting": name, "value": value, "cost": round(self.choice.costs[name], 4), "effect": EXPLANATIONS[name]}
             for name, value in self.choice.settings.items()
@@ -56,8 +57,8 @@ class Plan:
         }
 
 
-def plan(config: Config, target: Target, budget: int, given: frozenset[str]) -> Plan:
-    """The fastest allowed settings whose estimate is within the budget. Raises NothingFitsError otherwise.
+def plan(config: Config, target: PlanTarget, budget: int, given: frozenset[str]) -> MemoryPlan:
+    """Find the fastest allowed settings whose estimate is within the budget. Raises NothingFitsError otherwise.
 
     Where it does not fit as it is and prediction does not pay, that is the first to go.
     """
@@ -72,26 +73,26 @@ def plan(config: Config, target: Target, budget: int, given: frozenset[str]) -> 
     return _with(off, found, config, target)
 
 
-def gives_up_prediction(config: Config, target: Target, given: frozenset[str]) -> bool:
-    """Whether a plan may switch prediction off. It has paid for no language model at full weights (docs/results.md);
-    adapters' leaps are judged on held-out examples and need little memory."""
+def gives_up_prediction(config: Config, target: PlanTarget, given: frozenset[str]) -> bool:
+    """Return whether a plan may switch prediction off. It has paid for no language model at full weights
+    (docs/results.md); adapters' leaps are judged on held-out examples and need little memory."""
     return config.hybrid.mode != "off" and "hybrid.mode" not in given and not target.adapters
 
 
-def _with(off: dict[str, Any], found: Plan, config: Config, target: Target) -> Plan:
-    """The plan, as one of the configuration before `off`, which costs nothing."""
+def _with(off: dict[str, Any], found: MemoryPlan, config: Config, target: PlanTarget) -> MemoryPlan:
+    """Return the plan, as one of the configuration before `off`, which costs nothing."""
     choice = found.choice
-    whole = Choice(off | choice.settings, choice.cost, dict.fromkeys(off, 0.0) | choice.costs)
+    whole = LeverChoice(off | choice.settings, choice.cost, dict.fromkeys(off, 0.0) | choice.costs)
     return replace(found, choice=whole, before=estimate(config, target))
 
 
-def with_prediction(config: Config, target: Target, budget: int, given: frozenset[str]) -> Plan:
-    """The same with `hybrid.mode` as it is."""
+def with_prediction(config: Config, target: PlanTarget, budget: int, given: frozenset[str]) -> MemoryPlan:
+    """Plan without touching `hybrid.mode`."""
     before = estimate(config, target)
-    smallest: Plan | None = None
+    smallest: MemoryPlan | None = None
     for choice in choices(config, given, target):
         changed = with_settings(config, choice.settings)
-        found = Plan(changed, choice, estimate(changed, target), before, budget)
+        found = MemoryPlan(changed, choice, estimate(changed, target), before, budget)
         if found.estimate.needed <= budget:
             return found
         if smallest is None or found.estimate.needed < smallest.estimate.needed:
@@ -112,9 +113,10 @@ def with_prediction(config: Config, target: Target, budget: int, given: frozense
 
 
 def without_prediction(
-    config: Config, target: Target, budget: int, given: frozenset[str], cost: float = math.inf
+    config: Config, target: PlanTarget, budget: int, given: frozenset[str], cost: float = math.inf
 ) -> str | None:
-    """What the plain loop, which has neither directions nor snapshots, would need; None unless it fits at a lower cost.
+    """Return what the plain loop, which has neither directions nor snapshots, would need; None unless it fits at a
+    lower cost.
 
     cost: of the plan with prediction, as a share of a step's time.
     """
@@ -131,32 +133,16 @@ def without_prediction(
     return None
 
 
-def with_settings(config: Config, settings: dict[str, Any]) -> Config:
-    """The same configuration with these settings, quickly: the values are known to be allowed."""
-    update: dict[str, Any] = {}
-    for name, value in settings.items():
-        section, _, key = name.rpartition(".")
-        if section:
-            part = update.get(section, getattr(config, section))
-            update[section] = part.model_copy(update={key: value})
-        else:
-            update[key] = value
-    return config.model_copy(update=update) if update else config
-
-
 def toml_lines(settings: dict[str, Any]) -> str:
-    """The lines to put into a configuration file."""
+    """Return the lines to put into a configuration file."""
     import tomlkit
 
-    document: dict[str, Any] = {}
-    for name, value in settings.items():
-        section, _, key = name.rpartition(".")
-        (document.setdefault(section, {}) if section else document)[key] = value
+    document = nested(settings)
     plain = {key: value for key, value in document.items() if not isinstance(value, dict)}
     tables = {key: value for key, value in document.items() if isinstance(value, dict)}
     return tomlkit.dumps(plain | tables).strip()
 
 
 def changed_values(config: Config, settings: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """From which value to which."""
+    """Return from which value to which each setting changes."""
     return {name: (value_of(config, name), value) for name, value in settings.items()}

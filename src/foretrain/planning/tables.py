@@ -8,7 +8,7 @@ from rich.table import Table
 
 from foretrain.config.units import format_size
 from foretrain.planning.estimate import RESERVE, Estimate
-from foretrain.planning.plan import Plan
+from foretrain.planning.plan import MemoryPlan
 
 _TITLES = {
     "full": "WARMUP, FULL",
@@ -33,8 +33,8 @@ def component_table(estimate: Estimate) -> Table:
     return table
 
 
-def lever_table(plan: Plan) -> Table:
-    """Every setting that was changed, what it costs, and why."""
+def lever_table(plan: MemoryPlan) -> Table:
+    """Return every setting that was changed, what it costs, and why."""
     table = Table("setting", "value", "step time", "what it does", box=None, pad_edge=False)
     for row in plan.rows:
         table.add_row(row["setting"], _word(row["value"]), f"{row['cost']:+.1%}", row["effect"])
@@ -42,7 +42,7 @@ def lever_table(plan: Plan) -> Table:
 
 
 def needed_line(estimate: Estimate) -> str:
-    """What the device must have; main memory in a line of its own."""
+    """Return what the device must have; main memory in a line of its own."""
     line = (
         f"device memory: peak {format_size(estimate.peak)}; with {RESERVE:.0%}"
         + (f" and {format_size(estimate.pages)}" if estimate.pages else "")
@@ -52,7 +52,7 @@ def needed_line(estimate: Estimate) -> str:
 
 
 def host_line(estimate: Estimate) -> str:
-    """What this machine's own memory must have beside the process itself."""
+    """Return what this machine's own memory must have beside the process itself."""
     return f"main memory: {format_size(estimate.host)}, locked, beside what the process itself takes"
 
 

@@ -21,7 +21,7 @@ MUON_BYTES = 12
 more in bf16, as `engine/muon.py` has them at once."""
 
 
-class Moment(NamedTuple):
+class StepMoment(NamedTuple):
     """What exists at one moment of a step, beside all that always exists. Bytes."""
 
     name: str
@@ -39,15 +39,17 @@ class Moment(NamedTuple):
 @lru_cache(maxsize=8192)
 def full_step(
     work: Pass, parameters: Parameters, optimizer: OptimizerConfig, accumulation: int, in_backward: bool
-) -> Moment:
-    """The moment of a step that needs the most. in_backward: weights are updated soon after a gradient is there."""
+) -> StepMoment:
+    """Return the moment of a step that needs the most. in_backward: weights are updated soon after a gradient is
+    there."""
     return max(moments(work, parameters, optimizer, accumulation, in_backward), key=lambda moment: moment.total)
 
 
 def moments(
     work: Pass, parameters: Parameters, optimizer: OptimizerConfig, accumulation: int, in_backward: bool
-) -> list[Moment]:
-    """Forward block by block, the loss, backward block by block, the embedding, the update."""
+) -> list[StepMoment]:
+    """Return the moments of a step: forward block by block, the loss, backward block by block, the embedding, the
+    update."""
     everything, head = parameters.learned, parameters.head_gradient
     rest = everything - head - work.shape.layers * parameters.block_gradients
     layers = work.shape.layers
@@ -59,18 +61,18 @@ def moments(
     vanish = adds_up or in_backward
     waiting = waiting_bytes(everything) if in_backward else 0
 
-    found: list[Moment] = []
+    found: list[StepMoment] = []
     activations, casts = work.kept_of_embedding, 0
     for layer in range(layers):
         activations += kept[layer]
         casts += 0 if layer in again else work.casts_per_block
         transient = work.in_forward_alone + work.cast_at_once if layer in again else work.in_forward
-        found.append(Moment("forward", before, activations + transient, casts, 0, 0))
+        found.append(StepMoment("forward", before, activations + transient, casts, 0, 0))
     hidden = activations + work.kept_of_hidden
-    found.append(Moment("loss", before, hidden + work.hidden_in_forward, casts, work.loss_forward(), 0))
+    found.append(StepMoment("loss", before, hidden + work.hidden_in_forward, casts, work.loss_forward(), 0))
     casts = (layers - len(again)) * work.casts_per_block
     own = FP32 * work.head  # computed also for a frozen output layer
-    found.append(Moment("loss backward", before + own, hidden, casts, work.loss_backward, 0))
+    found.append(StepMoment("loss backward", before + own, hidden, casts, work.loss_backward, 0))
 
     gradients = before + head + (0 if vanish else rest)
     for layer in reversed(range(layers)):
@@ -82,20 +84,20 @@ def moments(
         buffers = at_once + (max(0, at_once // 2 - 4 * work.stream * work.number) if work.half else 0)
         if in_backward:
             buffers += waiting + update_buffers(optimizer, parameters, work.cuda, waiting)
-        found.append(Moment("backward", gradients, activations + working, casts + copies, 0, buffers))
+        found.append(StepMoment("backward", gradients, activations + working, casts + copies, 0, buffers))
         activations -= kept[layer]
         casts -= 0 if recomputed else work.casts_per_block
         gradients += 0 if vanish else parameters.block_gradients
     stream = work.stream * FP32 if head else 0
-    found.append(Moment("embedding", gradients, stream, 0, 0, head + waiting))
+    found.append(StepMoment("embedding", gradients, stream, 0, 0, head + waiting))
     if not in_backward:
-        found.append(Moment("update", everything, 0, 0, 0, update_buffers(optimizer, parameters, work.cuda)))
+        found.append(StepMoment("update", everything, 0, 0, 0, update_buffers(optimizer, parameters, work.cuda)))
     return found
 
 
 def update_buffers(optimizer: OptimizerConfig, parameters: Parameters, cuda: bool, waiting: int | None = None) -> int:
-    """What an update needs for a while. waiting: bytes of gradients that are used together with the last to come;
-    None: all at once."""
+    """Return what an update needs for a while. waiting: bytes of gradients that are used together with the last to
+    come; None: all at once."""
     widened = 0 if optimizer.state_type == "fp32" or cuda else min(AT_ONCE, parameters.largest)  # a GPU has a kernel
     narrow = 5 * FP32 * widened
     if optimizer.type != "muon":
@@ -107,8 +109,8 @@ def update_buffers(optimizer: OptimizerConfig, parameters: Parameters, cuda: boo
 
 
 def muon_bytes(shape: tuple[int, ...], cuda: bool) -> int:
-    """Per element of all matrices of this shape. In fp32 an iteration needs more: its input, two states, two products
-    of a matrix with its transpose, which are squares of the shorter side."""
+    """Return the bytes per element of all matrices of this shape. In fp32 an iteration needs more: its input, two
+    states, two products of a matrix with its transpose, which are squares of the shorter side."""
     if iteration_type(torch.device("cuda" if cuda else "cpu"), shape) == "bf16":
         return MUON_BYTES
     return MUON_BYTES + math.ceil(2 * FP32 * min(shape) / max(shape))

@@ -15,7 +15,7 @@ _LONGER = 3
 
 
 def in_words(steps: int, batch_size: int, examples: int) -> str:
-    """0.36 (300 steps x 16 are 36% of 13,484 examples, once)."""
+    """Say how often examples are seen: 0.36 (300 steps x 16 are 36% of 13,484 examples, once)."""
     epochs = steps * batch_size / examples
     count = f"{steps:,} steps x {batch_size}"
     if epochs < 1:
@@ -24,7 +24,7 @@ def in_words(steps: int, batch_size: int, examples: int) -> str:
 
 
 def still_falling(evaluations: Sequence[tuple[int, float]], max_steps: int) -> dict[str, Any] | None:
-    """What says that the loss was still falling, and a better `max_steps`; None where it was not.
+    """Return what says that the loss was still falling, and a better `max_steps`; None where it was not.
 
     evaluations: (step, held-out loss), in order. It was if the last is the lowest of all and is 3 % below the one at
     four fifths of the steps. A loss that only trickles down at the end, or rises, asks for no more.

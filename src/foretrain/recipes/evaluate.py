@@ -18,13 +18,14 @@ from foretrain import config as configuration
 from foretrain.config import Config
 from foretrain.data import documents, examples, tokens
 from foretrain.data.examples import EncodedExamples, Example
-from foretrain.data.loader import IGNORED, window_batches, windows_in
+from foretrain.data.loader import window_batches, windows_in
 from foretrain.data.templates import Format
 from foretrain.data.tokenizers import Tokenizer
 from foretrain.engine.precision import Precision, choose_device
 from foretrain.errors import DataError, ForetrainError, InputError
 from foretrain.models.adapter_files import load_adapter
 from foretrain.models.gpt2 import GPT2
+from foretrain.models.loss import IGNORED
 from foretrain.recipes.newest import open_newest
 from foretrain.recipes.open_model import Base, find_folder
 from foretrain.serve.answers import answer_questions
@@ -40,7 +41,7 @@ class _Work:
 
     base: Base
     config: Config
-    """Of the run, or the defaults."""
+    """The run's settings, or the defaults."""
     device: torch.device
     precision: Precision
     batch_size: int
@@ -73,7 +74,8 @@ def evaluate(
     say: Callable[[str], None] = lambda _: None,
     report: Report = lambda what, done, total: None,
 ) -> dict[str, Any]:
-    """Loss and perplexity of a run, a model folder or a checkpoint on `data`; of examples also accuracy or exact match.
+    """Measure loss and perplexity of a run, a model folder or a checkpoint on `data`, for examples also accuracy or
+    exact match.
 
     data: what `foretrain train` or `finetune` read. JSONL records are examples if the run was fine-tuned, if `prompt`
     and `answer` say how to read them, or if their fields are known; else they are text. batches: at most so many,
@@ -107,7 +109,7 @@ def evaluate(
 
 
 def _settings(path: Path) -> Config:
-    """Of the run that a model or checkpoint is of."""
+    """Return the settings of the run that a model or checkpoint belongs to."""
     for place in (path, path.parent, path.parent.parent):
         if (place / "config.toml").is_file():
             with suppress(ForetrainError):
@@ -118,7 +120,7 @@ def _settings(path: Path) -> Config:
 def _format(
     sources: list[str], trained: Format | None, prompt: str | Sequence[str] | None, answer: str | None
 ) -> Format | None:
-    """How records are read as examples; None: it is text."""
+    """Return how records are read as examples; None: it is text."""
     if prompt is not None or answer is not None:
         return examples.find_format(sources, prompt, answer)
     if not documents.find(sources, "--data").holds_records:
@@ -147,7 +149,7 @@ def _text(work: _Work, sources: list[str], limit: int | None) -> dict[str, Any]:
 
 
 def _tokens(work: _Work, sources: list[str]) -> tokens.TokenArray:
-    """All documents, each with its end, as one stream: as a run reads its held-out files."""
+    """Return all documents, each with its end, as one stream: as a run reads its held-out files."""
     source = documents.find(sources, "--data")
     if source.is_tokens:
         stream = tokens.read_token_files(source)
@@ -203,7 +205,8 @@ def _examples(
 
 
 def _classes(work: _Work, found: list[Example]) -> tuple[str, ...]:
-    """All answers, where they come from a small set; those of the training data count too, as they did in the run."""
+    """Return all answers, where they come from a small set; those of the training data count too, as they did in the
+    run."""
     data = work.config.data
     trained: list[Example] = []
     if work.base.format is not None and data.path:
@@ -214,7 +217,7 @@ def _classes(work: _Work, found: list[Example]) -> tuple[str, ...]:
 
 @torch.inference_mode()
 def _mean_loss(work: _Work, batches: Iterable[tuple[Tensor, Tensor]], count: int) -> tuple[float, int]:
-    """Mean over all targets that count, as in a run's own evaluation, and how many there are."""
+    """Return the mean over all targets that count, as in a run's own evaluation, and how many there are."""
     total, counted = 0.0, 0
     for number, (inputs, targets) in enumerate(batches, 1):
         here = int((targets != IGNORED).sum())

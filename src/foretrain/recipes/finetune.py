@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,20 +30,19 @@ from foretrain.persist.folder import RunFolder
 from foretrain.planning.budget import within_budget
 from foretrain.planning.estimate import target_of
 from foretrain.recipes import epochs
+from foretrain.recipes.export import read_checkpoint
+from foretrain.recipes.frame import RunOptions, TrainingJob, carry_out
 from foretrain.recipes.open_model import Base, find_folder, open_base
-from foretrain.recipes.train import check_steps, read_checkpoint
 from foretrain.serve.answers import answer_questions
 from foretrain.show.follow import read_runs
-from foretrain.show.pages import report
-from foretrain.show.pages.scales import finite
-from foretrain.show.trackers.opening import check_installed
+from foretrain.show.numbers import finite
 from foretrain.trainer import HybridTrainer
 
 _PROBE_SEED = 2
 
 
 @dataclass(frozen=True)
-class Split:
+class ExampleSplit:
     """Examples to learn from, to judge leaps by, and to evaluate on. No prompt is in two of them, unless
     `data.validation_path` repeats some."""
 
@@ -66,9 +66,8 @@ def finetune(
     listeners: Sequence[Listener] = (),
     say: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Train an adapter for `model.weights` on the examples of `data.path`; returns the summary."""
+    """Train an adapter for `model.weights` on the examples of `data.path` and return the summary."""
     check(config)
-    check_installed(config.log.trackers)
     named = configuration.given(config)
     config = configuration.changed(config, {"model.weights": str(find_folder(config.model.weights).resolve())})
     path = Path(out) if out is not None else default_folder(config)
@@ -76,59 +75,44 @@ def finetune(
         raise InputError(f"--out {path}: it holds the model that is to be fine-tuned; choose another folder")
     if resume:
         _check_adapter(path, config)
-        check_steps(path, config)
-    bus = Bus()
-    for listener in listeners:
-        bus.subscribe(listener)
-    with RunFolder(path, resume, overwrite) as folder:
-        folder.command = "finetune"
-        base = base_of(config)
-        config = with_templates(config, say)
-        data = prepare(config, base, say)
-        config, base = _within_budget(config, base, data, named, say)
-        pinned = choose_device(config.device).type == "cuda"
-        loader = Loader(data.train, config.batch_size, config.seed, config.data.prefetch, pin_memory=pinned)
-        trainer = build_trainer(with_steps(config, loader), base.model, data, bus)
-        config = trainer.config
-        folder.files["config.toml"] = configuration.to_toml(config)
-        folder.files["tokenizer.json"] = base.tokenizer.to_json()
-        if overwrite and not resume:
-            folder.clear()
-        summary = trainer.fit(
-            loader,
-            data.held_out.fixed_batches(config.batch_size, config.evaluation.batches),
-            out=folder,
-            resume=resume,
-            progress=progress,
-            table=table,
-            title=f"adapter for {base.folder}",
-            details=_details(config, data, base.model, path),
-            data_fingerprint=data.train.fingerprint,
-        )
-        if summary["reason"] != "interrupted":
-            summary |= _length(path, trainer, data)
-            with trainer.averaged_weights():
-                _save_adapter(base, path / "adapter", config)
-                try:
-                    answered = answer(base, data, config)
-                    summary |= answered
-                    if not answered and config.evaluation.answers:
-                        say("note: no held-out example fits the model's context with its answer, so none was answered")
-                except ForetrainError as error:  # the run is finished, whatever its answers are
-                    say(f"warning: held-out examples could not be answered: {error}")
-            folder.write_summary(summary)
-            if config.log.report:
-                try:
-                    report.write_report([path], path / report.NAME)  # once more: the answers are known now
-                except ForetrainError as error:
-                    say(f"warning: {error}")
-    return summary
+    options = RunOptions(resume, overwrite, progress, table, listeners, say)
+    return carry_out(config, path, "finetune", options, partial(_job, config, named, path, say))
+
+
+def _job(config: Config, named: frozenset[str], path: Path, say: Callable[[str], None], bus: Bus) -> TrainingJob:
+    """Open the base, read the examples, choose what `memory.budget` asks for, and build the trainer."""
+    base = base_of(config)
+    config = with_templates(config, say)
+    data = prepare(config, base, say)
+    config, base = _within_budget(config, base, data, named, say)
+    pinned = choose_device(config.device).type == "cuda"
+    loader = Loader(data.train, config.batch_size, config.seed, config.data.prefetch, pin_memory=pinned)
+    trainer = build_trainer(with_steps(config, loader), base.model, data, bus)
+    config = trainer.config
+
+    def finish(folder: RunFolder, summary: dict[str, Any]) -> None:
+        summary |= _length(path, trainer, data)
+        with trainer.averaged_weights():
+            _save_adapter(base, path / "adapter", config)
+            try:
+                answered = answer(base, data, config)
+                summary |= answered
+                if not answered and config.evaluation.answers:
+                    say("note: no held-out example fits the model's context with its answer, so none was answered")
+            except ForetrainError as error:  # the run is finished, whatever its answers are
+                say(f"warning: held-out examples could not be answered: {error}")
+        folder.write_summary(summary)
+
+    held_out = data.held_out.fixed_batches(config.batch_size, config.evaluation.batches)
+    details = _details(config, data, base.model, path)
+    title = f"adapter for {base.folder}"
+    return TrainingJob(trainer, loader, held_out, title, details, data.train.fingerprint, base.tokenizer, finish)
 
 
 def _within_budget(
-    config: Config, base: Base, data: Split, named: frozenset[str], say: Callable[[str], None]
+    config: Config, base: Base, data: ExampleSplit, named: frozenset[str], say: Callable[[str], None]
 ) -> tuple[Config, Base]:
-    """With the settings that fit `memory.budget`; the base is read anew where they concern the model."""
+    """Choose the settings that fit `memory.budget`; the base is read anew where they concern the model."""
     target = target_of(
         config, base.model.shape, length=data.train.length, adapters=True, evaluated_rows=config.batch_size
     )
@@ -137,7 +121,7 @@ def _within_budget(
 
 
 def check(config: Config) -> None:
-    """Before any folder is made."""
+    """Refuse a configuration that names no model or no data, before any folder is made."""
     if not config.model.weights:
         raise ConfigError(
             "model.weights is empty: name the folder of the model to fine-tune, a run folder or one in Hugging Face's "
@@ -157,7 +141,7 @@ def _check_adapter(path: Path, config: Config) -> None:
 
 
 def base_of(config: Config) -> Base:
-    """The model of `model.weights`, with the tokenizer that lies beside it or is named."""
+    """Return the model of `model.weights`, with the tokenizer that lies beside it or is named."""
     check(config)
     base = open_base(
         config.model.weights,
@@ -182,14 +166,14 @@ def default_folder(config: Config) -> Path:
     return Path("runs") / f"{name}-adapter-{datetime.now().astimezone():%Y%m%d-%H%M%S}"
 
 
-def build_trainer(config: Config, model: GPT2, data: Split, bus: Bus | None = None) -> HybridTrainer:
+def build_trainer(config: Config, model: GPT2, data: ExampleSplit, bus: Bus | None = None) -> HybridTrainer:
     """Attaches the adapter; leaps are judged on the probe examples."""
     lora.attach(model, settings_of(config), config.seed)
     probe = probe_batches(data, config) if config.hybrid.mode != "off" else []
     return HybridTrainer(model, config=config, probe=probe, bus=bus)
 
 
-def probe_batches(data: Split, config: Config) -> list[Any]:
+def probe_batches(data: ExampleSplit, config: Config) -> list[Any]:
     if data.probe is None:
         return []
     size = min(config.batch_size, len(data.probe))
@@ -219,7 +203,7 @@ def line_breaks(template: str) -> str:
     return template.replace("\\n", "\n")
 
 
-def prepare(config: Config, base: Base, say: Callable[[str], None] = lambda _: None) -> Split:
+def prepare(config: Config, base: Base, say: Callable[[str], None] = lambda _: None) -> ExampleSplit:
     """Read and encode. Held-out examples are the same whatever judges the leaps."""
     data = config.data
     prompt, answer = data.prompt or None, data.answer or None
@@ -256,10 +240,10 @@ def prepare(config: Config, base: Base, say: Callable[[str], None] = lambda _: N
     if lost > 0.1 * len(train):
         limit = "data.max_length" if context < base.model.shape.context else "the model's context, which is the limit"
         say(f"warning: {lost:,} of {len(train):,} examples are too long for {context} tokens, {limit}")
-    return Split(encoded, judging, evaluated, held_out, names)
+    return ExampleSplit(encoded, judging, evaluated, held_out, names)
 
 
-def _details(config: Config, data: Split, model: GPT2, path: Path) -> dict[str, str]:
+def _details(config: Config, data: ExampleSplit, model: GPT2, path: Path) -> dict[str, str]:
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     everything = sum(p.numel() for p in model.parameters())
     return {
@@ -271,8 +255,8 @@ def _details(config: Config, data: Split, model: GPT2, path: Path) -> dict[str, 
     }
 
 
-def _length(path: Path, trainer: HybridTrainer, data: Split) -> dict[str, Any]:
-    """How often the examples were seen, and whether that was too short. A run that was resumed is one run."""
+def _length(path: Path, trainer: HybridTrainer, data: ExampleSplit) -> dict[str, Any]:
+    """Return how often the examples were seen, and whether that was too short. A run that was resumed is one run."""
     found: dict[str, Any] = {"epochs": round(trainer.position * trainer.config.batch_size / len(data.train), 3)}
     log = read_runs([path])[0].evaluations
     told = [(entry.step, loss) for entry in log if (loss := finite(entry.fields.get("loss"))) is not None]
@@ -280,8 +264,8 @@ def _length(path: Path, trainer: HybridTrainer, data: Split) -> dict[str, Any]:
     return found | ({"still_falling": falling} if falling else {})
 
 
-def answer(base: Base, data: Split, config: Config) -> dict[str, Any]:
-    """How many held-out questions are answered right."""
+def answer(base: Base, data: ExampleSplit, config: Config) -> dict[str, Any]:
+    """Return how many held-out questions are answered right."""
     mark = config.evaluation.final_answer
     names = () if mark else data.classes
     return answer_questions(
@@ -290,7 +274,7 @@ def answer(base: Base, data: Split, config: Config) -> dict[str, Any]:
 
 
 def export_adapter(source: str | Path, folder: str | Path) -> Path:
-    """The adapter of a run's newest checkpoint (or of one checkpoint folder), in PEFT's format."""
+    """Return the adapter of a run's newest checkpoint (or of one checkpoint folder), in PEFT's format."""
     store, state, config = read_checkpoint(source)
     if not config.model.weights:
         raise CheckpointError(f"{store}: no fine-tuning run has saved it; `foretrain export` writes whole models")
@@ -305,12 +289,12 @@ def restore_adapter(base: Base, store: Path, state: dict[str, Any], config: Conf
     lora.attach(base.model, settings_of(config), config.seed)
     alone = {"device": "cpu", "hybrid.mode": "off", "optimizer.learning_rate": config.optimizer.peak_rate}
     trainer = HybridTrainer(base.model, config=configuration.changed(config, alone))
-    trainer.load_state_dict(state, str(store))
+    trainer.load_weights(state, str(store))
     return trainer
 
 
 def _save_adapter(base: Base, folder: str | Path, config: Config) -> Path:
-    """With the tokenizer beside it, as other tools expect."""
+    """Write the adapter with the tokenizer beside it, as other tools expect."""
     is_chat = isinstance(make_format(config.data.prompt, config.data.answer), ChatFormat)
     files = tokenizer_files(base.tokenizer, base.model.shape.context, chats.JINJA if is_chat else "")
     return save_adapter(base.model, folder, str(base.folder), files)

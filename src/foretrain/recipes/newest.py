@@ -12,15 +12,16 @@ from foretrain.models import lora
 from foretrain.models.adapter_files import adapter_of
 from foretrain.persist.checkpoint import CheckpointStore
 from foretrain.persist.files import from_json
+from foretrain.recipes.export import is_checkpoint, model_of, read_checkpoint, run_of, step_of
 from foretrain.recipes.finetune import restore_adapter
 from foretrain.recipes.open_model import Base, find_folder, find_tokenizer, open_base
-from foretrain.recipes.train import is_checkpoint, model_of, read_checkpoint, run_of, step_of
 
 
 def open_newest(
     path: str | Path, tokenizer: str = "", vocabulary: str = "", say: Callable[[str], None] = lambda _: None
 ) -> Base:
-    """Like `open_base`, also for a run that is not finished, or for one checkpoint. say: hears which step it is."""
+    """Open a model like `open_base`, also of a run that is not finished, or of one checkpoint. say: hears which step it
+    is."""
     path = find_folder(path)
     if not is_checkpoint(path) and not _is_unfinished(path):
         return open_base(path, tokenizer, vocabulary)
@@ -44,7 +45,7 @@ def open_newest(
 
 
 def _is_unfinished(run: Path) -> bool:
-    """Whether its newest checkpoint is newer than the model or adapter it left at its end, if it left one."""
+    """Return whether its newest checkpoint is newer than the model or adapter it left at its end, if it left one."""
     newest = next(CheckpointStore(run / "checkpoints").steps(), None)
     if newest is None:
         return False

@@ -41,14 +41,14 @@ class Base:
     tokenizer: Tokenizer
     folder: Path
     adapter: Path | Adapter | None = None
-    """Of a fine-tuning run: what it trained on top of these weights."""
+    """What a fine-tuning run trained on top of these weights."""
     format: Format | None = None
-    """Of a fine-tuning run: how it was asked."""
+    """How a fine-tuning run was asked."""
 
 
 def open_base(path: str | Path, tokenizer: str = "", vocabulary: str = "", **options: Any) -> Base:
-    """A run folder of `foretrain train` or `finetune`, or a folder with a GPT-2 in Hugging Face's format, or the name
-    of one in Hugging Face's cache.
+    """Open a run folder of `foretrain train` or `finetune`, or a folder with a GPT-2 in Hugging Face's format, or the
+    name of one in Hugging Face's cache.
 
     tokenizer: the path of a tokenizer.json, or `gpt2` with the folder of its `vocabulary`; unset: the one that lies
     there. options: of `GPT2`.
@@ -90,12 +90,13 @@ def open_base(path: str | Path, tokenizer: str = "", vocabulary: str = "", **opt
 
 
 def asked_in_chats(folder: Path) -> Format | None:
-    """How a model is asked whose folder says that it was tuned on chats, as a merged adapter of ours does."""
+    """Return how a model is asked whose folder says that it was tuned on chats, as a merged adapter of ours does."""
     return make_format(_CHAT, _CHAT) if chat_template_of(folder) == chats.JINJA else None
 
 
 def find_folder(name: str | Path) -> Path:
-    """The folder of this path, or a model of this name that lies in Hugging Face's cache. Nothing is downloaded."""
+    """Return the folder of this path, or a model of this name that lies in Hugging Face's cache. Nothing is
+    downloaded."""
     path = user_path(name)
     if path.is_dir():
         return path
@@ -116,7 +117,7 @@ def find_folder(name: str | Path) -> Path:
 
 
 def _hub_cache() -> Path:
-    """Where huggingface_hub keeps what it downloaded."""
+    """Return where huggingface_hub keeps what it downloaded."""
     if cache := os.environ.get("HF_HUB_CACHE"):
         return user_path(cache, "HF_HUB_CACHE")
     home = os.environ.get("HF_HOME")
@@ -125,7 +126,7 @@ def _hub_cache() -> Path:
 
 
 def _snapshots(cached: Path) -> list[Path]:
-    """The versions of a cached model, the one that its main branch stands for first, then the newest."""
+    """Return the versions of a cached model, the one that its main branch stands for first, then the newest."""
     try:
         found = sorted((cached / "snapshots").iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
     except OSError:
@@ -136,7 +137,7 @@ def _snapshots(cached: Path) -> list[Path]:
 
 
 def shape_of(folder: Path) -> GPT2Shape:
-    """As its `config.json` says."""
+    """Return the shape that a model's `config.json` says."""
     path = folder / "config.json"
     try:
         values = from_json(path.read_text(encoding="utf-8"))
@@ -151,7 +152,7 @@ def shape_of(folder: Path) -> GPT2Shape:
 
 
 def tokenizer_beside(folder: Path) -> Tokenizer | None:
-    """The one that lies in a folder of weights, or in the run folder above."""
+    """Return the one that lies in a folder of weights, or in the run folder above."""
     for place in (folder, folder.parent):
         if (place / "tokenizer.json").is_file():
             return tokenizers.load(place / "tokenizer.json")
@@ -159,7 +160,7 @@ def tokenizer_beside(folder: Path) -> Tokenizer | None:
 
 
 def find_tokenizer(folder: Path, wanted: str, vocabulary: str) -> Tokenizer:
-    """The one that is wanted, or else the one beside the weights."""
+    """Return the one that is wanted, or else the one beside the weights."""
     if wanted == "gpt2" or (vocabulary and not wanted):
         return tokenizers.gpt2(vocabulary or folder)
     if wanted == "byte":

@@ -23,7 +23,7 @@ NONE = 0
 """The slot of the base model; it holds zeros."""
 
 
-class Choice(nn.Module):
+class AdapterChoice(nn.Module):
     """Which slot each row of a batch uses: one module that all layers share."""
 
     one: Tensor
@@ -39,7 +39,7 @@ class Choice(nn.Module):
 
     @torch.no_grad()
     def set(self, slots: Sequence[int]) -> None:
-        """One slot for all, or one for each row."""
+        """Choose one slot for all, or one for each row."""
         if len(set(slots)) == 1:
             self.one.fill_(slots[0])
             self.slot, self.count = slots[0], 0
@@ -54,7 +54,7 @@ class ResidentLinear(lora.AdaptedLinear):
     a: Tensor
     b: Tensor
 
-    def __init__(self, base: nn.Module, choice: Choice, slots: int, max_rank: int, dtype: torch.dtype) -> None:
+    def __init__(self, base: nn.Module, choice: AdapterChoice, slots: int, max_rank: int, dtype: torch.dtype) -> None:
         super().__init__(base)
         inputs, outputs = lora.layer_size(base)
         device = cast("Tensor", base.weight).device
@@ -70,7 +70,7 @@ class ResidentLinear(lora.AdaptedLinear):
 
     @property
     def weight(self) -> Tensor:
-        """The weight with the chosen adapter, for code that reads it instead of calling the layer."""
+        """Return the weight with the chosen adapter, for code that reads it instead of calling the layer."""
         weight = cast("Tensor", self.base.weight)
         if self.choice.count:
             raise ConfigError("this model reads the layers' weights, so all rows must use the same adapter")
@@ -157,7 +157,7 @@ class AdapterRegistry:
         self.model = model
         self.capacity = capacity
         self.max_rank = max_rank
-        self._choice = Choice(max_rows, devices.pop())
+        self._choice = AdapterChoice(max_rows, devices.pop())
         self._layers: dict[str, ResidentLinear] = {}
         for path, base in bases.items():
             kind = dtype or (weights[path].dtype if weights[path].is_floating_point() else torch.float32)
@@ -174,16 +174,16 @@ class AdapterRegistry:
 
     @property
     def active(self) -> str | None:
-        """The adapter of calls outside `serving`; None is the base model."""
+        """Return the adapter of calls outside `serving`; None is the base model."""
         return self._active
 
     @property
     def bytes(self) -> int:
-        """Memory of the stacks, the same from the first load to the last."""
+        """Return the memory of the stacks, the same from the first load to the last."""
         return sum(stack.nbytes for layer in self._layers.values() for stack in (layer.a, layer.b))
 
     def list(self) -> list[Resident]:
-        """What is in memory, in the order of loading."""
+        """Return what is in memory, in the order of loading."""
         with self._lock:
             return [Resident(name, e.rank, e.layers, name == self._active) for name, e in self._entries.items()]
 

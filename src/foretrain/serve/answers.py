@@ -29,7 +29,7 @@ def answer_questions(
     final_answer: str = "",
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Any]:
-    """How many are answered right: the most likely class where there are classes, else what the model writes.
+    """Return how many are answered right: the most likely class where there are classes, else what the model writes.
 
     longest: tokens of an answer at the most. count: so many of the questions, evenly over all of them; None: all.
     progress: hears how many are answered, of how many.
@@ -47,7 +47,7 @@ def answer_questions(
 
 
 def fitting(model: GPT2, tokenizer: Tokenizer, questions: list[Example]) -> list[Example]:
-    """Those that fit the context with their whole prompt and answer."""
+    """Return those that fit the context with their whole prompt and answer."""
     prompts = encode_prompts([question.prompt for question in questions], tokenizer)
     answers = tokenizer.encode_batch([question.answer for question in questions])
     lengths = [len(prompt) + len(answer) + 1 for prompt, answer in zip(prompts, answers, strict=True)]
@@ -55,7 +55,7 @@ def fitting(model: GPT2, tokenizer: Tokenizer, questions: list[Example]) -> list
 
 
 def spread(questions: list[Example], count: int | None) -> list[Example]:
-    """As many, evenly over all of them: files may be sorted by answer."""
+    """Pick so many, evenly over all of them: files may be sorted by answer."""
     count = len(questions) if count is None else min(count, len(questions))
     return [questions[index * len(questions) // count] for index in range(count)]
 

@@ -30,7 +30,7 @@ class Completion:
     tokens: tuple[int, ...]
     """All that were chosen, those that ended the text included."""
     log_probabilities: tuple[float, ...]
-    """Of each token under the model's own distribution: before penalty, temperature, top-k and top-p."""
+    """One number per token, under the model's own distribution: before penalty, temperature, top-k and top-p."""
     finish_reason: FinishReason
 
 
@@ -39,7 +39,7 @@ class Adapters(Protocol):
 
     @property
     def active(self) -> str | None:
-        """The adapter of requests that name none."""
+        """Return the adapter of requests that name none."""
 
     def serving(self, names: Sequence[str | None]) -> AbstractContextManager[object]:
         """Inside, row i of a batch goes through adapter `names[i]`, None being the model alone."""
@@ -87,14 +87,14 @@ class TextGenerator:
     def stream(
         self, prompt: str, sampling: Sampling | None = None, adapter: str | None = None
     ) -> Generator[StreamToken, None, None]:
-        """Tokens as they are made. Stop reading, or `close()`, to cancel."""
+        """Yield tokens as they are made. Stop reading, or `close()`, to cancel."""
         request = self._request([prompt], sampling, adapter)
         return self._tokens(request)
 
     def astream(
         self, prompt: str, sampling: Sampling | None = None, adapter: str | None = None
     ) -> AsyncGenerator[StreamToken, None]:
-        """Like `stream`; the event loop stays free. Cancelling waits for the token in progress."""
+        """Stream like `stream`; the event loop stays free. Cancelling waits for the token in progress."""
         request = self._request([prompt], sampling, adapter)
         return self._tokens_in_worker(request)
 
@@ -136,17 +136,17 @@ class TextGenerator:
             return _Request(self, prompts, samplings, names)
 
     def new_text(self, sampling: Sampling) -> TextStream:
-        """An empty text that ends where `sampling` says."""
+        """Return an empty text that ends where `sampling` says."""
         return TextStream(self._new_decoder(), sampling.stop_strings)
 
     def logits(self, tokens: Tensor, cache: KeyValueCache, adapters: Sequence[str | None] | None) -> Tensor:
-        """One forward pass, with the model for itself."""
+        """Make one forward pass, with the model for itself."""
         serving = nullcontext() if self.registry is None or adapters is None else self.registry.serving(adapters)
         with serving, self._lock, _evaluating(self.model):
             return self.model.decode(tokens, cache)
 
 
-class _Row:
+class _GeneratedRow:
     """One prompt and what has been made of it so far."""
 
     def __init__(self, sampling: Sampling, room: int, text: TextStream, end_of_text: int) -> None:
@@ -203,7 +203,7 @@ class _Request:
         self._generator = generator
         self._adapters = adapters
         self._prompts = [tokens.tolist() for tokens in tokenizer.encode_batch(prompts)]
-        self.rows: list[_Row] = []
+        self.rows: list[_GeneratedRow] = []
         for number, (prompt, sampling) in enumerate(zip(self._prompts, samplings, strict=True), 1):
             room = context + 1 - max(1, len(prompt))
             if room < 1:
@@ -211,7 +211,7 @@ class _Request:
                     f"prompt {number} of {len(prompts)} has {len(prompt)} tokens, {1 - room} more than "
                     f"model.context = {context}; shorten it"
                 )
-            self.rows.append(_Row(sampling, room, generator.new_text(sampling), tokenizer.end_of_text))
+            self.rows.append(_GeneratedRow(sampling, room, generator.new_text(sampling), tokenizer.end_of_text))
         self._steps = max(row.limit for row in self.rows)
         self._made = 0
         self._next: Tensor | None = None
@@ -244,7 +244,7 @@ class _Request:
 
     @torch.inference_mode()
     def _prepare(self) -> Tensor:
-        """The prompts as one batch, each pushed to the right; an empty one begins a new document."""
+        """Return the prompts as one batch, each pushed to the right; an empty one begins a new document."""
         model = self._generator.model
         device = model.token_embedding.weight.device
         prompts = [prompt or [self._generator.tokenizer.end_of_text] for prompt in self._prompts]
@@ -270,7 +270,7 @@ async def _settled(in_progress: Future[list[StreamToken]]) -> None:
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, and afterwards for every module the mode it had."""
+    """Switch to evaluation mode, and afterwards give every module the mode it had."""
     training = [module for module in model.modules() if module.training] if model.training else []
     for module in training:
         module.training = False

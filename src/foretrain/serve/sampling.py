@@ -29,7 +29,7 @@ class Sampling:
     top_p: float = 1.0
     """Only the smallest set of most probable tokens that holds this much probability (after temperature and top_k)."""
     repetition_penalty: float = 1.0
-    """Of tokens in the prompt or made since, positive logits are divided by it and others multiplied."""
+    """It divides positive logits of tokens that occurred in the prompt or since, and multiplies negative ones."""
     seed: int | None = None
     """One seed gives one text, whatever else is in the batch. None: another text every time."""
     stop_tokens: Sequence[int] = ()
@@ -101,14 +101,14 @@ def _keep_largest(logits: Tensor, threshold: Tensor, count: Tensor | int) -> Ten
 
 
 def draw(logits: Tensor, uniforms: Tensor) -> Tensor:
-    """One token per row from softmax(logits), by `uniforms` [batch] in [0, 1) through the inverse of the sums."""
+    """Draw one token per row from softmax(logits), by `uniforms` [batch] in [0, 1) through the inverse of the sums."""
     sums = logits.softmax(-1, dtype=torch.float32).cumsum(-1, dtype=torch.float64)
     goal = (1 - uniforms)[:, None] * sums[:, -1:]  # in (0, total]: never before the first, never a token of no weight
     return torch.searchsorted(sums, goal)[:, 0].clamp_(max=logits.shape[-1] - 1)  # NaN would point behind the end
 
 
 def next_tokens(logits: Tensor, sampling: Sampling, uniforms: Tensor, seen: Tensor | None) -> Tensor:
-    """The chosen token of each row: penalty, temperature, top-k, top-p, in this order."""
+    """Return the chosen token of each row: penalty, temperature, top-k, top-p, in this order."""
     if seen is not None and sampling.repetition_penalty != 1:
         logits = penalize_repetition(logits, seen, sampling.repetition_penalty)
     if sampling.temperature == 0:
@@ -149,7 +149,7 @@ class Chooser:
         self._groups = [(samplings[rows[0]], torch.tensor(rows, device=device)) for rows in alike.values()]
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens [batch] and their log-probabilities [batch] under the model's own distribution.
+        """Return tokens [batch] and their log-probabilities [batch] under the model's own distribution.
 
         That is the log-softmax of the logits as they are, before penalty, temperature, top-k and top-p.
         """

@@ -40,7 +40,8 @@ class ClassScorer:
         self._parting = self._parting_places()
 
     def _parting_places(self) -> Tensor:
-        """[passed, class]: the place of the last token of each class that a pass over another one tells about."""
+        """Return [passed, class]: the place of the last token of each class that a pass over another one tells
+        about."""
         same = self._tokens[:, None] == self._tokens[None]
         shared = same.long().cumprod(dim=2).sum(dim=2)
         return torch.minimum(shared, self._lengths[None] - 1)
@@ -49,21 +50,21 @@ class ClassScorer:
     def scores(
         self, logits: Logits, prompts: Sequence[str], batch_size: int = 32, device: str | torch.device = "cpu"
     ) -> Tensor:
-        """[prompts, classes] log-likelihoods, all of them: a pass for every prompt and class at the worst."""
+        """Return all log-likelihoods [prompts, classes]: a pass for every prompt and class at the worst."""
         return self._search(logits, prompts, batch_size, device, everything=True)
 
     @torch.no_grad()
     def predict(
         self, logits: Logits, prompts: Sequence[str], batch_size: int = 32, device: str | torch.device = "cpu"
     ) -> list[str]:
-        """The most likely class of each prompt."""
+        """Return the most likely class of each prompt."""
         bounds = self._search(logits, prompts, batch_size, device, everything=False)
         return [self.answers[place] for place in bounds.argmax(dim=1).tolist()]
 
     def accuracy(
         self, logits: Logits, examples: Sequence[Example], batch_size: int = 32, device: str | torch.device = "cpu"
     ) -> float:
-        """Share of examples whose answer is the most likely class."""
+        """Return the share of examples whose answer is the most likely class."""
         predicted = self.predict(logits, [example.prompt for example in examples], batch_size, device)
         return exact_match(predicted, [example.answer for example in examples])
 
@@ -99,7 +100,7 @@ class ClassScorer:
         return bounds
 
     def _pass(self, logits: Logits, prompts: list[list[int]], passed: Tensor, device: str | torch.device) -> Tensor:
-        """[prompts, classes]: log-likelihood of each class up to where it parts from the one passed over."""
+        """Return [prompts, classes]: the log-likelihood of each class up to where it parts from the one passed over."""
         starts = torch.tensor([len(prompt) for prompt in prompts])
         length = min(self.context, -(-(int(starts.max()) + self._longest - 1) // LENGTH_STEP) * LENGTH_STEP)
         tokens = torch.full((len(prompts), length), self.tokenizer.end_of_text)
@@ -118,7 +119,7 @@ class ClassScorer:
 
 
 def exact_match(predicted: Sequence[str], answers: Sequence[str], final_answer: str | None = None) -> float:
-    """Share of predictions that are the answer, apart from white space around them.
+    """Return the share of predictions that are the answer, apart from white space around them.
 
     `final_answer`: a marker, such as "####"; then only what follows it on its line counts, numbers without the commas
     between their digits. A prediction without the marker is wrong.

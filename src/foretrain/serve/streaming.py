@@ -78,7 +78,7 @@ class WindowDecoder:
 
 
 def decoder_factory(tokenizer: Tokenizer) -> Callable[[], Decoder]:
-    """What makes a new decoder for each text; tables are made once, here."""
+    """Return what makes a new decoder for each text; tables are made once, here."""
     if isinstance(tokenizer, ByteTokenizer):
         return lambda: ByteDecoder(lambda token: bytes((token,)) if token < 256 else b"")
     if isinstance(tokenizer, CharacterTokenizer):
@@ -93,7 +93,7 @@ def decoder_factory(tokenizer: Tokenizer) -> Callable[[], Decoder]:
 
 
 def _byte_level_bytes(tokenizer: BPETokenizer) -> Callable[[int], bytes]:
-    """What each token stands for; special ones for nothing."""
+    """Return what each token stands for; special ones for nothing."""
     special = {number for number, token in tokenizer.inner.get_added_tokens_decoder().items() if token.special}
 
     @cache
@@ -116,7 +116,7 @@ class StopStrings:
         self._held = ""
 
     def push(self, text: str) -> tuple[str, bool]:
-        """What is sure to stand before any stop string, and whether one is complete."""
+        """Return what is sure to stand before any stop string, and whether one is complete."""
         if not self._strings:
             return text, False
         text = self._held + text
@@ -129,13 +129,13 @@ class StopStrings:
         return text[:sure], False
 
     def _longest_beginning(self, text: str) -> int:
-        """How much of the end of `text` may be the beginning of a stop string."""
+        """Return how much of the end of `text` may be the beginning of a stop string."""
         longest = min(len(text), max(map(len, self._strings)) - 1)
         ends = (text[-length:] for length in range(longest, 0, -1))
         return next((len(end) for end in ends if any(stop.startswith(end) for stop in self._strings)), 0)
 
     def finish(self) -> str:
-        """What was held back; no stop string came of it."""
+        """Return what was held back; no stop string came of it."""
         held, self._held = self._held, ""
         return held
 
@@ -148,10 +148,10 @@ class TextStream:
         self._stops = StopStrings(stop_strings)
 
     def push(self, token: int) -> tuple[str, bool]:
-        """What can be shown now, and whether a stop string ends the text here."""
+        """Return what can be shown now, and whether a stop string ends the text here."""
         return self._stops.push(self._decoder.push(token))
 
     def finish(self) -> tuple[str, bool]:
-        """All that is left, at the end of the tokens."""
+        """Return all that is left, at the end of the tokens."""
         text, stopped = self._stops.push(self._decoder.finish())
         return text + self._stops.finish(), stopped

@@ -13,9 +13,8 @@ from rich.table import Table
 
 from foretrain import events
 from foretrain.config.schema import Level
+from foretrain.config.units import duration, loss_text
 from foretrain.show import narration
-from foretrain.show.console import duration
-from foretrain.show.numbers import loss_text
 from foretrain.show.screen import screen
 
 

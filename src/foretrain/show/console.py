@@ -16,6 +16,7 @@ from rich.table import Table
 
 from foretrain.config.paths import assignments
 from foretrain.config.schema import Level
+from foretrain.config.units import duration, format_size, format_speed, loss_text, short
 from foretrain.events import (
     CheckpointSaved,
     Evaluated,
@@ -27,12 +28,8 @@ from foretrain.events import (
     Recovered,
     RunEnded,
     RunStarted,
-    in_words,
-    speed_in_words,
 )
 from foretrain.show import narration
-from foretrain.show.numbers import duration as duration  # noqa: PLC0414 - others take it from here
-from foretrain.show.numbers import loss_text
 from foretrain.show.screen import screen
 from foretrain.show.trouble import findings_in_words, rollbacks_in_words, trouble_in_words
 
@@ -41,14 +38,6 @@ _MOVES_PER_RUN = 12
 """Lines about single moves, unless the run is verbose; all of them are in `metrics.jsonl`."""
 _BAR = 10
 GLOSSARY = "docs/glossary.md"
-
-
-def short(number: float) -> str:
-    """1234567 -> 1.23M."""
-    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if abs(number) >= size:
-            return f"{number / size:.3g}{unit}"
-    return f"{number:.3g}"
 
 
 class Console:
@@ -207,7 +196,7 @@ class Console:
         loss = f"{phase} | loss {loss_text(event.loss)}" if told else f"loss {loss_text(event.loss)}"
         ends = f" | eta {self._eta(event)}"
         val = "" if math.isnan(self._val) else f" | val {loss_text(self._val)}"
-        speed = f" | {speed_in_words(short(event.tokens_per_second), self._unit)}"
+        speed = f" | {format_speed(event.tokens_per_second, self._unit)}"
         rate = f" | lr {event.learning_rate:.2e}"
         forecast, moves = (_forecast(event), _moves(event)) if told else ("", "")
         parts = {"forecast": forecast, "val": val, "moves": moves, "speed": speed, "rate": rate}
@@ -273,7 +262,7 @@ def summary_table(summary: Mapping[str, Any], verbose: bool = False) -> Table:
         unit: f"{summary['tokens']:,}",
         "training time": f"{duration(summary['seconds'])} ({summary['seconds']:.1f} s)",
         "total time": _total(summary.get("total_seconds")),
-        "speed": speed_in_words(short(pace), unit) if (pace := summary.get("tokens_per_second")) else None,
+        "speed": format_speed(pace, unit) if (pace := summary.get("tokens_per_second")) else None,
         "skipped steps": str(summary["skipped_steps"]) if summary.get("skipped_steps") else None,
         "recoveries": rollbacks_in_words(summary),
         "findings": findings_in_words(summary),
@@ -319,15 +308,15 @@ def _memory(phases: Mapping[str, Mapping[str, int]]) -> str | None:
     """3.1 GB peak in full, 2.0 GB in predict; or the resident memory of the process, where there is no GPU."""
     peaks = {phase: usage["peak"] for phase, usage in phases.items() if "peak" in usage}
     if peaks:
-        words = [f"{in_words(peak)} in {phase}" for phase, peak in peaks.items() if phase != "setup"]
+        words = [f"{format_size(peak, 1)} in {phase}" for phase, peak in peaks.items() if phase != "setup"]
         pinned = max(usage.get("pinned", 0) for usage in phases.values())
         return (
-            "peak " + ", ".join(words) + (f"; {in_words(pinned)} pinned on the host" if pinned else "")
+            "peak " + ", ".join(words) + (f"; {format_size(pinned, 1)} pinned on the host" if pinned else "")
             if words
             else None
         )
     resident = [usage["resident_peak"] for usage in phases.values() if "resident_peak" in usage]
-    return f"the process held {in_words(max(resident))} at the most" if resident else None
+    return f"the process held {format_size(max(resident), 1)} at the most" if resident else None
 
 
 def _made_smaller(found: Mapping[str, Any]) -> str | None:

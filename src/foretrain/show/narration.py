@@ -5,6 +5,7 @@ from __future__ import annotations
 from rich.markup import escape
 
 from foretrain.config.paths import assignments
+from foretrain.config.units import format_size, loss_text
 from foretrain.events import (
     CheckpointRejected,
     CheckpointSaved,
@@ -22,9 +23,7 @@ from foretrain.events import (
     Recovered,
     Resumed,
     Tuned,
-    in_words,
 )
-from foretrain.show.numbers import loss_text
 from foretrain.show.outlet import shortened
 
 
@@ -135,11 +134,11 @@ def _finding(event: HealthFound) -> str:
 def _memory(event: MemoryUsed) -> str:
     if event.peak is None:
         most = event.resident_peak
-        held = "not known" if most is None else f"the process held {in_words(most)} at the most so far"
+        held = "not known" if most is None else f"the process held {format_size(most, 1)} at the most so far"
         return f"step {event.step}: memory in {event.phase}: {held}"
-    reserved = "" if event.reserved is None else f", {in_words(event.reserved)} reserved"
-    pinned = f", {in_words(event.pinned)} pinned on the host" if event.pinned else ""
-    return f"step {event.step}: memory in {event.phase}: peak {in_words(event.peak)}{reserved}{pinned}"
+    reserved = "" if event.reserved is None else f", {format_size(event.reserved, 1)} reserved"
+    pinned = f", {format_size(event.pinned, 1)} pinned on the host" if event.pinned else ""
+    return f"step {event.step}: memory in {event.phase}: peak {format_size(event.peak, 1)}{reserved}{pinned}"
 
 
 def _look(event: HealthMeasured) -> str:

@@ -1,31 +1,46 @@
-"""Numbers as they are shown, the same wherever they are."""
+"""Numbers that are read from files, which may hold anything."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeGuard
+
+_HUGE = 1e100
+"""Beyond it differences and ratios of two numbers may overflow."""
 
 
-def loss_text(value: float) -> str:
-    """A loss: 2.5341, 0.01235, 2.784e-7. Small ones keep four digits, so that none is ever shown as 0.0000."""
-    size = abs(value)
-    if value == 0 or not math.isfinite(value):
-        return f"{value:.4g}"
-    if 0.1 <= size < 1e4:
-        return f"{value:.4f}"
-    if 1e-4 <= size < 0.1:
-        return f"{value:#.4g}"
-    mantissa, exponent = f"{value:.3e}".split("e")
-    return f"{mantissa}e{int(exponent)}"
+def finite(value: object) -> float | None:
+    """The value as a number, or None for whatever cannot be drawn: null, NaN, infinity, text."""
+    if type(value) is float:  # most are
+        number = value
+    elif isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    else:
+        try:
+            number = float(value)
+        except OverflowError:
+            return None
+    if not abs(number) < _HUGE:  # NaN too
+        return None
+    return number if abs(number) > 1 / _HUGE else 0.0
 
 
-def duration(seconds: float) -> str:
-    """Minutes and seconds, or hours and minutes."""
-    seconds = round(seconds)
-    if seconds >= 3600:
-        return f"{seconds // 3600}h{seconds % 3600 // 60:02d}m"
-    return f"{seconds // 60}:{seconds % 60:02d}"
+def rounded(value: object, digits: int = 6) -> float | int | None:
+    """Short in JSON: six digits are more than a screen shows."""
+    number = finite(value)
+    if number is None:
+        return None
+    if isinstance(value, int):
+        return value
+    short = float(f"{number:.{digits}g}")
+    return int(short) if short == math.floor(short) and abs(short) < 1e15 else short
 
 
-def clock(seconds: float) -> str:
-    """8.1 s, 4:43, 2h10m."""
-    return f"{seconds:.1f} s" if seconds < 100 else duration(seconds)
+def mapping(value: object) -> Mapping[str, Any]:
+    """The value where it is a mapping, else an empty one."""
+    return value if isinstance(value, Mapping) else {}
+
+
+def is_list(value: object) -> TypeGuard[Sequence[Any]]:
+    return isinstance(value, Sequence) and not isinstance(value, str)

@@ -10,10 +10,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from foretrain.persist.files import from_json
-from foretrain.show.pages.looks import layer_measures
-from foretrain.show.pages.scales import finite
+from foretrain.show.numbers import finite
 
 Fields = Mapping[str, Any]
+LayerMeasures = Mapping[str, Mapping[str, float | None]]
+"""The measures of every layer, by their names."""
+MEASURES = {
+    "gradient_to_weight": "gradient/weight ratio",
+    "update_to_weight": "update/weight ratio",
+    "gradient_norm": "gradient norm",
+}
+"""What is measured of a layer, in the order in which it is offered."""
 _NUMBERS = (
     *("loss", "gradient_norm", "learning_rate", "tokens_per_second"),
     *("predicted_loss", "smoothed_loss", "confidence", "gain_percent"),
@@ -222,3 +229,11 @@ class RunRecord:
                 del entries[lengths[place] :]
             else:
                 entries[:] = [entry for entry in entries if entry.step <= step]
+
+
+def layer_measures(layers: object) -> LayerMeasures:
+    """From the `layers` of a look at a model; whatever is no number is None."""
+    if not isinstance(layers, Mapping):
+        return {}
+    known = {str(name): measures for name, measures in layers.items() if isinstance(measures, Mapping)}
+    return {name: {one: finite(measures.get(one)) for one in MEASURES} for name, measures in known.items()}

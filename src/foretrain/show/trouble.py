@@ -8,14 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from foretrain.config.paths import assignments
-from foretrain.show.pages.scales import finite
+from foretrain.config.units import counted
+from foretrain.show.numbers import finite
 
 _MOST = 2
 """Findings that are told; the page has all."""
-
-
-def counted(count: int, thing: str) -> str:
-    return f"{count:,} {thing}{'' if count == 1 else 's'}"
 
 
 def rollbacks_in_words(summary: Mapping[str, Any]) -> str | None:

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from foretrain.config.units import format_size
 from foretrain.engine.memory.usage import MemoryMeter, Usage
-from foretrain.events import Event, MemoryUsed, in_words
+from foretrain.events import Event, MemoryUsed
 
 
 @dataclass
@@ -143,7 +144,7 @@ def test_without_a_gpu_the_process_is_measured() -> None:
     ("count", "text"), [(0, "0 bytes"), (812_000_000, "812 MB"), (3_140_000_000, "3.1 GB"), (2_500, "2.5 kB")]
 )
 def test_bytes_in_words(count: int, text: str) -> None:
-    assert in_words(count) == text
+    assert format_size(count, 1) == text
 
 
 def test_usage_in_words() -> None:

@@ -116,7 +116,7 @@ def test_a_trainer_that_is_let_go_leaves_no_weights_behind(
 def test_a_gradient_alone_updates_nothing(make_config: Make, make_model: Make, make_batch: Make) -> None:
     trainer = trainer_for(make_model(), ON, make_config)
     before = tensors(trainer)
-    trainer.gradient(make_batch())
+    trainer.engine.gradient(make_batch())
     assert all(p.grad is not None for p in trainer.model.parameters())
     assert all(torch.equal(value, before[name]) for name, value in tensors(trainer).items())
 
@@ -178,8 +178,8 @@ def test_a_gradient_that_is_not_finite_spares_its_own_parameter(kind: str, make_
     assert not torch.equal(model.one, one)
     assert torch.isfinite(model.one).all()
     assert float(model.seen) == 1  # of the good step alone
-    trainer.meter.fetch()
-    assert trainer.meter.skipped == 1
+    trainer.engine.meter.fetch()
+    assert trainer.engine.meter.skipped == 1
 
 
 class PoisonedBeside(Poisoned):
@@ -225,7 +225,7 @@ def test_a_limit_set_in_an_emergency_acts_on_each_parameter(make_config: Make) -
     model = Poisoned()
     settings = {**ON, "optimizer.type": "sgd", "optimizer.momentum": 0.0, "optimizer.learning_rate": 0.5}
     trainer = trainer_for(model, settings, make_config)
-    trainer.set_clip(0.1)
+    trainer.engine.clip = 0.1
     model.two.data.add_(1.0)
     before = [p.clone() for p in model.parameters()]
     result = trainer.step(torch.tensor(1.0))

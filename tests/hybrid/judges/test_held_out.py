@@ -176,7 +176,9 @@ def test_looks_are_charged() -> None:
         run.run(lambda run=run: run.trainer.mover.open_move.moved == 9)
     price = unseen_of(with_looks).price(TRAINED)
     assert price == pytest.approx(70 / 90)
-    assert with_looks.trainer.probe_tokens == without.trainer.probe_tokens + 2 * 70  # where it began, and after 8 leaps
+    assert (
+        with_looks.trainer.engine.progress.probe_tokens == without.trainer.engine.progress.probe_tokens + 2 * 70
+    )  # where it began, and after 8 leaps
     assert with_looks.trainer.mover.open_move.cost == pytest.approx(without.trainer.mover.open_move.cost + 2 * price)
 
 
@@ -190,7 +192,7 @@ def test_the_run_ends_where_its_held_out_loss_was_lowest() -> None:
     (said,) = [event.message for event in run.events if isinstance(event, Notice)]
     assert said.startswith("the run ends with the weights of its lowest held-out loss, ")
     assert f"{after:.4g} (" in said
-    assert run.trainer.mover.end_loss == pytest.approx(run.trainer.probe(TRAINED))
+    assert run.trainer.mover.end_loss == pytest.approx(run.trainer.engine.probe(TRAINED))
 
 
 def test_also_where_an_evaluation_found_it() -> None:

@@ -11,7 +11,7 @@ import torch
 from tests.hybrid.moves.test_chain import Random
 from tests.worlds import Net, Regression, world
 
-from foretrain.engine.step import rows_of
+from foretrain.engine.batch import rows_of
 from foretrain.hybrid.gate import FORWARD
 from foretrain.hybrid.judges.probes import Probes
 from foretrain.persist.codec import random_state
@@ -20,7 +20,7 @@ from foretrain.persist.codec import random_state
 def made(passes: int = 0, per_step: float = 0.0, away: Any = None, **memory: Any) -> Any:
     engine = SimpleNamespace(backward_passes=passes, away=away, count=rows_of)
     hybrid = SimpleNamespace(mode=memory.pop("mode", "rollout"))
-    config = SimpleNamespace(memory=SimpleNamespace(**{"lookahead": 5, **memory}), hybrid=hybrid)
+    config = SimpleNamespace(memory=SimpleNamespace(**{"return_ahead": 5, **memory}), hybrid=hybrid)
     slope = SimpleNamespace(per_step=lambda low_noise: per_step)
     safety = SimpleNamespace(optimizer_state=lambda: {"state": {}})
     return Probes(engine, SimpleNamespace(config=config, slope=slope), safety)  # type: ignore[arg-type]
@@ -35,7 +35,7 @@ def test_probes_see_the_same_random_numbers_and_disturb_none() -> None:
     first = probes.loss(move)  # type: ignore[arg-type]
     assert torch.equal(torch.get_rng_state(), before)
     torch.rand(7)
-    assert run.trainer.probe(move.batch) != first
+    assert run.trainer.engine.probe(move.batch) != first
     assert probes.loss(move) == first == probes.loss(move, move.batch)  # type: ignore[arg-type]
     assert probes.loss(move, Regression()(1)) != first  # type: ignore[arg-type]
     assert probes.seconds > 0
@@ -76,7 +76,7 @@ def test_what_leaves_is_what_a_probe_hides_and_can_be_back_in_time(
     told: list[Any] = []
     away = SimpleNamespace(begun=False, hidden_bytes=lambda seconds: 40 * seconds, leave=lambda *a: told.append(a))
     away.fetch = told.append
-    probes = made(away=away, mode=mode, lookahead=lookahead)
+    probes = made(away=away, mode=mode, return_ahead=lookahead)
     probes.seconds = 2.0
     probes.offload()
     away.begun = True
@@ -95,10 +95,10 @@ def test_without_offload_nothing_leaves() -> None:
     probes, optimizer = run.trainer.mover.probes, run.trainer.optimizer
     assert probes.engine.away is None
     before = {id(p): {name: id(value) for name, value in state.items()} for p, state in optimizer.state.items()}
-    gradients = [id(p.grad) for p in run.trainer.full_step.parameters]
+    gradients = [id(p.grad) for p in run.trainer.engine.full_step.parameters]
     probes.offload()
     probes.bring_back(-1)
     after = {id(p): {name: id(value) for name, value in state.items()} for p, state in optimizer.state.items()}
     assert after == before
     assert len(before) == len(gradients)
-    assert [id(p.grad) for p in run.trainer.full_step.parameters] == gradients
+    assert [id(p.grad) for p in run.trainer.engine.full_step.parameters] == gradients

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from foretrain import HybridTrainer
 from foretrain.config import from_mapping
 from foretrain.events import Moved, Phase
-from foretrain.health.recovery import Action, Kind
+from foretrain.health.act import Action, Kind
 from foretrain.hybrid.moves.chain import Chain
-from foretrain.motion.slope import LossSlope
+from foretrain.motion.losses import WindowLosses
 from foretrain.persist.codec import put_together, snapshot
 
 DATA = Regression()
@@ -122,14 +122,14 @@ def test_a_far_lower_loss_in_the_same_number_of_backward_passes(kind: str) -> No
         while trainer.backward_passes < 300 and trainer.global_step < 300:
             trainer.step((INPUTS, targets))
         assert trainer.backward_passes <= 302
-        return trainer.probe((INPUTS, targets))
+        return trainer.engine.probe((INPUTS, targets))
 
     assert last("leap") < 0.01 * last("off")
 
 
-def falling(share: float) -> LossSlope:
+def falling(share: float) -> WindowLosses:
     """What the optimizer's own steps do: the loss falls by that share per step."""
-    slope = LossSlope()
+    slope = WindowLosses()
     slope.add(tuple((1 - share) ** step for step in range(5)))
     return slope
 
@@ -157,7 +157,7 @@ def test_losses_below_zero_are_compared_by_their_fall() -> None:
     chain = ready().trainer.mover.chain
     first = chain.length
     chain.start_loss, chain.loss, chain.cost, chain.longest = -1.0, -2.0, 2.0, 10 * first
-    slow, fast = LossSlope(), LossSlope()
+    slow, fast = WindowLosses(), WindowLosses()
     slow.add((-0.8, -0.9, -1.0))
     fast.add((-0.5, -1.5, -2.5))
     chain.end(slow, refused=False)
@@ -176,7 +176,7 @@ def test_a_chain_ends_at_its_length_or_when_it_is_slow() -> None:
     chain.rate = 0.2
     assert not chain.over(slope)
     assert chain.over(falling(0.3))
-    assert not chain.over(LossSlope())  # nothing is known of the optimizer's own steps
+    assert not chain.over(WindowLosses())  # nothing is known of the optimizer's own steps
     chain.leaps = 10
     assert chain.over(slope)
 
@@ -211,7 +211,7 @@ def test_a_leap_lowers_the_loss_and_costs_one_backward_pass() -> None:
         output = chain.leap(same(0))
         assert output is not None
         assert chain.loss == float(output.loss) < before
-        assert trainer.probe(same(0)) < before
+        assert trainer.engine.probe(same(0)) < before
         assert chain.leaps == leaps
     assert trainer.backward_passes == passes + chain.leaps + round((chain.cost - chain.leaps) // 4)
 
@@ -271,7 +271,7 @@ def test_a_refused_chain_leaves_the_run_as_it_was() -> None:
 def test_all_backward_passes_are_counted() -> None:
     """By counting them where they happen."""
     run = run_of(Net(), max_steps=120)
-    step, taken = run.trainer.full_step, []
+    step, taken = run.trainer.engine.full_step, []
     accumulate = step._accumulate
     step._accumulate = lambda batch: taken.append(1) or accumulate(batch)  # type: ignore[method-assign]
     run.run()
@@ -338,7 +338,7 @@ def test_the_optimizers_own_steps_cannot_spoil_what_leaps_have_gained(rate: floa
     )
     run.run()
     assert ends
-    assert run.trainer.probe(same(0)) <= min(ends) * (1 + 1e-5)
+    assert run.trainer.engine.probe(same(0)) <= min(ends) * (1 + 1e-5)
 
 
 def after_a_chain() -> tuple[World, Chain]:
@@ -362,7 +362,7 @@ def test_a_chain_begins_at_the_lowest_end_of_the_ones_before() -> None:
     lowest = chain.lowest
     assert chain.begin(same(0))
     assert chain.returned
-    assert chain.loss == chain.start_loss == lowest < run.trainer.probe(same(0))
+    assert chain.loss == chain.start_loss == lowest < run.trainer.engine.probe(same(0))
     assert all(torch.equal(a, b) for a, b in zip(before, run.trainer.model.parameters(), strict=True))
     output = chain.leap(same(0))
     assert output is None or float(output.loss) < lowest
@@ -381,14 +381,14 @@ def test_but_not_if_its_loss_is_another_by_now() -> None:
 
 def test_the_end_of_a_run_is_the_lowest_point_known() -> None:
     run, chain = after_a_chain()
-    spoilt = run.trainer.probe(same(0))
+    spoilt = run.trainer.engine.probe(same(0))
     chain.finish(same(0))
-    assert run.trainer.probe(same(0)) == pytest.approx(chain.lowest, rel=1e-5)
+    assert run.trainer.engine.probe(same(0)) == pytest.approx(chain.lowest, rel=1e-5)
     assert chain.lowest < spoilt
     with torch.no_grad():
         next(run.trainer.model.parameters()).fill_(torch.nan)
     chain.finish(same(0))
-    assert run.trainer.probe(same(0)) == pytest.approx(chain.lowest, rel=1e-5)
+    assert run.trainer.engine.probe(same(0)) == pytest.approx(chain.lowest, rel=1e-5)
     chain.lowest = 1e9  # a mark that is no lower leaves the weights as they are
     before = [p.detach().clone() for p in run.trainer.model.parameters()]
     chain.finish(same(0))
@@ -419,7 +419,7 @@ def test_validating_steps_that_go_astray_do_not_undo_a_chain() -> None:
             p.add_(10.0)
     run.run(lambda: run.trainer.phase is Phase.FULL)
     assert run.moves[-1].verdict == "kept"
-    assert run.trainer.probe(same(0)) == pytest.approx(end, rel=1e-5)
+    assert run.trainer.engine.probe(same(0)) == pytest.approx(end, rel=1e-5)
 
 
 def test_between_leaps_the_weights_are_where_the_loss_was_measured() -> None:
@@ -428,7 +428,7 @@ def test_between_leaps_the_weights_are_where_the_loss_was_measured() -> None:
     for _ in range(3):
         output = chain.leap(same(0))
         assert output is not None
-        assert trainer.probe(same(0)) == pytest.approx(float(output.loss), rel=1e-6)
+        assert trainer.engine.probe(same(0)) == pytest.approx(float(output.loss), rel=1e-6)
 
 
 def test_nothing_is_told_of_before_a_chain_as_if_it_were_now() -> None:
@@ -459,8 +459,8 @@ def make(pairs: int = 50, memory: float = 256.0, scaled: bool = False, decay: fl
     model = nn.Linear(64, 64)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, weight_decay=decay)
     trainer = HybridTrainer(model, optimizer, lambda model, batch: model(batch).square().mean())
-    trainer.precision.scaled = scaled
-    return Chain(trainer, pairs, memory, 60)
+    trainer.engine.precision.scaled = scaled
+    return Chain(trainer.engine, pairs, memory, 60)
 
 
 def test_weight_decay_never_chains() -> None:

@@ -10,9 +10,11 @@ from torch import Tensor, nn
 
 from foretrain import HybridTrainer
 from foretrain.config import from_mapping
+from foretrain.engine.step import StepOutput
 from foretrain.hybrid.moves.lookahead import LookAhead
 
 STEPS = 60
+OUTPUT = StepOutput(*torch.zeros(3).unbind())
 WARMUP = 20
 BASE: dict[str, Any] = {
     "max_steps": STEPS,
@@ -127,11 +129,11 @@ def test_it_is_as_strong_as_the_learning_rate_is_high() -> None:
     trainer, _ = trained(30, **settings)
     assert trainer.look_ahead is not None
     before = [p.detach().clone() for p in trainer.model.parameters()]
-    strength = trainer.schedule(30) / 0.05
+    strength = trainer.engine.schedule(30) / 0.05
     assert 0.3 < strength < 0.7
     seen: list[Tensor] = []
-    inner = trainer.full_step._loss
-    trainer.full_step._loss = lambda data: (seen.append(trainer.model.w.detach().clone()), inner(data))[1]
+    inner = trainer.engine.full_step._loss
+    trainer.engine.full_step._loss = lambda data: (seen.append(trainer.model.w.detach().clone()), inner(data))[1]
     mean = trainer.look_ahead.m[0].clone()
     trainer.step(batch(30))
     assert torch.allclose(seen[0], before[0] + 0.8 * strength * mean, atol=1e-7)
@@ -152,10 +154,10 @@ def test_without_it_the_weights_are_bit_identical() -> None:
 
 def test_a_share_of_zero_leaves_every_bit() -> None:
     weights = [torch.tensor([0.1, -0.0, float("inf"), 1e-40])]
-    ahead = LookAhead(weights, beta=0.5, gamma=0.9)
+    ahead = LookAhead(weights, beta=0.5, gamma=0.9, share=lambda: 0.0)
     ahead.m = [torch.ones(4)]
     before = weights[0].clone()
-    ahead.before_step(0.0)
+    ahead.before_step()
     assert torch.equal(weights[0].view(torch.int32), before.view(torch.int32))
 
 
@@ -190,15 +192,15 @@ def test_state_continues_bit_for_bit(stride: int) -> None:
 def test_steps_in_which_something_else_moved_the_weights_teach_nothing() -> None:
     weights = [torch.zeros(3)]
     ahead = LookAhead(weights, beta=0.5, gamma=0.9, stride=3)
-    ahead.before_step(1.0)
+    ahead.before_step()
     weights[0] += 1.0
-    ahead.after_step()
+    ahead.after_step(OUTPUT)
     weights[0] += 100.0  # a leap
     ahead.restart()
     for _ in range(3):
-        ahead.before_step(1.0)
+        ahead.before_step()
         weights[0] += 1.0
-        ahead.after_step()
+        ahead.after_step(OUTPUT)
     assert torch.allclose(ahead.m[0], torch.full((3,), 3 * (1 - 0.9**3)))
 
 
@@ -207,12 +209,12 @@ def test_a_step_that_is_not_done_takes_the_look_ahead_back() -> None:
     ahead = LookAhead([weights], beta=0.5, gamma=0.9)
     ahead.m[0].fill_(0.1)
     before = weights.clone()
-    ahead.before_step(1.0)
+    ahead.before_step()
     assert not torch.equal(weights, before)
     ahead.take_back()
     assert torch.equal(weights, before)
-    ahead.before_step(1.0)
-    ahead.after_step()
+    ahead.before_step()
+    ahead.after_step(OUTPUT)
     done = weights.clone()
     ahead.take_back()  # a step that is done stays
     assert torch.equal(weights, done)

@@ -13,6 +13,7 @@ from tests.worlds import Regression
 from torch import Tensor, nn
 
 from foretrain.config import from_mapping
+from foretrain.engine.engine import Engine
 from foretrain.events import Moved
 from foretrain.hybrid.moves.products import Products
 from foretrain.motion.observer import Moment, Observer
@@ -143,17 +144,17 @@ def test_adapters_leap_where_held_out_batches_say_so() -> None:
 @pytest.mark.parametrize("batches", [1, 2])
 def test_tokens_of_held_out_probes_are_charged(monkeypatch: pytest.MonkeyPatch, batches: int) -> None:
     probes = []
-    inner = HybridTrainer.probe_all
+    inner = Engine.probe_all
 
-    def probe_all(self: HybridTrainer, held_out: list[Any]) -> float:
+    def probe_all(self: Engine, held_out: list[Any]) -> float:
         probes.append(len(held_out))
         return inner(self, held_out)
 
-    monkeypatch.setattr(HybridTrainer, "probe_all", probe_all)
+    monkeypatch.setattr(Engine, "probe_all", probe_all)
     trainer = adapted(batches)
     assert len(probes) > 5
     assert set(probes) == {batches}
-    assert trainer.probe_tokens == 32 * sum(probes)
+    assert trainer.engine.progress.probe_tokens == 32 * sum(probes)
 
 
 def watched_windows(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> tuple[HybridTrainer, list[int]]:

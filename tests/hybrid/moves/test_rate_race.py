@@ -80,7 +80,7 @@ def test_the_rate_that_ends_lowest_goes_on(scale: float, best: int) -> None:
     assert trainer.global_step == trainer.position == sum(trainer.summary()["steps"].values()) == 40
     assert trainer.backward_passes == 40 + race.spent
     assert race.spent == 10 * (len(race.tried) - 1)
-    assert trainer.probe_tokens == 4 * len(race.tried)
+    assert trainer.engine.progress.probe_tokens == 4 * len(race.tried)
 
 
 def test_the_first_weights_are_saved_before_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +120,7 @@ def test_a_race_goes_on_exactly_after_a_stop(stop: int) -> None:
 def test_losses_of_rates_that_lost_are_no_progress() -> None:
     trainer = make(0.001)
     train(trainer, 0.001, 0, 10)
-    reading = trainer.meter.read()
+    reading = trainer.engine.meter.read()
     assert reading is not None
     assert reading.steps == 10
 

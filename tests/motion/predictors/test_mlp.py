@@ -1,13 +1,15 @@
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 
 from foretrain.motion.predictors.base import Array
-from foretrain.motion.predictors.corrected import Gate
+from foretrain.motion.predictors.learned import MlpPredictor, Trust
 from foretrain.motion.predictors.linear import LinearPredictor
-from foretrain.motion.predictors.mlp import MlpPredictor
-from foretrain.motion.predictors.networks import HORIZON_FEATURES, HeadPass, Weights, head, head_shapes
+from foretrain.motion.predictors.networks import Head
+from foretrain.motion.records import HORIZONS_IN_WINDOWS
 
 from .motions import WINDOW, Run, noisy, out_of_sample
 
@@ -23,7 +25,7 @@ def test_it_starts_as_the_linear_predictor() -> None:
 
 
 def test_the_gate_opens_for_what_helps_and_stays_shut_for_what_does_not() -> None:
-    helpful, useless, harmful = Gate(), Gate(), Gate()
+    helpful, useless, harmful = Trust(), Trust(), Trust()
     random = np.random.default_rng(0)
     for _ in range(40):
         helpful.add(0, 0.1, 0.1, 1.0)
@@ -32,33 +34,35 @@ def test_the_gate_opens_for_what_helps_and_stays_shut_for_what_does_not() -> Non
     assert helpful.value()[0] > 0.5
     assert useless.value()[0] < 0.3
     assert harmful.value()[0] == 0.0
-    assert Gate().value().max() == 0.0
+    assert Trust().value().max() == 0.0
     helpful.add(0, float("1e30"), 1e30, 1.0)
     assert (helpful.value() <= 1).all()
 
 
-def test_gradients_are_those_of_autograd() -> None:
-    """The passes written out by hand against a slow reference."""
+def test_members_are_computed_as_if_alone() -> None:
+    """All members in one pass, against a slow reference of one."""
     generator = torch.Generator().manual_seed(0)
-    weights = Weights(head_shapes(64, (8, 6)), 2, generator)
-    weights.values.copy_(torch.randn(weights.values.shape, generator=generator) * 0.3)
+    head = Head(2, 64, (8, 6))
+    for weight in head.parameters():
+        weight.data.copy_(torch.randn(weight.shape, generator=generator) * 0.3)
     context, groups = torch.randn(3, 64, generator=generator), torch.randn(3, 5, 14, generator=generator)
-    run = HeadPass(weights.single[1], context.numpy(), groups.numpy(), [0, 4, 2])
-    leaves = {name: torch.tensor(array).requires_grad_() for name, array in weights.single[1].items()}
-    given = context.clone().requires_grad_()
-    horizons = torch.from_numpy(HORIZON_FEATURES[[0, 4, 2]])
-    common = given @ leaves["head_context"] + leaves["head_context_bias"] + horizons @ leaves["head_horizon"]
-    rows = torch.nn.functional.silu(groups @ leaves["head_group"] + common[:, None])
-    rows = torch.nn.functional.silu(rows @ leaves["head_hidden1"] + leaves["head_hidden1_bias"])
-    result = rows @ leaves["head_last"]
-    torch.testing.assert_close(torch.from_numpy(run.result), result.detach())
-    (result**2).sum().backward()
-    context_error = run.backward(2 * run.result, weights.gradients)
-    torch.testing.assert_close(torch.from_numpy(context_error), given.grad, rtol=1e-4, atol=1e-4)
-    for name, leaf in leaves.items():
-        torch.testing.assert_close(torch.from_numpy(weights.gradients[name]), leaf.grad, rtol=1e-4, atol=1e-4)
-    everywhere = head(weights.all, context[:1, None].numpy(), groups[0].numpy())
-    np.testing.assert_allclose(everywhere[1, 0], run.result[0], rtol=1e-4, atol=1e-5)
+    places = [0, 4, 2]
+    together = head(context, groups, places)
+    (together**2).sum().backward()
+    horizons = torch.tensor([[math.log2(h) / 3, h / 8] for h in (HORIZONS_IN_WINDOWS[place] for place in places)])
+    for member in range(2):
+        w = {name: weight.detach()[member].clone().requires_grad_() for name, weight in head.named_parameters()}
+        common = context @ w["context.weight"] + w["context.bias"] + horizons @ w["horizons.weight"]
+        rows = torch.nn.functional.silu(groups @ w["groups.weight"] + common[:, None])
+        rows = torch.nn.functional.silu(rows @ w["hidden.0.weight"] + w["hidden.0.bias"])
+        result = rows @ w["last.weight"]
+        torch.testing.assert_close(together[member], result)
+        (result**2).sum().backward()
+        for name, weight in head.named_parameters():
+            assert weight.grad is not None
+            torch.testing.assert_close(weight.grad[member], w[name].grad, rtol=1e-4, atol=1e-4)
+    everywhere = head(context[:1], groups[:1], range(5))
+    torch.testing.assert_close(everywhere[:, 0], together[:, 0])
 
 
 def switching(window: int, generator: np.random.Generator) -> list[Array]:
@@ -87,8 +91,8 @@ def test_members_see_different_data() -> None:
     predictor = MlpPredictor(ensemble_size=3)
     for situation, told, _ in Run(noisy([40, 30], 0.4), 30, exact=False):
         predictor.observe(situation, told)
-    values = predictor.weights.values
-    assert not torch.equal(values[0], values[1])
-    seen = np.array([seen for _, _, seen in predictor._replay])
+    for weight in predictor.head.parameters():
+        assert not torch.equal(weight[0], weight[1])
+    seen = np.array([lesson.seen.numpy() for lesson in predictor._replay])
     assert 0.4 < seen.mean() < 0.95
     assert (seen[:, 0] != seen[:, 1]).any()

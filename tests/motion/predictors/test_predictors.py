@@ -13,6 +13,7 @@ import torch
 
 from foretrain.config.schema import PredictorConfig
 from foretrain.motion.predictors.base import Array, Followed, Forecast, Predictor, Situation, score
+from foretrain.motion.predictors.guarded import GuardedPredictor
 from foretrain.motion.predictors.registry import NAMES, build
 from foretrain.motion.records import HORIZONS_IN_WINDOWS, LAST_WINDOW
 
@@ -230,17 +231,17 @@ def test_reset_forgets_everything(name: str) -> None:
 def plain(value: Any) -> bool:
     if isinstance(value, dict):
         return all(isinstance(key, str) and plain(one) for key, one in value.items())
-    if isinstance(value, list):
+    if isinstance(value, (list, tuple)):
         return all(plain(one) for one in value)
-    return type(value) in (int, float, str, bool, torch.Tensor)
+    return value is None or type(value) in (int, float, str, bool, torch.Tensor)
 
 
 def frozen_copy(value: Any) -> Any:
     """As a checkpoint would keep it: no tensor shared with the predictor."""
     if isinstance(value, dict):
         return {key: frozen_copy(one) for key, one in value.items()}
-    if isinstance(value, list):
-        return [frozen_copy(one) for one in value]
+    if isinstance(value, (list, tuple)):
+        return type(value)(frozen_copy(one) for one in value)
     return value.clone() if isinstance(value, torch.Tensor) else json.loads(json.dumps(value))
 
 
@@ -338,7 +339,7 @@ def test_names_and_settings() -> None:
     for name in NAMES:
         predictor = make(name)
         assert predictor.name == name
-        assert predictor.state_dict()["name"] == name
+        assert GuardedPredictor(predictor).state_dict()["name"] == name
 
 
 @pytest.mark.parametrize(
@@ -383,8 +384,8 @@ def test_the_seed_changes_the_networks() -> None:
 
 def open_gate(predictor: Predictor) -> None:
     """So that the corrections show, whether or not they helped."""
-    if hasattr(predictor, "gate"):
-        predictor._gates = np.ones(len(HORIZONS_IN_WINDOWS))  # type: ignore[attr-defined]
+    if hasattr(predictor, "trust"):
+        predictor._shares = np.ones(len(HORIZONS_IN_WINDOWS))  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("name", ["mlp", "rssm"])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import copy
+import hashlib
 import json
 import math
 import random
@@ -11,8 +13,10 @@ from html.parser import HTMLParser
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from foretrain.show.pages.comparison_page import page
+from foretrain.show.pages.comparison_page import interval, page, place, ratio_range, round_factors
 
 ARMS = {
     "plain": ("plain", "the reference, learning rate swept"),
@@ -205,7 +209,8 @@ class Reader(HTMLParser):
         super().__init__(convert_charrefs=True)
         self.open: list[str] = []
         self.tags: list[str] = []
-        self.charts: list[dict[str, str | None]] = []
+        self.charts: dict[str, dict[str, str | None]] = {}
+        self.policy = ""
         self.references: list[str] = []
         self.text = ""
 
@@ -214,8 +219,10 @@ class Reader(HTMLParser):
         named = dict(attrs)
         assert not [name for name in named if name.startswith("on")]
         self.references += [str(named[name]) for name in ("src", "href", "srcset", "action", "data") if name in named]
-        if tag == "svg" and named.get("class") == "chart":
-            self.charts.append(named)
+        if "data-chart" in named:
+            self.charts[str(named["data-chart"])] = named
+        if named.get("http-equiv") == "Content-Security-Policy":
+            self.policy = str(named["content"])
         if tag not in self.VOID:
             self.open.append(tag)
 
@@ -246,25 +253,189 @@ def test_the_page_is_well_formed_and_loads_nothing(result: dict[str, Any]) -> No
     text = page(result)
     reader = read(text)
     assert reader.references == ["data:,"]
-    assert not re.search(r"https?://|url\(|@import", text)
-    assert "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:" in text
-    assert reader.tags.count("script") == 1
+    assert set(re.findall(r"https?://[^ ]*", text)) == {"https://github.com/leeoniya/uPlot"}  # in a comment
+    assert not re.search(r"url\(|@import", text)
+    scripts = re.findall(r"<script>(.*?)</script>", text, re.S)
+    hashes = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
+    allowed = dict(part.strip().partition(" ")[::2] for part in reader.policy.split(";"))
+    assert allowed == {
+        "default-src": "'none'",
+        "style-src": "'unsafe-inline'",
+        "script-src": " ".join(f"'sha256-{one}'" for one in hashes),
+        "img-src": "data:",
+        "base-uri": "'none'",
+    }
+    assert len(scripts) == reader.tags.count("script") - 1 == 2
     assert len(text) < 1_000_000
+
+
+def data_of(text: str) -> dict[str, Any]:
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.S)
+    assert found is not None
+    loaded: dict[str, Any] = json.loads(found[1])
+    return loaded
+
+
+def series_of(text: str, chart: str) -> dict[str, dict[str, Any]]:
+    """Every series of a chart by its name."""
+    return {one["label"]: one for group in data_of(text)[chart]["runs"] for one in group["series"]}
 
 
 @pytest.mark.parametrize("result", RESULTS.values(), ids=RESULTS)
 def test_every_chart_is_named_and_has_its_numbers(result: dict[str, Any]) -> None:
     text = page(result)
-    assert all(chart["role"] == "img" and chart["viewbox"] for chart in read(text).charts)
-    figures = [figure for figure in re.findall(r"<figure>.*?</figure>", text, re.S) if 'class="wide"' in figure]
-    assert len(figures) >= 6
+    data, charts = data_of(text), read(text).charts
+    assert set(charts) == {"curve", "enlarged", "training", "budget", "ends", "sweep", "strips"}
+    for name, holder in charts.items():
+        assert len(str(holder["aria-label"])) > 20
+        assert re.search(r"\((seconds|per step)", data[name]["x"]["label"])
+        assert name == "strips" or "per token" in data[name]["unit"]
+    figures = [figure for figure in re.findall(r"<figure>.*?</figure>", text, re.S) if "data-chart" in figure]
+    assert len(figures) == len(charts)
     for figure in figures:
         assert "The numbers behind this chart" in figure
-        assert "<table" in figure
-        for picture in re.findall(r'<svg class="chart".*?</svg>', figure, re.S):
-            assert re.search(r'aria-label="[^"]{20,}"', picture)
-        assert re.search(r"<text[^>]*>[^<]*\((seconds|per step|factor)[^<]*\)</text>", figure)
-        assert "per token" in figure or "predict" in figure or "speed-up" in figure
+        assert figure.count("<td") > 5
+        assert "<noscript>" in figure
+
+
+def test_the_curves_are_those_of_the_runs_at_the_best_rates() -> None:
+    result = comparison()
+    text = page(result)
+    groups = data_of(text)["curve"]["runs"]
+    assert [group["name"] for group in groups] == [label for label, _ in ARMS.values()]
+    assert len({group["look"] for group in groups}) == len(ARMS)
+    assert [[one["listed"] for one in group["series"]] for group in groups] == [[True, False, False]] * len(ARMS)
+    (shown,) = (one for one in result["runs"] if (one["arm"], one["seed"], one["learning_rate"]) == ("hybrid", 2, 2e-3))
+    drawn = series_of(text, "curve")["hybrid, seed 2"]
+    assert drawn["x"] == pytest.approx([point[1] for point in shown["curve"]], rel=1e-5)
+    assert drawn["values"] == pytest.approx([point[2] for point in shown["curve"]], rel=1e-5)
+    assert data_of(text)["curve"]["log"] is True
+    enlarged = data_of(text)["enlarged"]
+    assert enlarged["x"]["low"] == pytest.approx(0.6 * max(one["seconds"] for one in result["runs"][:24:2]), rel=0.1)
+    assert all(sum(x < enlarged["x"]["low"] for x in one["x"]) == 1 for one in series_of(text, "enlarged").values())
+
+
+def test_the_ends_have_their_deviations_and_arrows_to_plain() -> None:
+    result = comparison()
+    text = page(result)
+    hybrid = next(arm for arm in result["analysis"]["arms"] if arm["arm"] == "hybrid")
+    seconds, loss, deviation = (hybrid[name] for name in ("seconds_mean", "loss_mean", "loss_deviation"))
+    end = series_of(text, "ends")["hybrid, mean"]
+    assert [*end["x"], *end["values"]] == pytest.approx([seconds, loss], rel=1e-5)
+    assert end["errors"] == [pytest.approx([loss - deviation, loss + deviation], rel=1e-5)]
+    arrow = next(arrow for arrow in data_of(text)["ends"]["arrows"] if arrow["look"] == 1)
+    assert arrow["text"] == "1.012×"
+    assert arrow["end"] == pytest.approx([1.012 * seconds, loss], rel=1e-5)
+    assert series_of(text, "budget")["plain, mean"]["labels"] == ["280 steps", "400 steps", "560 steps"]
+    chart = data_of(text)["ends"]
+    assert chart["low"] < min(loss, *chart["runs"][1]["series"][0]["values"]) < chart["high"]
+
+
+def test_more_arms_than_looks_keep_all_their_seeds() -> None:
+    result = comparison()
+    for number in range(9):
+        own = [
+            one | {"arm": f"more-{number}", "label": f"more {number}"}
+            for one in result["runs"]
+            if one["arm"] == "hybrid"
+        ]
+        result["runs"] += [one for one in own if one["learning_rate"] == 2e-3]
+        result["analysis"]["arms"].append(
+            result["analysis"]["arms"][1] | {"arm": f"more-{number}", "label": f"more {number}"}
+        )
+    ends = {group["name"]: len(group["series"]) for group in data_of(page(result))["ends"]["runs"]}
+    assert {name: count for name, count in ends.items() if count != 4} == {}  # three seeds and their mean
+
+
+def test_the_sweep_has_a_point_for_each_seed_and_a_line_through_their_means() -> None:
+    result = comparison()
+    text = page(result)
+    found = [
+        point["loss"]
+        for point in result["analysis"]["sweep"]
+        if (point["arm"], point["learning_rate"]) == ("plain", 1e-3)
+    ]
+    series = series_of(text, "sweep")
+    assert [series[f"plain, seed {seed}"]["values"][0] for seed in (1, 2, 3)] == pytest.approx(found, rel=1e-5)
+    assert series["plain, mean"]["values"][0] == pytest.approx(mean(found), rel=1e-5)
+    assert data_of(text)["sweep"]["x"]["ticks"] == [1e-3, 2e-3, 4e-3]
+
+
+def test_the_phases_and_moves_of_a_run_are_told_by_their_own_names() -> None:
+    result = comparison()
+    for one in result["runs"]:
+        one["moves"] = [[10, 3.0, "kept"], [20, 5.0, "shrunk"], [30, 7.0, "refused"], [40, 9.0, "rolled_back"]]
+    text = page(result)
+    strip = next(one for one in data_of(text)["strips"]["strips"] if one["name"] == "hybrid, seed 1")
+    (shown,) = (one for one in result["runs"] if (one["arm"], one["seed"], one["learning_rate"]) == ("hybrid", 1, 2e-3))
+    assert [phase for _, _, phase, _ in strip["phases"]] == [phase for _, _, phase in shown["phases"]]
+    assert [mark[1:4:1] for mark in strip["marks"]] == [
+        [3, "kept", "step 10, 3.0 s: move kept"],
+        [5, "shrunk", "step 20, 5.0 s: move shrunk"],
+        [7, "refused", "step 30, 7.0 s: move refused"],
+        [9, "rolled back", "step 40, 9.0 s: move rolled back"],
+    ]
+    spent = sum(end - start for start, end, phase in shown["phases"] if phase == "predict")
+    assert strip["spent"]["predict"].startswith(f"{spent:.3g} s in all, ")
+    table = text[text.index('data-chart="strips"') :]
+    assert re.search(r"hybrid, seed 1</td>(<td[^>]*>.*?</td>){4}<td[^>]*>2</td><td[^>]*>1</td><td[^>]*>1</td>", table)
+
+
+def test_very_many_phases_and_moves_stay_small() -> None:
+    result = comparison(seeds=(1,))
+    for one in result["runs"]:
+        one["phases"] = [[n / 10, (n + 1) / 10, ("full", "predict")[n % 2]] for n in range(50000)]
+        one["moves"] = [[n, n / 10, "kept"] for n in range(50000)]
+    strip = data_of(page(result))["strips"]["strips"][0]
+    assert len(strip["phases"]) <= 400
+    assert {(phase, share) for _, _, phase, share in strip["phases"]} <= {
+        ("predict", share / 100) for share in range(49, 52)
+    }
+    assert len(strip["marks"]) < 200
+    assert sum(count for *_, count in strip["marks"]) == 50000
+    assert len(json.dumps(strip)) < 30_000
+
+
+@pytest.mark.parametrize("result", RESULTS.values(), ids=RESULTS)
+def test_intervals_lie_around_the_line_at_one(result: dict[str, Any]) -> None:
+    arms = result["analysis"]["arms"]
+    bounds = ratio_range([arm["speedup"] or {} for arm in arms])
+    assert bounds[0] < 1 < bounds[1]
+    for arm in arms:
+        made = interval(arm["speedup"] or {}, bounds)
+        assert (made is None) == (arm["speedup"] is None)
+        if made is not None:
+            factor = arm["speedup"]["mean"]
+            assert (made["mean"] > place(1.0, bounds)) == (factor > 1)
+            assert f"{factor:.3g}×" in made["told"]
+            assert f'aria-label="{arm["label"]}: {made["told"]}"' in page(result)
+
+
+def test_an_interval_that_leaves_the_range_is_drawn_as_going_on() -> None:
+    inside, outside = {"mean": 1.0, "low": 0.9, "high": 1.1}, {"mean": 1.0, "low": 0.0, "high": None}
+    bounds = ratio_range([inside, outside])
+    assert 0.5 < bounds[0] < 0.9 < 1.1 < bounds[1] < 2
+    assert interval(inside, bounds)["span"]["style"] == ""
+    assert interval(outside, bounds)["span"] == {"left": 0.0, "width": 100.0, "style": "open-low open-high"}
+    assert interval({"mean": None}, bounds) is None
+
+
+@given(st.floats(0.01, 100), st.floats(1, 50), st.integers(2, 8))
+def test_factors_on_an_axis_are_round_few_and_inside(low: float, factor: float, most: int) -> None:
+    bounds = ratio_range([{"mean": low}, {"mean": low * factor}])
+    found = round_factors(bounds, most)
+    assert len(found) <= most
+    assert all(bounds[0] < one < bounds[1] for one in found)
+    assert found == sorted({float(f"{one:.3g}") for one in found})
+
+
+def test_the_bars_of_the_ladder_are_as_long_as_their_factors() -> None:
+    bars = re.findall(r'class="bar" style="left: ([0-9.]+)%; width: ([0-9.]+)%"', page(comparison()))
+    widths = [float(width) for _, width in bars]
+    factors = [1.0, 1.62, 2.9, 3.7, 3.6, 3.55]
+    assert [width / widths[3] for width in widths] == pytest.approx(
+        [math.log(f) / math.log(3.7) for f in factors], abs=1e-2
+    )
 
 
 @pytest.mark.parametrize("result", RESULTS.values(), ids=RESULTS)
@@ -325,10 +496,10 @@ def test_a_budget_of_one_seed_does_not_bend_plains_line() -> None:
     result["analysis"]["budget_curve"].append(
         {"max_steps": 437, "budget": 1.09, "seed": 2, "loss": 9.0, "seconds": 34.0}
     )
-    text = page(result)
-    assert "<title>plain, 400 steps, mean</title>" in text
-    assert "plain, 437 steps, mean" not in text
-    assert "plain, seed 2, 437 steps" in text
+    series = series_of(page(result), "budget")
+    assert series["plain, mean"]["labels"] == ["280 steps", "400 steps", "560 steps"]
+    assert not any("437 steps" in tip for tip in series["plain, mean"]["tips"])
+    assert any(tip.startswith("plain, seed 2, 437 steps: 34.0 s") for tip in series["plain, seed 2"]["tips"])
 
 
 def test_moves_may_tell_more_than_their_verdict() -> None:
@@ -342,7 +513,10 @@ def test_an_empty_comparison_is_a_page_too() -> None:
     result = comparison()
     result |= {"runs": [], "environment": {}, "config": {}, "settings": {}, "commit": None, "date": None}
     result["analysis"] |= {"arms": [], "budget_curve": [], "sweep": [], "ladder": []}
-    assert "nothing to show yet" in read(page(result)).text
+    text = page(result)
+    read(text)
+    assert not any(group["series"] for group in data_of(text)["curve"]["runs"])
+    assert not {"ends", "sweep", "strips"} & set(data_of(text))
 
 
 def test_any_number_may_be_null() -> None:
@@ -373,7 +547,7 @@ def test_text_cannot_become_markup() -> None:
 
     text = page(poisoned(copy.deepcopy(comparison())))
     reader = read(text)
-    assert reader.tags.count("script") == 1
+    assert reader.tags.count("script") == 3
     assert "img" not in reader.tags
     assert "b" not in reader.tags
 

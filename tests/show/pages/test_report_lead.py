@@ -13,10 +13,10 @@ from tests.show.runs import FINDING, STARTED, SUMMARY, append, end, progress, so
 
 from foretrain.events import Evaluated, Event, Moved, Notice, Recovered, Resumed
 from foretrain.show.follow import read_runs
+from foretrain.show.pages.render import style as style_sheet
 from foretrain.show.pages.report import write_report
-from foretrain.show.pages.report_lead import headline, lead, seconds_left, share_done
+from foretrain.show.pages.report_lead import headline, seconds_left, share_done
 from foretrain.show.pages.report_page import page, parts
-from foretrain.show.pages.report_page import style as style_sheet
 from foretrain.show.record import RunRecord
 
 IDLE = SUMMARY | {
@@ -44,6 +44,10 @@ def record_of(folder: Path, told: list[Event], summary: dict[str, Any] | None = 
 def text_of(markup: str) -> str:
     words = " ".join(re.sub(r"<[^>]*>", " ", markup).split()).replace("\u00a0", " ").replace("−", "-")
     return words.replace(" ,", ",")
+
+
+def lead(records: list[RunRecord]) -> str:
+    return parts(records).sections["lead"]
 
 
 def cards(record: RunRecord) -> dict[str, str]:
@@ -236,7 +240,7 @@ def test_measures_of_the_users_own_have_cards_and_curves(tmp_path: Path) -> None
     assert drawn["metric-1"]["log"] is True
     assert error["label"] == "error <b>"
     assert "<figure data-optional><h3>accuracy</h3>" in page([record])
-    assert page([record]).count("<figure data-optional hidden>") == 2  # "broken" and one more
+    assert page([record]).count("<figure data-optional hidden><h3>") == 2  # "broken" and one more
 
 
 def test_the_files_of_the_run_are_linked_from_beside_it(tmp_path: Path) -> None:
@@ -304,7 +308,7 @@ def test_evaluations_before_the_first_entry_break_nothing(tmp_path: Path) -> Non
 def test_a_fine_tuning_run_that_ended_too_early_says_how_to_go_on(tmp_path: Path) -> None:
     falling = {"from": 2.1, "to": 1.9, "steps": 60, "max_steps": 900}
     record = record_of(tmp_path / "run", idle_run(), IDLE | {"epochs": 0.36, "still_falling": falling})
-    shown = text_of(lead([record])).replace("&#x27;", "'")
+    shown = text_of(lead([record])).replace("&#39;", "'")
     assert (
         "The held-out loss was still falling (2.1 -&gt; 1.9 in the last 60 steps; 0.36 epochs): train longer" in shown
     )

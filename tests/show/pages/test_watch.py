@@ -161,7 +161,7 @@ def test_a_foreign_host_is_refused(shown: Serving, host: str) -> None:
 
 def test_two_hosts_are_none() -> None:
     """The server itself refuses such a request; it is not relied on."""
-    guard = watch.Guard(None, "key", 80)  # type: ignore[arg-type]
+    guard = watch.Doorkeeper(None, "key", 80)  # type: ignore[arg-type]
     own, other = (b"host", b"localhost:80"), (b"host", b"evil.example")
     for headers, refused in (
         ([own], False),

@@ -17,7 +17,7 @@ from foretrain.events import (
     Recovered,
     Tuned,
 )
-from foretrain.show.trackers.entries import PHASES, Entry, entry_of, hyperparameters, summary_entry
+from foretrain.show.trackers.entries import PHASES, TrackerEntry, entry_of, hyperparameters, summary_entry
 
 
 def progress(**changes: object) -> Progress:
@@ -50,20 +50,20 @@ def test_what_is_no_number_is_left_out() -> None:
     told = entry_of(progress(loss=math.nan, gradient_norm=math.inf), 0)
     assert told is not None
     assert not {"train/loss", "train/gradient_norm"} & told.numbers.keys()
-    assert entry_of(Evaluated(3, math.nan, 0.1, False, False), 0) == Entry(3)
+    assert entry_of(Evaluated(3, math.nan, 0.1, False, False), 0) == TrackerEntry(3)
 
 
 def test_texts() -> None:
     moved = Moved(9, 20, "kept", 1.0, True, False, 2.0, 1.9, 1.9, 0.8, 12.5, 3.0, "it pays")
     found = HealthFound("plateau", 9, "slope", "run", None, "below 0", "critical", "nothing is learned", {})
-    told: list[tuple[Event, Entry | None]] = [
-        (moved, Entry(9, {"prediction/worth_steps": 12.5}, {"move": "20 steps ahead: kept (it pays)"})),
-        (PhaseChanged(9, "full", "warm-up is done"), Entry(9, texts={"phase": "full: warm-up is done"})),
-        (Recovered(9, "rollback", "back to 5"), Entry(9, texts={"recovery": "rollback: back to 5"})),
-        (found, Entry(9, texts={"finding": "critical: plateau at run: slope. nothing is learned"})),
-        (Tuned(9, "spikes", {"a.b": 1.0}), Entry(9, texts={"recovery": "spikes: set a.b = 1.0"})),
-        (Notice("careful"), Entry(4, texts={"warning": "careful"})),
-        (CheckpointRejected("step-1", "torn"), Entry(4, texts={"warning": "step-1: torn"})),
+    told: list[tuple[Event, TrackerEntry | None]] = [
+        (moved, TrackerEntry(9, {"prediction/worth_steps": 12.5}, {"move": "20 steps ahead: kept (it pays)"})),
+        (PhaseChanged(9, "full", "warm-up is done"), TrackerEntry(9, texts={"phase": "full: warm-up is done"})),
+        (Recovered(9, "rollback", "back to 5"), TrackerEntry(9, texts={"recovery": "rollback: back to 5"})),
+        (found, TrackerEntry(9, texts={"finding": "critical: plateau at run: slope. nothing is learned"})),
+        (Tuned(9, "spikes", {"a.b": 1.0}), TrackerEntry(9, texts={"recovery": "spikes: set a.b = 1.0"})),
+        (Notice("careful"), TrackerEntry(4, texts={"warning": "careful"})),
+        (CheckpointRejected("step-1", "torn"), TrackerEntry(4, texts={"warning": "step-1: torn"})),
         (Notice("by the way", level="info"), None),
         (CheckpointSaved(9, "step-9", 1.0, 0.1), None),
     ]
@@ -74,7 +74,7 @@ def test_texts() -> None:
 def test_the_summary_without_settings_and_machine() -> None:
     summary = {"loss": 0.5, "none": None, "nan": math.nan, "steps": {"full": 3}, "findings": [], "said": "it paid"}
     told = summary_entry(3, {**summary, "config": {"seed": 1}, "environment": {"python": "3"}})
-    assert told == Entry(3, {"summary/loss": 0.5, "summary/steps/full": 3.0}, {"summary/said": "it paid"})
+    assert told == TrackerEntry(3, {"summary/loss": 0.5, "summary/steps/full": 3.0}, {"summary/said": "it paid"})
 
 
 def test_settings_by_their_dotted_names() -> None:

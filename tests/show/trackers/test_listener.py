@@ -13,7 +13,7 @@ from tests.show.trackers.conftest import LAST, fit, tiny_config
 
 from foretrain.events import Bus, Evaluated, Event, Notice, RunEnded, RunStarted
 from foretrain.show.trackers import listener as module
-from foretrain.show.trackers.entries import Entry
+from foretrain.show.trackers.entries import TrackerEntry
 from foretrain.show.trackers.listener import TrackerListener, close_all
 from foretrain.show.trackers.tensorboard import TensorBoard
 from foretrain.show.trackers.tracker import Tracker
@@ -36,7 +36,7 @@ class Notebook(Tracker):
     def start(self, step: int) -> None:
         self.told.append(("start", step))
 
-    def log(self, entry: Entry) -> None:
+    def log(self, entry: TrackerEntry) -> None:
         self.threads.add(threading.get_ident())
         self.told.append(entry)
 
@@ -64,10 +64,10 @@ def test_everything_is_told_in_order_in_a_thread_of_its_own() -> None:
     close_all([listener])
     assert notebook.told == [
         ("start", 0),
-        Entry(1, {"held_out/loss": 1.0}),
-        Entry(1, texts={"warning": "careful"}),
-        Entry(3, {"held_out/loss": 3.0}),
-        Entry(3, {"summary/final_val_loss": 0.5}, {"summary/reason": "finished"}),
+        TrackerEntry(1, {"held_out/loss": 1.0}),
+        TrackerEntry(1, texts={"warning": "careful"}),
+        TrackerEntry(3, {"held_out/loss": 3.0}),
+        TrackerEntry(3, {"summary/final_val_loss": 0.5}, {"summary/reason": "finished"}),
         ("close", "finished"),
     ]
     assert threading.get_ident() not in notebook.threads
@@ -83,7 +83,7 @@ def test_the_end_of_a_run_says_where_to_look() -> None:
     bus.emit(ENDED)
     close_all([listener])
     assert notices(heard) == ["notebook: notes.txt (look at it with: cat notes.txt)"]
-    assert [type(entry).__name__ for entry in notebook.told] == ["tuple", "Entry", "tuple"]
+    assert [type(entry).__name__ for entry in notebook.told] == ["tuple", "TrackerEntry", "tuple"]
 
 
 def test_a_run_that_never_ended_is_closed_as_failed() -> None:
@@ -97,7 +97,7 @@ def test_a_run_that_never_ended_is_closed_as_failed() -> None:
 class Full(Notebook):
     """Fails at its second entry."""
 
-    def log(self, entry: Entry) -> None:
+    def log(self, entry: TrackerEntry) -> None:
         super().log(entry)
         if len(self.told) > 2:
             raise OSError(errno.ENOSPC, "No space left on device")
@@ -111,7 +111,7 @@ def test_a_tracker_that_fails_is_off_after_one_warning() -> None:
     close_all([listener])
     assert len(notices(heard)) == 1
     assert notices(heard)[0].startswith("tracker notebook failed and is off from here on (OSError: [Errno 28] No space")
-    assert [entry.step for entry in full.told if isinstance(entry, Entry)] == [1, 2]
+    assert [entry.step for entry in full.told if isinstance(entry, TrackerEntry)] == [1, 2]
     assert full.told[-1][0] == "close"
 
 
@@ -131,7 +131,7 @@ def test_nothing_piles_up_for_a_tracker_that_has_failed() -> None:
 @pytest.mark.parametrize("where", ["log", "close"])
 def test_a_tracker_that_wants_to_end_the_program_is_off_like_any_other(where: str) -> None:
     class Leaving(Notebook):
-        def log(self, entry: Entry) -> None:
+        def log(self, entry: TrackerEntry) -> None:
             super().log(entry)
             if where == "log":
                 sys.exit(3)
@@ -239,7 +239,7 @@ def test_a_run_outlives_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.
 
     really = TensorBoard.log
 
-    def log(self: TensorBoard, entry: Entry) -> None:
+    def log(self: TensorBoard, entry: TrackerEntry) -> None:
         if entry.step == 4:
             monkeypatch.setattr(RecordWriter, "write", full)
         really(self, entry)

@@ -10,7 +10,7 @@ import pytest
 from tests.show.trackers.conftest import tiny_config
 
 from foretrain.show.trackers import opening
-from foretrain.show.trackers.entries import Entry
+from foretrain.show.trackers.entries import TrackerEntry
 from foretrain.show.trackers.tracker import Tracker
 
 
@@ -44,7 +44,7 @@ def session(folder: Path, resume: bool, start: int, steps: list[int], killed: bo
     (tracker,) = kept
     tracker.start(start)
     for step in steps:
-        tracker.log(Entry(step, {"loss": 1.0}))
+        tracker.log(TrackerEntry(step, {"loss": 1.0}))
     if not killed:
         tracker.close("interrupted")
 

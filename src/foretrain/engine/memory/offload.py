@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from foretrain.engine.batch import tensors_of
 from foretrain.engine.memory.host import Lane, copy_each, host_like, on_device
 from foretrain.persist.codec import Snapshot, take_apart
 
@@ -220,10 +221,10 @@ class OptimizerParking:
 
     def _found(self, snapshot: Mapping[str, Any] | None) -> list[tuple[Tensor, Tensor | None]]:
         state = self.optimizer.state_dict()["state"]
-        here = [t for t in _tensors_in(state) if t.ndim and t.device.type == self.parking.lane.device.type]
+        here = [t for t in tensors_of(state) if t.ndim and t.device.type == self.parking.lane.device.type]
         copies: dict[int, Tensor] = {}
         if snapshot is not None:
-            pairs = zip(_tensors_in(state), _tensors_in(snapshot["state"]), strict=True)
+            pairs = zip(tensors_of(state), tensors_of(snapshot["state"]), strict=True)
             copies = {id(t): copy for t, copy in pairs if _form(t) == _form(copy)}
         return [(tensor, copies.get(id(tensor))) for tensor in _separate(here)]
 
@@ -260,13 +261,3 @@ def _split(most: float, pairs: Iterable[_Pair]) -> tuple[list[_Pair], list[_Pair
         most -= pair[0].nbytes if fits else 0
         (fit if fits else others).append(pair)
     return fit, others
-
-
-def _tensors_in(tree: Any) -> list[Tensor]:
-    if isinstance(tree, Tensor):
-        return [tree]
-    if isinstance(tree, Mapping):
-        return [tensor for value in tree.values() for tensor in _tensors_in(value)]
-    if isinstance(tree, (list, tuple)):
-        return [tensor for value in tree for tensor in _tensors_in(value)]
-    return []

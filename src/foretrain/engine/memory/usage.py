@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
+from foretrain.config.units import format_size
 from foretrain.engine.memory.host import host_bytes
-from foretrain.events import Event, MemoryUsed, in_words
+from foretrain.events import Event, MemoryUsed
 
 _NEWS = 1.01
 """A peak is told again when it has risen by this factor: a run of any length tells a limited number of them."""
@@ -51,10 +52,10 @@ class Usage:
 
     def __str__(self) -> str:
         if self.peak is None:
-            return f"the process held {in_words(self.resident_peak or 0)} at the most"
-        held = f"{in_words(self.allocated or 0)} allocated, {in_words(self.reserved or 0)} reserved"
-        pinned = f", {in_words(self.pinned)} pinned" if self.pinned else ""
-        return f"{held}, peak {in_words(self.peak)}{pinned}"
+            return f"the process held {format_size(self.resident_peak or 0, 1)} at the most"
+        held = f"{format_size(self.allocated or 0, 1)} allocated, {format_size(self.reserved or 0, 1)} reserved"
+        pinned = f", {format_size(self.pinned, 1)} pinned" if self.pinned else ""
+        return f"{held}, peak {format_size(self.peak, 1)}{pinned}"
 
 
 def _larger(one: int | None, other: int | None) -> int | None:

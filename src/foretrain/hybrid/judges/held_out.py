@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foretrain.engine.engine import Engine, count
+from foretrain.engine.batch import count
+from foretrain.engine.engine import Engine
 from foretrain.hybrid.gate import FORWARD
 from foretrain.hybrid.policy import Pilot
 from foretrain.hybrid.snapshot import Safety

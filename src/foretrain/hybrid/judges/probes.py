@@ -58,9 +58,9 @@ class Probes:
         if away is None:
             return
         at_once, steps = math.inf, math.inf
-        if config.memory.lookahead:
+        if config.memory.return_ahead:
             at_once = away.hidden_bytes(self.seconds)
-            steps = 1 if config.hybrid.mode == "leap" else config.memory.lookahead
+            steps = 1 if config.hybrid.mode == "leap" else config.memory.return_ahead
         away.leave(None if away.begun else self.safety.optimizer_state(), at_once, at_once * steps)
 
     def bring_back(self, steps_left: int) -> None:
@@ -69,7 +69,7 @@ class Probes:
         -1: no more are made.
         """
         away = self.engine.away
-        if away is not None and steps_left < self.pilot.config.memory.lookahead:
+        if away is not None and steps_left < self.pilot.config.memory.return_ahead:
             away.fetch(math.inf if steps_left < 0 else away.hidden_bytes(self.seconds))
 
     # --- what a held-out loss is worth -------------------------------------------------------------------------------

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from foretrain.engine.engine import Engine
+from foretrain.engine.hooks import StepHook
 from foretrain.engine.optim.moments import read_moment
 from foretrain.engine.step import StepOutput
 from foretrain.hybrid.moves.obstacles import obstacles
 from foretrain.hybrid.moves.secant import Secant
+from foretrain.motion.losses import WindowLosses
 from foretrain.motion.samples import bias_corrections
-from foretrain.motion.slope import LossSlope
 from foretrain.persist.codec import random_state, restore_random_state
 
 EXACT = 1e-5
@@ -38,7 +39,7 @@ _SAVED_LATER = ("lowest_unseen", "stopped")
 """Not there in older checkpoints."""
 
 
-class Chain:
+class Chain(StepHook):
     """Leaps, their length and their success. `length` adapts to how they do beside the optimizer's own steps."""
 
     def __init__(self, engine: Engine, pairs: int, memory_mb: float, longest: int) -> None:
@@ -82,17 +83,19 @@ class Chain:
 
     # --- full steps of the optimizer ---------------------------------------------------------------------------------
 
-    def full(self, batch: Any, step: Callable[..., StepOutput]) -> StepOutput:
-        """A full step whose gradient is remembered."""
-        if not self.possible:
-            return step(batch)
+    wants_gradients = True
+
+    def before_step(self) -> None:
         if self.secant is None:
             self.secant = Secant(self.parameters, self.pairs, _REACH)
-        secant = self.secant
-        secant.at()
-        output = step(batch, lambda: secant.gradient_known([p.grad for p in self.parameters]))
+        self.secant.at()
+
+    def gradients_ready(self) -> None:
+        if self.secant is not None:
+            self.secant.gradient_known([p.grad for p in self.parameters])
+
+    def after_step(self, output: StepOutput) -> None:
         self._last = output.loss
-        return output
 
     def forget(self) -> None:
         """The loss is too noisy for pairs, for now at least. A marked point stays: it is compared before it is used."""
@@ -250,7 +253,7 @@ class Chain:
         _, correction = bias_corrections(self.engine.optimizer, max(1, int(step)))
         return secant.scales(moments, correction, 1e-8)
 
-    def over(self, slope: LossSlope) -> bool:
+    def over(self, slope: WindowLosses) -> bool:
         """Long enough, or no better than the optimizer's own steps."""
         whole = _fall(self.start_loss, self.loss) / max(self.cost, 1.0)
         slow = self.leaps >= _SHORTEST_LENGTH and not (self.rate > self._usual(slope) or whole > self._usual(slope))
@@ -263,7 +266,7 @@ class Chain:
             self.leaps, self.loss = leaps, loss
             self._last = torch.full((), loss, device=self.engine.device)
 
-    def end(self, slope: LossSlope, refused: bool, unseen: float | None = None) -> None:
+    def end(self, slope: WindowLosses, refused: bool, unseen: float | None = None) -> None:
         """Longer chains while leaps beat the optimizer's own steps, shorter ones otherwise. unseen: the held-out loss
         at the end, if it judges."""
         if self.secant is not None and (self.leaps or unseen is not None):
@@ -276,7 +279,7 @@ class Chain:
         good = self.cost > 0 and fall / self.cost > self._usual(slope) and not refused
         self.length = min(2 * self.length, self.longest) if good else max(self.length // 2, _SHORTEST_LENGTH)
 
-    def _usual(self, slope: LossSlope) -> float:
+    def _usual(self, slope: WindowLosses) -> float:
         """Fall per full step of the optimizer alone, in the window before; 0 where it only made up for its own rise."""
         if self.returned:
             return 0.0

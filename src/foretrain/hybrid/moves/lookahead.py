@@ -5,23 +5,40 @@ Every k steps:   w' = w + beta m;   w+ = k steps from w';   m+ = g m + (1 - g)(w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from foretrain.engine.hooks import StepHook
 from foretrain.engine.memory.host import copy_each
+from foretrain.engine.step import StepOutput
 
 
-class LookAhead:
-    """`m` is the average displacement per `stride` steps. Two buffers of the size of the weights, no host waits."""
+class LookAhead(StepHook):
+    """`m` is the average displacement per `stride` steps. Two buffers of the size of the weights, no host waits.
 
-    def __init__(self, parameters: Sequence[Tensor], beta: float, gamma: float, stride: int = 1) -> None:
-        self.parameters = [p.detach() for p in parameters]
+    share: how much of the full look-ahead the next step moves ahead by; 0 only measures the motion.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        beta: float,
+        gamma: float,
+        stride: int = 1,
+        share: Callable[[], float] = lambda: 1.0,
+    ) -> None:
         self.beta = beta
+        self.share = share
         self.stride = stride
         self.g = gamma**stride
+        self.cover(parameters)
+
+    def cover(self, parameters: Sequence[Tensor]) -> None:
+        """Watch these from now on, of whose motion nothing is known yet."""
+        self.parameters = [p.detach() for p in parameters]
         self.steps = 0
         """Since the last move ahead."""
         self.m = [torch.zeros_like(p) for p in self.parameters]
@@ -30,17 +47,17 @@ class LookAhead:
         """Moved ahead for a step that is not done yet."""
 
     @torch.no_grad()
-    def before_step(self, share: float) -> None:
-        """Move ahead by `share` of the full look-ahead, if it is time; 0 only measures the motion."""
+    def before_step(self) -> None:
         if self.steps:
             return
+        share = self.share()
         torch._foreach_copy_(self._before, self.parameters)
         self._ahead = True
         if share > 0:
             torch._foreach_add_(self.parameters, self.m, alpha=self.beta * share)
 
     @torch.no_grad()
-    def after_step(self) -> None:
+    def after_step(self, output: StepOutput) -> None:
         self.steps += 1
         self._ahead = False
         if self.steps < self.stride:
@@ -52,7 +69,6 @@ class LookAhead:
 
     @torch.no_grad()
     def take_back(self) -> None:
-        """The step that was begun will not be done: the weights as they were before it."""
         if self._ahead:
             torch._foreach_copy_(self.parameters, self._before)
         self._ahead = False

@@ -10,8 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from foretrain.hybrid.policy import Plan
-from foretrain.motion.observer import pack, unpack
-from foretrain.motion.predictors.base import Forecast
+from foretrain.persist.stateful import from_plain
 
 
 @dataclass
@@ -56,15 +55,8 @@ class Move:
         return self.plan.confidence
 
 
-def pack_move(move: Move) -> dict[str, Any]:
-    plan = pack(move.plan) | {"forecast": pack(move.plan.forecast)}
-    return {name: value for name, value in vars(move).items() if name != "plan"} | {"plan": plan}
-
-
 def unpack_move(state: dict[str, Any], own: Callable[[Any], Any]) -> Move:
-    plan = dict(state["plan"])
-    forecast = plan.pop("forecast")
-    forecast = unpack(Forecast, {**forecast, "horizons": tuple(forecast["horizons"])})
-    move = Move(**{**state, "plan": unpack(Plan, {**plan, "forecast": forecast})})
+    """The move of a saved state, with its batches where they belong."""
+    move: Move = from_plain(Move, state, "Move")
     move.batch, move.batches = own(move.batch), [own(batch) for batch in move.batches]
     return move

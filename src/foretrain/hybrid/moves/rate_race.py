@@ -8,8 +8,9 @@ from typing import Any
 
 from foretrain.config import Config, changed
 from foretrain.config.schema import FIRST_RATE
+from foretrain.engine.batch import map_tensors
 from foretrain.engine.fence import OwnCodeError
-from foretrain.engine.step import StepOutput, map_tensors
+from foretrain.engine.step import StepOutput
 from foretrain.events import Notice, RateTrial, RateTried
 from foretrain.hybrid.mover import Mover
 
@@ -58,6 +59,8 @@ class RateRace:
         """There is a snapshot of the beginning, from which all rates start."""
         self.batches: list[Any] = []
         self._told = False
+        self._trying: int | None = None
+        """The rate that runs now, by how many factors it is above the first."""
 
     def begin_anew(self) -> None:
         """Others are trained: rates are compared from here on, all on the same steps."""
@@ -68,8 +71,15 @@ class RateRace:
         """What the first rate is to be multiplied with."""
         return float(FACTOR**self.best)
 
-    def step(self, batch: Any, full_step: Callable[[Any], StepOutput], use: Callable[[float], None]) -> StepOutput:
-        """A step at the first rate; after the last one all other rates run. use: sets the factor of the rate."""
+    @property
+    def rate_factor(self) -> float:
+        """The factor of the rate that runs now."""
+        return self.factor if self._trying is None else float(FACTOR**self._trying)
+
+    clip = math.inf
+
+    def step(self, batch: Any, full_step: Callable[[Any], StepOutput]) -> StepOutput:
+        """A step at the first rate; after the last one all other rates run."""
         if not self._told:  # at least two others follow: one that is higher, and one beyond the better of the two
             self._told = True
             self._tell(0, len(self.batches), 2 * self.steps)
@@ -80,10 +90,13 @@ class RateRace:
         output = full_step(batch)
         self.batches.append(map_tensors(batch, lambda tensor: tensor.clone()))
         if len(self.batches) >= self.steps:
-            self._run_others(full_step, use)
+            try:
+                self._run_others(full_step)
+            finally:
+                self._trying = None
         return output
 
-    def _run_others(self, full_step: Callable[[Any], StepOutput], use: Callable[[float], None]) -> None:
+    def _run_others(self, full_step: Callable[[Any], StepOutput]) -> None:
         engine, safety = self.mover.engine, self.mover.safety
         rows, position, counts = engine.meter.state_dict(), engine.position, self.mover.pilot.counts
         counted = dict(counts.steps)
@@ -93,7 +106,7 @@ class RateRace:
             exponent = direction
             while self.best == exponent - direction and abs(exponent) <= MOST:
                 safety.rewind()
-                use(FACTOR**exponent)
+                self._trying = exponent
                 for done, batch in enumerate(self.batches, start=1):
                     if done % max(1, self.steps // _TOLD) == 1 or self.steps < 2 * _TOLD:
                         self._tell(exponent, done)
@@ -107,7 +120,7 @@ class RateRace:
         safety.rewind(end)
         engine.position, counts.steps = position, counted
         engine.meter.load_state_dict(rows)  # what others did is no progress of this run
-        use(self.factor)
+        self._trying = None
         self.batches, self.open = [], False
         text = f"the run goes on with a learning rate of {FIRST_RATE * self.factor:.3g}, the best of {len(self.tried)}"
         self.mover.emit(Notice(text, level="info"))

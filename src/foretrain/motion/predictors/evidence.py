@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from foretrain.motion.predictors.base import Array, Followed, Forecast, Situation
 from foretrain.motion.records import DIRECTIONS, HORIZONS_IN_WINDOWS, LAST_WINDOW, WINDOWS_OF_MEANS
+from foretrain.persist.stateful import Stateful
 
 LONGEST = 64
 """Windows after which a forecast does not grow any more: no evidence reaches that far."""
@@ -88,11 +89,13 @@ def unpack(tensor: torch.Tensor) -> Array:
     return np.array(tensor.detach().cpu().numpy(), dtype=np.float64)
 
 
-class Share:
+class Share(Stateful):
     """How much of a guess was borne out: least squares of what happened on what was guessed, out of sample.
 
     It starts at `prior`, which counts as `strength` observations, and stays within `limits`.
     """
+
+    saved = ("sums",)
 
     def __init__(
         self, shape: tuple[int, ...], prior: float, strength: float, keep: float, limits: tuple[float, float] = (0, 1)
@@ -131,12 +134,14 @@ def chained(shares: Share) -> Array:
     return shares.value(min(max(first, shares.limits[0]), shares.limits[1]))
 
 
-class Ageing:
+class Ageing(Stateful):
     """How the directions of the basis follow from the last ones and the new displacement, measured on the run.
 
     A mean becomes `keep x mean + (1 - keep) x displacement`; the last step becomes `step x displacement`. Measured
     rather than assumed, because means that were just begun keep less of their past than old ones.
     """
+
+    saved = ("sums",)
 
     def __init__(self) -> None:
         start = np.array([1.0, *(1.0 - 1.0 / time for time in WINDOWS_OF_MEANS[1:])])

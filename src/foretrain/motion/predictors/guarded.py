@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -21,6 +21,7 @@ from foretrain.engine.fence import ContractError, Failure, Fence, Ordered, OwnCo
 from foretrain.errors import ConfigError, is_out_of_memory
 from foretrain.motion.predictors.base import Array, Followed, Forecast, Predictor, Situation
 from foretrain.persist.codec import Snapshot, put_together, snapshot, take_apart
+from foretrain.persist.stateful import entry
 
 MOST_FAILURES = 2
 """With the first it starts anew, with this one it is off."""
@@ -162,11 +163,12 @@ class GuardedPredictor:
         state = self.state()
         return {"name": self.name, "state": state, "strikes": self.strikes}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Another predictor than the saved one starts as it is."""
-        if self.name == state["name"]:
-            self.strikes = int(state.get("strikes", 0))
-            self.load(state["state"])
+        name, strikes, saved = (entry(state, name, "GuardedPredictor") for name in ("name", "strikes", "state"))
+        if self.name == name:
+            self.strikes = int(strikes)
+            self.load(saved)
 
 
 def _raise(error: Exception) -> None:

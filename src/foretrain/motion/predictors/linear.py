@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,14 +20,13 @@ from foretrain.motion.predictors.evidence import (
     in_windows,
     mature,
     no_motion,
-    pack,
     quadratic,
-    unpack,
     usable,
     usable_pairs,
 )
 from foretrain.motion.predictors.losspath import LossPath
 from foretrain.motion.records import DIRECTIONS, HORIZONS_IN_WINDOWS
+from foretrain.persist.stateful import ArrayBuffer, Stateful, entry
 
 SIZE = len(DIRECTIONS)
 LAST = HORIZONS_IN_WINDOWS[-1]
@@ -42,7 +41,7 @@ _PLACES = np.interp(np.arange(LONGEST + 1), np.array([0, *HORIZONS]), np.arange(
 """Of each number of windows between the horizons."""
 
 
-class LinearPredictor(Predictor):
+class LinearPredictor(Stateful, Predictor):
     """Coefficients that fitted the past windows best, each level of detail pulled towards the coarser one.
 
     One window ahead: zero <- all groups together <- each group. Further ahead: the one-window fit applied again and
@@ -52,6 +51,8 @@ class LinearPredictor(Predictor):
     """
 
     name = "linear"
+    saved = ("losses", "_ageing", "_scale", "_own", "_own_together", "_sums", "_found", "_left", "_change")
+    _sums: ArrayBuffer
 
     def __init__(self, l2: float = 1.0, forgetting: float = 0.97) -> None:
         self.l2, self.forgetting = l2, forgetting
@@ -96,35 +97,12 @@ class LinearPredictor(Predictor):
             self._fit()
             self._derive()
 
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "groups": len(self._found) - 1,
-            "fitted": self._table is not None,
-            "loss": self.losses.state_dict(),
-            **{key: pack(array) for key, array in self._arrays().items()},
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.reset()
-        self._built(int(state["groups"]))
-        self.losses.load_state_dict(state["loss"])
-        for key, array in self._arrays().items():
-            array[...] = unpack(state[key])
-        if state["fitted"]:
+        self._built(len(entry(state, "found", type(self).__name__)) - 1)
+        super().load_state_dict(state)
+        if len(self._found) > 1 and self._weight[0] > 0:
             self._derive()
-
-    def _arrays(self) -> dict[str, Array]:
-        return {
-            "sums": self._sums,
-            "found": self._found,
-            "left": self._left,
-            "change": self._change,
-            "ageing": self._ageing.sums,
-            "scale": self._scale.sums,
-            "own": self._own.sums,
-            "own_together": self._own_together.sums,
-        }
 
     def _built(self, groups: int) -> None:
         """The number of groups is known from the first observation on. Row 0 of the sums is all groups together."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from foretrain.motion.predictors.base import Array, Situation
-from foretrain.motion.predictors.evidence import HORIZONS, Share, pack, unpack
+from foretrain.motion.predictors.evidence import HORIZONS, Share
 from foretrain.motion.records import HORIZONS_IN_WINDOWS
+from foretrain.persist.stateful import Stateful
 
 TREND_KEEP = 2 / 3
 """What the trend keeps per window: about the last three windows."""
@@ -19,8 +19,12 @@ PERSISTENCE = 0.9
 ERROR_KEEP = 0.85
 
 
-class LossPath:
+class LossPath(Stateful):
     """A trend of the loss per window; per horizon the share of it that came true, and the error that was left."""
+
+    saved = ("shares", "errors", "past", "last_step", "trend", "trend_count")
+    past: list[tuple[float, float]]
+    last_step: int | None
 
     def __init__(self) -> None:
         self.reset()
@@ -30,8 +34,8 @@ class LossPath:
         self.prior = continued / HORIZONS
         self.shares = Share(HORIZONS.shape, 1.0, 2.0, 0.95, (-0.5, 1.5))
         self.errors = np.zeros((2, len(HORIZONS)))  # squared error, count
-        self.past: list[tuple[float, float]] = []  # loss and trend at the end of each of the last windows
-        self.last_step: int | None = None
+        self.past = []  # loss and trend at the end of each of the last windows
+        self.last_step = None
         self.trend = 0.0
         self.trend_count = 0.0
 
@@ -71,24 +75,6 @@ class LossPath:
         guess = (0.02 * abs(loss) + 1e-12) ** 2
         per_window = (float((squared / HORIZONS).sum()) + 0.3 * guess) / (float(count.sum()) + 0.3)
         return np.asarray(np.sqrt((squared + 0.3 * per_window * HORIZONS) / (count + 0.3)))
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "shares": pack(self.shares.sums),
-            "errors": pack(self.errors),
-            "past": [[loss, trend] for loss, trend in self.past],
-            "last_step": -1 if self.last_step is None else self.last_step,
-            "trend": self.trend,
-            "trend_count": self.trend_count,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.reset()
-        self.shares.sums = unpack(state["shares"])
-        self.errors = unpack(state["errors"])
-        self.past = [(float(loss), float(trend)) for loss, trend in state["past"]]
-        self.last_step = None if state["last_step"] < 0 else int(state["last_step"])
-        self.trend, self.trend_count = float(state["trend"]), float(state["trend_count"])
 
     def _trend(self) -> float:
         return self.trend / self.trend_count if self.trend_count > 0 else 0.0

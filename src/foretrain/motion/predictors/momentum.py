@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,13 +20,12 @@ from foretrain.motion.predictors.evidence import (
     in_windows,
     mature,
     no_motion,
-    pack,
-    unpack,
     usable,
     usable_pairs,
 )
 from foretrain.motion.predictors.losspath import LossPath
 from foretrain.motion.records import DIRECTIONS, HORIZONS_IN_WINDOWS, LAST_WINDOW
+from foretrain.persist.stateful import Stateful
 
 FORGETTING = 0.95
 GROUP_STRENGTH = 4.0
@@ -38,7 +37,7 @@ SURE = 1e-6
 WIDEST = len(DIRECTIONS) - 1
 
 
-class MomentumPredictor(Predictor):
+class MomentumPredictor(Stateful, Predictor):
     """Displacement over n windows = direction x first x (1 - rho^n) / (1 - rho), in closed form.
 
     `first` is the least-squares share of a direction in the window that followed; `rho`, the persistence, compares two
@@ -46,6 +45,8 @@ class MomentumPredictor(Predictor):
     """
 
     name = "momentum"
+    saved = ("losses", "_ageing", "_pooled", "_persistence", "_scale", "_groups")
+    _groups: Array | None
 
     def __init__(self) -> None:
         self.reset()
@@ -56,7 +57,7 @@ class MomentumPredictor(Predictor):
         self._pooled = np.zeros((3, len(DIRECTIONS)))  # dots, own squares, weight: relative to the square that followed
         self._persistence = np.zeros(2)
         self._scale = Share(HORIZONS.shape, 1.0, 1.0, 0.9)
-        self._groups: Array | None = None  # [2, G, R] the first two rows of `_pooled`, per group
+        self._groups = None  # [2, G, R] the first two rows of `_pooled`, per group
         self._table: Array | None = None
 
     def forecast(self, situation: Situation, horizons: Sequence[int]) -> Forecast:
@@ -84,25 +85,9 @@ class MomentumPredictor(Predictor):
             self._learn(situation, one, index)
         self._table = self._continue()
 
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "loss": self.losses.state_dict(),
-            "ageing": pack(self._ageing.sums),
-            "pooled": pack(self._pooled),
-            "persistence": pack(self._persistence),
-            "scale": pack(self._scale.sums),
-            "groups": pack(self._groups) if self._groups is not None else [],
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.reset()
-        self.losses.load_state_dict(state["loss"])
-        self._ageing.sums = unpack(state["ageing"])
-        self._pooled = unpack(state["pooled"])
-        self._persistence = unpack(state["persistence"])
-        self._scale.sums = unpack(state["scale"])
-        self._groups = unpack(state["groups"]) if len(state["groups"]) else None
+        super().load_state_dict(state)
         self._table = self._continue()
 
     def _learn(self, situation: Situation, followed: Followed, index: int) -> None:

@@ -1,108 +1,168 @@
-"""What the learned predictors are built from: weights with their own optimizer, and a head per group of weights.
-
-Forward and backward passes are written out in numpy: the arrays are so small that the bookkeeping of a tensor library
-would cost several times what the arithmetic does. All members of an ensemble lie in one array, member first.
-"""
+"""The networks of `mlp` and `rssm`. All members of an ensemble are one module: the first axis of every weight is the
+member, and one pass serves them all."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional
 
 from foretrain.motion.predictors.base import Array
 from foretrain.motion.records import DIRECTIONS, HORIZONS_IN_WINDOWS, LAST_WINDOW
 
-Single = NDArray[np.float32]
-Matrices = Mapping[str, Single]
-
-SIZE = len(DIRECTIONS)
-PAIRS = np.triu_indices(SIZE, 1)
-GROUP_FEATURES = SIZE + len(PAIRS[0]) + SIZE
-HORIZON_FEATURES: Single = np.array([[math.log2(h) / 3, h / 8] for h in HORIZONS_IN_WINDOWS], dtype=np.float32)
-
-
-class Weights:
-    """Named matrices [members, inputs, outputs] over one buffer, with Adam. Members are trained one at a time."""
-
-    def __init__(self, shapes: Mapping[str, tuple[int, int]], members: int, generator: torch.Generator) -> None:
-        """Normal with variance 1 / inputs; names ending in `bias` or `last` start at zero."""
-        sizes = [inputs * outputs for inputs, outputs in shapes.values()]
-        self.values = torch.zeros(members, sum(sizes))
-        self.first = torch.zeros_like(self.values)
-        self.second = torch.zeros_like(self.values)
-        self.steps = torch.zeros(members)
-        self.gradient = torch.zeros(sum(sizes))
-        self.all: dict[str, Single] = {}
-        self.gradients: dict[str, Single] = {}
-        start = 0
-        for (name, shape), size in zip(shapes.items(), sizes, strict=True):
-            part = self.values[:, start : start + size]
-            if not name.endswith(("bias", "last")):
-                part.copy_(torch.randn(members, size, generator=generator) / shape[0] ** 0.5)
-            self.all[name] = part.numpy().reshape(members, *shape)
-            self.gradients[name] = self.gradient[start : start + size].numpy().reshape(shape)
-            start += size
-        self.single = [{name: array[member] for name, array in self.all.items()} for member in range(members)]
-
-    def step(self, member: int, rate: float) -> None:
-        """One step of Adam for one member, from `gradients`. One that is not finite changes nothing."""
-        if not math.isfinite(float(self.gradient.sum())):
-            return
-        torch._fused_adam_(
-            [self.values[member]],
-            [self.gradient],
-            [self.first[member]],
-            [self.second[member]],
-            [],
-            [self.steps[member].add_(1.0)],
-            lr=rate,
-            beta1=0.9,
-            beta2=0.99,
-            weight_decay=0.0,
-            eps=1e-8,
-            amsgrad=False,
-            maximize=False,
-        )
-
-    def state_dict(self) -> dict[str, Any]:
-        tensors = {"values": self.values, "first": self.first, "second": self.second, "steps": self.steps}
-        return {name: tensor.clone() for name, tensor in tensors.items()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name in ("values", "first", "second", "steps"):
-            getattr(self, name).copy_(state[name])
+STATE = 64
+"""Numbers of the training state."""
+NARROW = 64
+"""Width on both sides of the latent. Chosen: without it the latent's matrices cost more than all others together."""
+HEAD = 32
+"""Width of the head of `rssm`. Chosen: it runs once per group of weights and horizon, so it has to be small."""
+UNIFORM = 0.01
+"""Share of the uniform distribution in every categorical, as in DreamerV3: no class ever becomes impossible."""
+_SIZE = len(DIRECTIONS)
+_PAIRS = np.triu_indices(_SIZE, 1)
+_GROUP_FEATURES = _SIZE + len(_PAIRS[0]) + _SIZE
+_HORIZON_FEATURES = torch.tensor([[math.log2(h) / 3, h / 8] for h in HORIZONS_IN_WINDOWS], device="cpu")
 
 
-def sigmoid(values: Single) -> Single:
-    """By the hyperbolic tangent, which cannot overflow."""
-    return np.asarray(np.float32(0.5) * np.tanh(np.float32(0.5) * values) + np.float32(0.5))
+class Dense(nn.Module):
+    """A linear layer of every member: [members, rows, inputs] or [rows, inputs] to [members, rows, outputs]."""
+
+    def __init__(self, members: int, inputs: int, outputs: int, bias: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(members, inputs, outputs, device="cpu", dtype=torch.float32))
+        self.bias = nn.Parameter(self.weight.new_zeros(members, 1, outputs)) if bias else None
+
+    def forward(self, rows: Tensor) -> Tensor:
+        if rows.dim() == 2:
+            rows = rows.expand(len(self.weight), *rows.shape)
+        if self.bias is None:
+            return torch.bmm(rows, self.weight)
+        return torch.baddbmm(self.bias, rows, self.weight)
 
 
-def silu(values: Single) -> Single:
-    return np.asarray(values * sigmoid(values))
+class Head(nn.Module):
+    """From a context, groups of weights and horizons to corrections. Its last layer starts at zero, and so do they."""
+
+    def __init__(self, members: int, context: int, hidden: Sequence[int]) -> None:
+        super().__init__()
+        self.context = Dense(members, context, hidden[0], bias=True)
+        self.groups = Dense(members, _GROUP_FEATURES, hidden[0])
+        self.horizons = Dense(members, _HORIZON_FEATURES.shape[1], hidden[0])
+        self.hidden = nn.ModuleList(Dense(members, *sizes, bias=True) for sizes in pairwise(hidden))
+        self.last = Dense(members, hidden[-1], _SIZE)
+
+    def forward(self, context: Tensor, groups: Tensor, places: Sequence[int]) -> Tensor:
+        """[members, samples, G, R] from [members or none, samples or 1, inputs], [samples or 1, G, features] and one
+        place in HORIZONS_IN_WINDOWS per sample."""
+        common = self.context(context) + self.horizons(_HORIZON_FEATURES[list(places)])
+        each = self.groups(groups.flatten(0, 1)).unflatten(1, groups.shape[:2])
+        rows = functional.silu(each + common[:, :, None])
+        samples = rows.shape[1:3]
+        rows = rows.flatten(1, 2)
+        for layer in self.hidden:
+            rows = functional.silu(layer(rows))
+        found: Tensor = torch.unflatten(self.last(rows), 1, samples)
+        return found
 
 
-def silu_slope(values: Single) -> Single:
-    gate = sigmoid(values)
-    return np.asarray(gate * (1 + values * (1 - gate)))
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """Windows as the members of a WorldModel saw them."""
+
+    path: Tensor
+    """[members, windows + 1, deterministic] the recurrent state before the first window and after each."""
+    posterior: Tensor
+    prior: Tensor
+    """[members, windows, variables, classes] of each window."""
+    latents: Tensor
+    """[members, windows, narrow] of the posterior."""
+    imagined: Tensor
+    """[members, windows, narrow] what follows on each window, from a sample of its prior."""
+
+    def nats(self, posterior: Tensor, prior: Tensor) -> Tensor:
+        """[members] Kullback-Leibler divergence per window."""
+        return (posterior * (posterior / prior).log()).sum((1, 2, 3)) / posterior.shape[1]
 
 
-def group_features(gram: Array, coefficients: Array) -> Single:
+class WorldModel(nn.Module):
+    """A recurrent state-space model of the run, one window at a time.
+
+    posterior    z ~ q(. | h, state)         what a window was, as `variables` categoricals of `classes` each
+    recurrence   h' = GRU(h, z)
+    prior        z' ~ p(. | h')              what the next window will be
+    heads        from (h', z'): coefficients and losses to come; from (h, z): the state again
+    """
+
+    def __init__(self, members: int, deterministic: int, variables: int, classes: int) -> None:
+        super().__init__()
+        self.variables, self.classes, self.deterministic = variables, classes, deterministic
+        self.embed = Dense(members, STATE, NARROW, bias=True)
+        self.posterior_embed = Dense(members, NARROW, NARROW)
+        self.posterior_in = Dense(members, deterministic, NARROW)
+        self.posterior_out = Dense(members, NARROW, variables * classes)
+        self.prior_in = Dense(members, deterministic, NARROW)
+        self.prior_out = Dense(members, NARROW, variables * classes)
+        self.latent = Dense(members, variables * classes, NARROW)
+        self.gru = Dense(members, NARROW + deterministic, 3 * deterministic, bias=True)
+        self.context = Dense(members, deterministic, NARROW, bias=True)
+        self.decoder = Dense(members, NARROW, STATE, bias=True)
+        self.losses = Dense(members, NARROW, 2 * len(HORIZONS_IN_WINDOWS))
+        self.head = Head(members, NARROW, (HEAD,))
+
+    def categorical(self, logits: Tensor) -> Tensor:
+        """[members, rows, variables, classes]"""
+        soft = torch.unflatten(logits, -1, (self.variables, self.classes)).softmax(-1)
+        return (1 - UNIFORM) * soft + UNIFORM / self.classes
+
+    def sample(self, probabilities: Tensor, generator: torch.Generator) -> Tensor:
+        """[..., variables x classes] a one-hot sample of each; its gradient goes to the probabilities."""
+        uniform = torch.rand((*probabilities.shape[:-1], 1), generator=generator, device="cpu", dtype=torch.float32)
+        chosen = (probabilities.detach().cumsum(-1) < uniform).sum(-1).clamp_(max=self.classes - 1)
+        hot = functional.one_hot(chosen, self.classes).to(probabilities.dtype)
+        return (hot + probabilities - probabilities.detach()).flatten(-2)
+
+    def step(self, latent: Tensor, recurrent: Tensor) -> Tensor:
+        """The gated recurrent unit. It starts inclined to keep what it has."""
+        reset, update, new = self.gru(torch.cat([latent, recurrent], -1)).chunk(3, -1)
+        return torch.lerp(recurrent, torch.tanh(torch.sigmoid(reset) * new), torch.sigmoid(update - 1))
+
+    def forward(self, states: Tensor, start: Tensor, generator: torch.Generator) -> Seen:
+        """`states` [windows, 64]; `start` [members, deterministic] before them."""
+        embedded = self.posterior_embed(functional.silu(self.embed(states)))
+        path, posteriors, latents = [start[:, None]], [], []
+        for window in range(len(states)):
+            hidden = functional.silu(self.posterior_in(path[-1]) + embedded[:, window : window + 1])
+            posteriors.append(self.categorical(self.posterior_out(hidden)))
+            latents.append(self.latent(self.sample(posteriors[-1], generator)))
+            path.append(self.step(latents[-1], path[-1]))
+        whole = torch.cat(path, 1)
+        prior = self.categorical(self.prior_out(functional.silu(self.prior_in(whole))))
+        imagined = functional.silu(self.context(whole[:, 1:]) + self.latent(self.sample(prior[:, 1:], generator)))
+        return Seen(whole, torch.cat(posteriors, 1), prior[:, :-1], torch.cat(latents, 1), imagined)
+
+    def rebuilt(self, seen: Seen) -> Tensor:
+        """[members, windows, 64] the states again."""
+        found: Tensor = self.decoder(functional.silu(self.context(seen.path[:, :-1]) + seen.latents))
+        return found
+
+    def loss_path(self, context: Tensor) -> Tensor:
+        """[members, samples, 2, horizons] shifts of the expected loss, and logarithms of its width."""
+        return torch.unflatten(self.losses(context), -1, (2, len(HORIZONS_IN_WINDOWS)))
+
+
+def group_features(gram: Array, coefficients: Array) -> Tensor:
     """[G, features] relative lengths and cosines of the directions, and the coefficients of the linear fit."""
     known = np.sqrt(np.maximum(np.einsum("gii->gi", gram), 1e-60))
     unit = 1.0 / known
-    features = np.empty((len(gram), GROUP_FEATURES), dtype=np.float32)
-    features[:, :SIZE] = np.log(known * unit[:, LAST_WINDOW, None]).clip(-3.0, 3.0)
-    cosines = gram[:, PAIRS[0], PAIRS[1]] * unit[:, PAIRS[0]] * unit[:, PAIRS[1]]
-    features[:, SIZE:-SIZE] = cosines.clip(-1.0, 1.0)
-    features[:, -SIZE:] = coefficients.clip(-2.0, 2.0)
-    return features
+    lengths = np.log(known * unit[:, LAST_WINDOW, None]).clip(-3.0, 3.0)
+    cosines = gram[:, _PAIRS[0], _PAIRS[1]] * unit[:, _PAIRS[0]] * unit[:, _PAIRS[1]]
+    return single(np.concatenate([lengths, cosines.clip(-1.0, 1.0), coefficients.clip(-2.0, 2.0)], -1))
 
 
 def units(gram: Array) -> Array:
@@ -112,67 +172,13 @@ def units(gram: Array) -> Array:
     return np.asarray(np.sqrt(ratio.clip(0.0, 4.0)))
 
 
-def head_shapes(context: int, hidden: Sequence[int]) -> dict[str, tuple[int, int]]:
-    """Of a network from a context, group and horizon to coefficients. It starts at exactly zero."""
-    shapes: dict[str, tuple[int, int]] = {
-        "head_context": (context, hidden[0]),
-        "head_context_bias": (1, hidden[0]),
-        "head_group": (GROUP_FEATURES, hidden[0]),
-        "head_horizon": (HORIZON_FEATURES.shape[1], hidden[0]),
-    }
-    for number, (inputs, outputs) in enumerate(pairwise(hidden), 1):
-        shapes[f"head_hidden{number}"] = (inputs, outputs)
-        shapes[f"head_hidden{number}_bias"] = (1, outputs)
-    return {**shapes, "head_last": (hidden[-1], SIZE)}
+def single(array: Array) -> Tensor:
+    return torch.from_numpy(array.astype(np.float32))
 
 
-def head(weights: Matrices, context: Single, groups: Single) -> Single:
-    """[members, horizons, G, R] at every horizon, from context [members or 1, 1, inputs] and groups [G, features].
-
-    The first layer is a sum of three small products; the product of all three axes is only formed after it.
-    """
-    common = (
-        context @ weights["head_context"] + weights["head_context_bias"] + HORIZON_FEATURES @ weights["head_horizon"]
-    )
-    each = groups @ weights["head_group"]
-    rows = silu((common[:, :, None] + each[:, None]).reshape(len(each), -1, each.shape[-1]))
-    number = 1
-    while f"head_hidden{number}" in weights:
-        rows = silu(rows @ weights[f"head_hidden{number}"] + weights[f"head_hidden{number}_bias"])
-        number += 1
-    return (rows @ weights["head_last"]).reshape(len(each), len(HORIZON_FEATURES), len(groups), SIZE)
-
-
-class HeadPass:
-    """One member's head on samples that each have their own context, groups and horizon; and its gradients."""
-
-    def __init__(self, weights: Matrices, context: Single, groups: Single, indices: Sequence[int]) -> None:
-        self.weights, self.context, self.groups = weights, context, groups
-        self.horizons = HORIZON_FEATURES[list(indices)]
-        common = context @ weights["head_context"] + weights["head_context_bias"]
-        common = common + self.horizons @ weights["head_horizon"]
-        rows = (groups @ weights["head_group"] + common[:, None]).reshape(-1, common.shape[-1])
-        self.inputs = [rows]  # of every layer's nonlinearity
-        self.outputs = [silu(rows)]
-        while (name := f"head_hidden{len(self.inputs)}") in weights:
-            self.inputs.append(self.outputs[-1] @ weights[name] + weights[name + "_bias"])
-            self.outputs.append(silu(self.inputs[-1]))
-        self.result: Single = (self.outputs[-1] @ weights["head_last"]).reshape(*groups.shape[:2], SIZE)
-
-    def backward(self, error: Single, gradients: Matrices) -> Single:
-        """From the gradient of the result to those of the matrices (written) and of the context (returned)."""
-        weights = self.weights
-        flat = error.reshape(-1, SIZE)
-        np.matmul(self.outputs[-1].T, flat, out=gradients["head_last"])
-        rows = (flat @ weights["head_last"].T) * silu_slope(self.inputs[-1])
-        for number in range(len(self.inputs) - 1, 0, -1):
-            name = f"head_hidden{number}"
-            np.matmul(self.outputs[number - 1].T, rows, out=gradients[name])
-            gradients[name + "_bias"][0] = rows.sum(0)
-            rows = (rows @ weights[name].T) * silu_slope(self.inputs[number - 1])
-        np.matmul(self.groups.reshape(len(rows), -1).T, rows, out=gradients["head_group"])
-        common = rows.reshape(len(self.context), -1, rows.shape[-1]).sum(1)
-        np.matmul(self.horizons.T, common, out=gradients["head_horizon"])
-        np.matmul(self.context.T, common, out=gradients["head_context"])
-        gradients["head_context_bias"][0] = common.sum(0)
-        return np.asarray(common @ weights["head_context"].T)
+def draw_weights(network: nn.Module, generator: torch.Generator, but: Sequence[nn.Module]) -> None:
+    """First weights of all layers: normal with variance 1 / inputs. Those in `but` stay at zero."""
+    for layer in network.modules():
+        if isinstance(layer, Dense) and layer not in but:
+            draws = torch.randn(layer.weight.shape, generator=generator, device="cpu", dtype=torch.float32)
+            layer.weight.data.copy_(draws / layer.weight.shape[1] ** 0.5)

@@ -6,10 +6,9 @@ from collections.abc import Callable
 
 from foretrain.config.schema import PredictorConfig
 from foretrain.motion.predictors.base import Predictor
+from foretrain.motion.predictors.learned import MlpPredictor, RssmPredictor
 from foretrain.motion.predictors.linear import LinearPredictor
-from foretrain.motion.predictors.mlp import MlpPredictor
 from foretrain.motion.predictors.momentum import MomentumPredictor
-from foretrain.motion.predictors.rssm import RssmPredictor
 
 _BUILDERS: dict[str, Callable[[PredictorConfig, int], Predictor]] = {
     "momentum": lambda config, seed: MomentumPredictor(),

@@ -2,230 +2,211 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from html import escape
 from typing import Any
 
-from foretrain.show.pages.comparison_charts import (
-    budget_figure,
-    curve_figures,
-    ladder_figure,
-    phases_figure,
-    sweep_figure,
-)
-from foretrain.show.pages.comparison_runs import Comparison
-from foretrain.show.pages.drawing import marker, svg
-from foretrain.show.pages.markup import UNKNOWN, details, document, scrolling, settings_table, table
-from foretrain.show.pages.row_charts import Ratio, interval_axis, interval_cell, ratio_range
-from foretrain.show.pages.scales import finite, rate
+from foretrain.config.units import rate_text
+from foretrain.show.numbers import finite, is_list, mapping
+from foretrain.show.pages.charts import LOOKS, PHASES
+from foretrain.show.pages.comparison_charts import comparison_charts
+from foretrain.show.pages.comparison_runs import ComparedRuns
+from foretrain.show.pages.render import Cell, Line, PageTable, Shown, number, one_file, settings_table
 
+SCRIPTS = ("page", "charts")
 _BADGES = {"gain": "gain", "slower": "slower", "one run": "caution", "incomplete": "caution"}
-_FOREST = 200
+_TICKS = 4
+"""Numbers over the column of intervals, at the most: more would run into each other."""
 
 
 def page(result: Mapping[str, Any]) -> str:
     """A comparison as one HTML file. Whatever is unknown (null, NaN) is shown as a dash."""
-    comparison = Comparison(result)
-    sections = [
-        _top(result),
-        _arms(comparison),
-        curve_figures(comparison),
-        budget_figure(comparison),
-        sweep_figure(comparison),
-        phases_figure(comparison),
-        _ladder(comparison),
-        _method(result),
-        _runs(comparison),
-        details("Configuration", settings_table(_mapping(result["config"])), "block"),
-        details("Environment", settings_table(_mapping(result["environment"])), "block"),
-        f"<h2>Do it again</h2><pre><code>{escape(str(result['command']))}</code></pre>",
-    ]
-    return document(str(result["title"]), "\n".join(section for section in sections if section))
+    runs = ComparedRuns(result)
+    figures = comparison_charts(runs)
+    charts = {name: figure.chart for name, figure in figures.items()}
+    shared = {"runs": [], "prediction": "off"}
+    data = {**charts, "shared": shared, "looks": LOOKS, "phases": PHASES}
+    return one_file("comparison.html", SCRIPTS, data, **_layout(result, runs), figures=figures)
 
 
-# --- numbers as text --------------------------------------------------------------------------------------------------
+def _layout(result: Mapping[str, Any], runs: ComparedRuns) -> dict[str, Any]:
+    """What the template shows beside the charts."""
+    analysis = result["analysis"]
+    verdict, settings = str(analysis["verdict"]), mapping(result["settings"])
+    bounds = ratio_range([mapping(arm["speedup"]) for arm in runs.arms])
+    return {
+        "title": str(result["title"]),
+        "verdict": verdict,
+        "badge": _BADGES.get(verdict, ""),
+        "sentence": str(analysis["sentence"]),
+        "facts": " · ".join(fact for fact in _facts(result) if fact),
+        "missing": None if result["complete"] else [str(run) for run in result["missing"]],
+        "ticks": [(place(tick, bounds), f"{tick:g}×") for tick in round_factors(bounds)],
+        "one": place(1.0, bounds),
+        "arms": [_arm(runs, arm, bounds) for arm in runs.arms],
+        "rungs": _rungs(runs.ladder),
+        "looks": LOOKS,
+        "lists": {name: _listed(settings.get(name)) for name in ("seeds", "budgets", "rate_factors")},
+        "runs": _runs(runs),
+        "config": settings_table(mapping(result["config"])),
+        "environment": settings_table(mapping(result["environment"])),
+        "command": str(result["command"]),
+    }
 
 
-def _shown(value: object, form: str, unit: str = "") -> str:
-    number = finite(value)
-    return UNKNOWN if number is None else f"{number:{form}}{unit}".replace("-", "−")
-
-
-def _count(value: object) -> str:
-    return _shown(value, ",.0f")
-
-
-def _rate(value: object) -> str:
-    number = finite(value)
-    return UNKNOWN if number is None else rate(number)
-
-
-def _interval(value: object, form: str, unit: str = "") -> str:
-    """A mean with its interval, which is left out where there is none."""
-    parts = _mapping(value)
-    if finite(parts.get("mean")) is None:
-        return UNKNOWN
-    text = _shown(parts["mean"], form, unit)
-    if finite(parts.get("low")) is None or finite(parts.get("high")) is None:
-        return text
-    return f'{text} <span class="small">({_shown(parts["low"], form)} to {_shown(parts["high"], form)})</span>'
-
-
-def _small(text: object) -> str:
-    return f'<div class="small">{escape(str(text))}</div>' if text else ""
-
-
-def _mapping(value: object) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
-
-
-# --- sections ---------------------------------------------------------------------------------------------------------
-
-
-def _top(result: Mapping[str, Any]) -> str:
-    analysis, settings = result["analysis"], _mapping(result["settings"])
-    verdict = str(analysis["verdict"])
-    environment = _mapping(result["environment"])
-    seeds = settings.get("seeds") or []
-    facts = [
+def _facts(result: Mapping[str, Any]) -> list[str]:
+    environment, seeds = mapping(result["environment"]), mapping(result["settings"]).get("seeds") or []
+    return [
         str(result["date"] or "")[:16].replace("T", " "),
         f"commit {str(result['commit'])[:12]}" if result["commit"] else "",
         str(environment.get("device") or environment.get("gpu") or ""),
-        f"{len(seeds)} seed{'' if len(seeds) == 1 else 's'}" if isinstance(seeds, Sequence) else "",
+        f"{len(seeds)} seed{'' if len(seeds) == 1 else 's'}" if is_list(seeds) else "",
         f"{len(result['runs'])} runs",
     ]
-    parts = [
-        f'<div class="top"><h1>{escape(str(result["title"]))}</h1></div>',
-        f'<span class="badge {_BADGES.get(verdict, "")}">{escape(verdict)}</span>',
-        f'<p class="verdict">{escape(str(analysis["sentence"]))}</p>',
-        f'<p class="facts">{escape(" · ".join(fact for fact in facts if fact))}</p>',
-    ]
-    if not result["complete"]:
-        parts.append(_still_to_run([str(run) for run in result["missing"]]))
-    return "\n".join(parts)
 
 
-def _still_to_run(missing: Sequence[str]) -> str:
-    text = f"This comparison is not complete: {len(missing)} run{'' if len(missing) == 1 else 's'} still to do."
-    listed = "".join(f"<li>{escape(run)}</li>" for run in missing)
-    return f'<div class="notice">{text}{details("Which", f"<ul>{listed}</ul>") if missing else ""}</div>'
+def _listed(values: object) -> str:
+    return ", ".join(str(value) for value in values) if is_list(values) and values else "none"
 
 
-def _arms(comparison: Comparison) -> str:
-    rows = [_ratio(comparison, arm) for arm in comparison.arms]
-    bounds = ratio_range(rows)
-    head = [
-        "<th>arm</th>",
-        f'<th class="forest">speed-up, 95 % interval{interval_axis(bounds, _FOREST)}</th>',
-        '<th class="number">speed-up</th><th class="number">final held-out loss,<br>difference to plain</th>',
-        '<th class="number">time (s)</th><th class="number">backward<br>passes</th>',
-        '<th class="number">learning<br>rate</th>',
-        '<th class="number">runs</th><th class="number">smallest<br>effect that<br>could show</th>',
-    ]
-    body = "".join(_arm(comparison, arm, row, bounds) for arm, row in zip(comparison.arms, rows, strict=True))
-    lead = (
-        "Speed-up: the seconds plain needs to reach the loss at which an arm ended, over the seconds that the arm "
-        "took, with everything charged. Right of the line at 1 is faster."
-    )
-    made = scrolling(f"<tr>{''.join(head)}</tr>", body, "arms")
-    return f'<h2>The arms</h2><p class="lead">{lead}</p><figure>{made}</figure>'
+# --- intervals around 1 -----------------------------------------------------------------------------------------------
 
 
-def _ratio(comparison: Comparison, arm: Mapping[str, Any]) -> Ratio:
-    speedup = _mapping(arm["speedup"])
-    bounds = finite(speedup.get("mean")), finite(speedup.get("low")), finite(speedup.get("high"))
-    return Ratio(str(arm["label"]), *bounds, look=comparison.look(arm["arm"]))
+def ratio_range(ratios: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
+    """A range around 1 for all of them. An interval without end does not widen it: it is drawn as going on."""
+    values = [1.0]
+    for ratio in ratios:
+        mean = finite(ratio.get("mean"))
+        if mean is not None and mean > 0:
+            ends = [finite(ratio.get(name)) for name in ("low", "high")]
+            values += [mean, *(end for end in ends if end is not None and mean / 3 < end < mean * 3)]
+    air = max(math.log(max(values) / min(values)) * 0.1, 0.02)
+    return min(min(values) * math.exp(-air), 1 / 1.05), max(max(values) * math.exp(air), 1.05)
 
 
-def _arm(comparison: Comparison, arm: Mapping[str, Any], row: Ratio, bounds: tuple[float, float]) -> str:
-    sample = svg(f'<g class="s{row.look}">{marker(row.look, 8, 8, 4.6)}</g>', "", 16, 16)
-    said = [str(arm[key]) for key in ("meaning", "note") if arm.get(key)]
-    about = "".join(_small(text) for text in said)
-    speedup = "1" if arm["arm"] == "plain" and row.mean is None else _interval(arm["speedup"], ".3f", "×")
-    speedup = f'identical<div class="small">{speedup}</div>' if arm.get("identical") else speedup
-    forest = (
-        interval_cell(row, bounds, _FOREST) if row.mean is not None else interval_cell(Ratio("", None), bounds, _FOREST)
-    )
+def place(value: float, bounds: tuple[float, float]) -> float:
+    """Where a factor lies between the bounds, in percent, on a logarithmic axis."""
+    low, high = bounds
+    inside = min(max(value, low), high)
+    return round(100 * math.log(inside / low) / math.log(high / low), 2)
+
+
+def round_factors(bounds: tuple[float, float], most: int = _TICKS) -> list[float]:
+    """Round factors that are not too many, 1 among them where there is room; those near the ends are left out."""
+    low, high = bounds
+    even = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5) if high / low < 3 else ()
+    tried = [[round(step * n, 2) for n in range(math.ceil(low / step), math.floor(high / step) + 1)] for step in even]
+    powers = [float(f"1e{exponent}") for exponent in range(-9, 10)]
+    tried += [[float(f"{digit * power:.0e}") for power in powers for digit in (1, 2, 5)], powers]
+    inside = ([one for one in found if low < one < high and 8 < place(one, bounds) < 92] for found in tried)
+    return next((found for found in inside if len(found) <= most), [1.0])
+
+
+def interval(ratio: Mapping[str, Any], bounds: tuple[float, float]) -> dict[str, Any] | None:
+    """Where a factor with its interval lies between the bounds, and what there is to say of it; None if unknown."""
+    mean, low, high = (finite(ratio.get(name)) for name in ("mean", "low", "high"))
+    if mean is None or mean <= 0:
+        return None
+    told = f"{mean:.3g}×"
+    if low is None and high is None:
+        return {"mean": place(mean, bounds), "told": told, "span": None}
+    if low is not None and high is not None:
+        told += f", 95 % interval {low:.3g} to {high:.3g}"
+    start, end = low or 0.0, math.inf if high is None else high
+    left = place(start, bounds)
+    open_ends = [name for name, is_open in (("open-low", start < bounds[0]), ("open-high", end > bounds[1])) if is_open]
+    span = {"left": left, "width": round(place(end, bounds) - left, 2), "style": " ".join(open_ends)}
+    return {"mean": place(mean, bounds), "told": told, "span": span}
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+def _with_interval(value: object, form: str, unit: str = "") -> Cell | None:
+    """A mean with its interval below, which is left out where there is none."""
+    parts = mapping(value)
+    low, high = number(parts.get("low"), form), number(parts.get("high"), form)
+    small: Line = () if low is None or high is None else [f"({low.text} to {high.text})"]
+    return number(parts.get("mean"), form, unit, small)
+
+
+def _rate(value: object) -> Shown:
+    known = finite(value)
+    return None if known is None else Cell(rate_text(known), value)
+
+
+def _arm(runs: ComparedRuns, arm: Mapping[str, Any], bounds: tuple[float, float]) -> dict[str, Any]:
+    speedup: Shown = _with_interval(arm["speedup"], ".3f", "×")
+    if arm["arm"] == "plain" and speedup is None:
+        speedup = "1"
+    if arm.get("identical"):
+        speedup = Cell("identical", small=[speedup])
     deviation = finite(arm["loss_deviation"])
-    loss = _shown(arm["loss_mean"], ".4f") + ("" if deviation is None else f" ± {deviation:.4f}")
-    difference = _mapping(arm["loss_difference"])
-    if arm["arm"] != "plain" and finite(difference.get("mean")) is not None:
-        loss += f'<div class="small">{_interval(difference, "+.4f").replace(" <span", "<br><span")}</div>'
-    cells = [
-        speedup.replace(" <span", "<br><span"),
-        loss,
-        _shown(arm["seconds_mean"], ".1f"),
-        _count(arm["backward_passes_mean"]),
-        _rate(arm["learning_rate"]),
-        _count(arm["n"]),
-        _shown(arm["smallest_detectable"], ".3f", "×"),
-    ]
-    numbers = "".join(f'<td class="number">{cell}</td>' for cell in cells)
-    name = f'<td><span class="swatch" aria-hidden="true">{sample}</span>{escape(str(arm["label"]))}{about}</td>'
-    claim = ' class="claim"' if arm["arm"] == "hybrid" else ""
-    return f'<tr{claim}>{name}<td class="forest">{forest}</td>{numbers}</tr>'
+    loss, difference = number(arm["loss_mean"], ".4f"), _with_interval(arm["loss_difference"], "+.4f")
+    if loss is not None:
+        spread = "" if deviation is None else f" ± {deviation:.4f}"
+        small: Line = [difference] if difference is not None and arm["arm"] != "plain" else ()
+        loss = Cell(loss.text + spread, loss.value, small=small)
+    return {
+        "label": str(arm["label"]),
+        "look": runs.look(arm["arm"]),
+        "about": [str(arm[name]) for name in ("meaning", "note") if arm.get(name)],
+        "claim": arm["arm"] == "hybrid",
+        "interval": interval(mapping(arm["speedup"]), bounds),
+        "cells": [
+            speedup,
+            loss,
+            number(arm["seconds_mean"], ".1f"),
+            number(arm["backward_passes_mean"], ",.0f"),
+            _rate(arm["learning_rate"]),
+            number(arm["n"], ",.0f"),
+            number(arm["smallest_detectable"], ".3f", "×"),
+        ],
+    }
 
 
-def _ladder(comparison: Comparison) -> str:
-    if not comparison.ladder:
-        return ""
-    head = ["rung", "setting", "final held-out loss", "time (s)", "over the rung below", "over the first", "runs"]
-    rows = [
-        [
-            escape(str(rung["rung"])) + _small(rung["note"]),
-            f"<code>{escape(str(rung['setting']))}</code>",
-            _shown(rung["loss_mean"], ".4f"),
-            _shown(rung["seconds_mean"], ".1f"),
-            _interval(rung["speedup"], ".2f", "×"),
-            _shown(rung["cumulative"], ".2f", "×"),
-            _count(rung["n"]),
+def _rungs(ladder: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Each rung with a bar from 1 to its speed-up over the first."""
+    bounds = ratio_range([{"mean": rung["cumulative"]} for rung in ladder])
+    made = []
+    for rung in ladder:
+        factor = finite(rung["cumulative"])
+        ends = sorted((place(1.0, bounds), place(factor, bounds))) if factor is not None and factor > 0 else None
+        cells: list[Shown] = [
+            number(rung["loss_mean"], ".4f"),
+            number(rung["seconds_mean"], ".1f"),
+            _with_interval(rung["speedup"], ".2f", "×"),
+            number(rung["n"], ",.0f"),
         ]
-        for rung in comparison.ladder
-    ]
-    lead = "Each rung is the one below with one thing added, so that each gain is counted where it arises."
-    made = f"<figure>{table(head, rows, numbers_from=2)}</figure>"
-    return f'<h2>The ladder</h2><p class="lead">{lead}</p>{ladder_figure(comparison)}{made}'
+        made.append(
+            {
+                "name": str(rung["rung"]),
+                "note": str(rung["note"] or ""),
+                "setting": str(rung["setting"]),
+                "cells": cells,
+                "factor": number(factor, ".2f", "×"),
+                "bar": None if ends is None else {"left": ends[0], "width": round(ends[1] - ends[0], 2)},
+            }
+        )
+    return made
 
 
-def _method(result: Mapping[str, Any]) -> str:
-    settings = _mapping(result["settings"])
-
-    def listed(name: str) -> str:
-        values = settings.get(name)
-        return ", ".join(str(value) for value in values) if isinstance(values, list | tuple) and values else "none"
-
-    budgets = f"Plain is trained to several budgets ({listed('budgets')} times the steps), each with its own complete "
-    swept = f"The learning rate is swept equally for plain and hybrid ({listed('rate_factors')} times the configured "
-    rules = [
-        f"Seeds are paired ({listed('seeds')}): all arms of a seed have the same first weights and the same data.",
-        "Runs are interleaved in time, so that a slow hour of the machine falls on all arms.",
-        "All costs are charged: probes, snapshots, predictor training, audits, refused moves and rollbacks.",
-        budgets + "schedule, and read off between them in log(steps); never from an unfinished run.",
-        swept + "one); each is shown at its best. Intervals are of paired differences, 95 %.",
-    ]
-    return f'<h2>How it was measured</h2><ul class="rules">{"".join(f"<li>{escape(rule)}</li>" for rule in rules)}</ul>'
-
-
-def _runs(comparison: Comparison) -> str:
-    head = [
-        *("arm", "seed", "learning rate", "budget", "steps", "final loss", "time (s)", "backward passes", "tokens"),
-        *("probe tokens", "kept", "refused", "rolled back", "started"),
-    ]
+def _runs(runs: ComparedRuns) -> PageTable:
+    """Every run with all its numbers."""
+    head = ["arm", "seed", "learning rate", "budget", "steps", "final loss", "time (s)", "backward passes", "tokens"]
+    counts = ("backward_passes", "tokens", "probe_tokens", "kept", "refused", "rolled_back")
     rows = [
         [
-            escape(str(run["label"])) + _small(run["failed"]),
-            _count(run["seed"]).replace(",", ""),
+            Cell(str(run["label"]), small=[str(run["failed"])] if run["failed"] else ()),
+            number(run["seed"], ".0f"),
             _rate(run["learning_rate"]),
-            _shown(run["budget"], "g"),
-            _count(run["steps"]),
-            _shown(run["loss"], ".4f"),
-            _shown(run["seconds"], ".1f"),
-            *(
-                _count(run[key])
-                for key in ("backward_passes", "tokens", "probe_tokens", "kept", "refused", "rolled_back")
-            ),
-            escape(str(run["started"] or "")[:19].replace("T", " ")),
+            number(run["budget"], "g"),
+            number(run["steps"], ",.0f"),
+            number(run["loss"], ".4f"),
+            number(run["seconds"], ".1f"),
+            *(number(run[name], ",.0f") for name in counts),
+            str(run["started"] or "")[:19].replace("T", " "),
         ]
-        for run in comparison.runs
+        for run in runs.runs
     ]
-    return details(f"Every run ({len(rows)})", table(head, rows), "block")
+    return PageTable("", [*head, "probe tokens", "kept", "refused", "rolled back", "started"], rows)

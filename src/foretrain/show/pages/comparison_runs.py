@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from foretrain.show.pages.scales import finite
-from foretrain.show.pages.theme import LOOKS
+from foretrain.show.numbers import finite
+from foretrain.show.pages.charts import LOOKS
 
-Run = Mapping[str, Any]
+ComparedRun = Mapping[str, Any]
 
 # A run that failed has no more than its settings.
 _NUMBERS = ("loss", "seconds", "backward_passes", "tokens", "probe_tokens", "steps", "kept", "refused", "rolled_back")
@@ -22,29 +22,30 @@ _FAILED: dict[str, Any] = dict.fromkeys(_NUMBERS) | {
 }
 
 
-class Comparison:
-    """The result with what every chart asks of it: which runs stand for an arm, and how an arm looks."""
+class ComparedRuns:
+    """The result of a comparison: which runs stand for an arm, and how an arm looks."""
 
     def __init__(self, result: Mapping[str, Any]) -> None:
         analysis = result["analysis"]
-        self.runs: list[Run] = [_FAILED | dict(run) for run in result["runs"]]
+        self.runs: list[ComparedRun] = [_FAILED | dict(run) for run in result["runs"]]
         self.arms: list[Mapping[str, Any]] = list(analysis["arms"])
         self.budget_curve: list[Mapping[str, Any]] = list(analysis["budget_curve"])
         self.sweep: list[Mapping[str, Any]] = list(analysis["sweep"])
         self.ladder: list[Mapping[str, Any]] = list(analysis["ladder"])
         names = dict.fromkeys(str(item["arm"]) for item in [*self.arms, *self.runs, *self.sweep])
         others = [name for name in names if name not in ("plain", "hybrid")]
-        self._looks = {"plain": 0, "hybrid": 1} | {name: 2 + place % (LOOKS - 2) for place, name in enumerate(others)}
+        looks = {name: 2 + place % (len(LOOKS) - 2) for place, name in enumerate(others)}
+        self._looks = {"plain": 0, "hybrid": 1} | looks
         self._rates = {str(arm["arm"]): finite(arm["learning_rate"]) for arm in self.arms}
         tokens = any(finite(run["tokens"]) for run in self.runs)
-        self.loss = "held-out loss (nats per token)" if tokens else "held-out loss (in its own unit)"
+        self.unit = "nats per token" if tokens else "in its own unit"
 
     def look(self, arm: object) -> int:
         return self._looks.get(str(arm), 0)
 
-    def shown_runs(self) -> list[Run]:
+    def shown_runs(self) -> list[ComparedRun]:
         """The runs that stand for their arms: at the arm's best rate, and at the whole budget where there are such."""
-        shown: list[Run] = []
+        shown: list[ComparedRun] = []
         for arm in dict.fromkeys(str(run["arm"]) for run in self.runs):
             best = self._rates.get(arm)
             runs = [
@@ -54,21 +55,18 @@ class Comparison:
             shown += whole or runs
         return sorted(shown, key=lambda run: self.look(run["arm"]))
 
+    def shown_arms(self) -> list[tuple[int, str, list[ComparedRun]]]:
+        """(look, label, runs) of every arm that has runs to show."""
+        made: dict[str, list[ComparedRun]] = {}
+        for run in self.shown_runs():
+            made.setdefault(str(run["arm"]), []).append(run)
+        return [(self.look(arm), str(runs[0]["label"]), runs) for arm, runs in made.items()]
+
 
 def _close(value: object, other: float) -> bool:
     number = finite(value)
     return number is not None and math.isclose(number, other, rel_tol=1e-6)
 
 
-def run_name(run: Run) -> str:
+def run_name(run: ComparedRun) -> str:
     return f"{run['label']}, seed {run['seed']}"
-
-
-def cell(value: object, form: str = ".5g") -> str:
-    number = finite(value)
-    return "–" if number is None else f"{number:{form}}"
-
-
-def mean(values: Sequence[object]) -> float | None:
-    numbers = [number for value in values if (number := finite(value)) is not None]
-    return sum(numbers) / len(numbers) if numbers else None

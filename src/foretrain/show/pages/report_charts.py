@@ -1,4 +1,4 @@
-"""What the charts of a report are drawn from: short series, the phase ribbon, marks for every move and recovery."""
+"""The charts of a report: curves of every run, the ribbon of its phases, marks for every move and recovery."""
 
 from __future__ import annotations
 
@@ -8,15 +8,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from foretrain.config.paths import assignments
-from foretrain.show.pages.downsample import places_to_keep, rounded
-from foretrain.show.pages.scales import finite, frame, spans_widely
+from foretrain.show.numbers import finite, rounded
+from foretrain.show.pages.charts import (
+    RIBBON,
+    Chart,
+    curves,
+    frame,
+    places_to_keep,
+    spans_widely,
+    thinned_marks,
+)
+from foretrain.show.pages.report_forecasts import LOWEST, calibration_curves, horizon_curves, is_below_frame
 from foretrain.show.record import Entry, RunRecord
 
 POINTS = 2400
-"""Of a curve, in a page of one run."""
-_RIBBON = 400
-"""Stretches of the phase ribbon."""
-_MARKS = 700
+"""Points of a curve, in a page of one run."""
 _ERRORS = 200
 """Errors of forecasts that the interval of the next one follows from."""
 _ENOUGH = 10
@@ -31,40 +37,54 @@ _WORTH_SEEING = ("full", "warmup", "correct", "predict")
 Value = Callable[[Entry], float | None]
 
 
-def charts(records: Sequence[RunRecord]) -> dict[str, Any]:
+def charts(records: Sequence[RunRecord]) -> dict[str, Chart]:
     """Data of every chart by its name: per run its series, phases and marks."""
     limit = max(300, POINTS // len(records))
-    drawn: dict[str, Callable[[RunRecord, int], list[dict[str, Any]]]] = {
-        "loss": _loss,
-        "rate": _rate,
-        "gradient": _gradient,
-        "forecast": _forecast,
-        "confidence": _confidence,
-        "speed": _speed,
+    drawn: dict[str, tuple[Callable[[RunRecord, int], list[dict[str, Any]]], Chart]] = {
+        "loss": (_loss, {"unit": "loss", "chosen": True, "marks": True}),
+        "rate": (_rate, {"low": 0}),
+        "gradient": (_gradient, {"log": True}),
+        "forecast": (_forecast, {"unit": "loss", "chosen": True}),
+        "confidence": (_confidence, {"low": 0, "high": 1}),
+        "speed": (_speed, {"low": 0}),
+        "horizons": (horizon_curves, {"x": {"label": "steps ahead"}, "high": 1, "optional": True}),
+        "calibration": (
+            calibration_curves,
+            {
+                "x": {"label": "confidence before the outcome", "low": 0, "high": 1},
+                "unit": "share that turned out well",
+                "low": 0,
+                "high": 1,
+                "optional": True,
+            },
+        ),
     }
     named = _metric_names(records)
-    drawn |= {f"metric-{place}": _metric(named[place] if place < len(named) else None) for place in range(METRICS)}
-    made: dict[str, dict[str, Any]] = {}
-    for name, series in drawn.items():
+    for place in range(METRICS):
+        name = named[place] if place < len(named) else None
+        drawn[f"metric-{place}"] = (_metric(name), {"optional": True, "title": name or ""})
+    made: dict[str, Chart] = {}
+    for name, (series, look) in drawn.items():
         runs = [
             {"name": record.name, "series": [one for one in series(record, limit) if one["values"]]}
             for record in records
         ]
-        made[name] = {"runs": runs}
-        if name == "loss" or name.startswith("metric"):
-            made[name]["log"] = spans_widely(_curves(runs, "thin", "bold"))
-    made["forecast"]["frame"] = frame(_curves(made["forecast"]["runs"], "plain"))
+        made[name] = {**look, "runs": runs}
+    for name in ("loss", *(f"metric-{place}" for place in range(METRICS))):
+        made[name]["log"] = spans_widely(curves(made[name]["runs"], "thin", "bold"))
+    made["forecast"]["frame"] = frame(curves(made["forecast"]["runs"], "plain"))
+    made["speed"]["unit"] = next((one["label"] for run in made["speed"]["runs"] for one in run["series"]), "")
+    below = any(is_below_frame(record) for record in records)
+    made["horizons"] |= {"low": LOWEST} if below else {}
+    edge = "; below −1 on the edge" if below else ""
+    made["horizons"]["unit"] = f"R² (1: exact, 0: no better than standing still{edge})"
+    for run in [run for run in made["calibration"]["runs"] if run["series"]][1:]:
+        del run["series"][0]  # one diagonal is enough
     return made | {"shared": {"runs": [_shared(record) for record in records], "prediction": prediction(records)}}
 
 
-def _curves(runs: Sequence[Mapping[str, Any]], *styles: str) -> list[list[float]]:
-    """The numbers of every curve drawn in one of these styles."""
-    curves = (one["values"] for run in runs for one in run["series"] if one["style"] in styles)
-    return [[value for value in values if value is not None] for values in curves]
-
-
 def prediction(records: Sequence[RunRecord]) -> str:
-    """Of the runs of a page together: "tried", "idle" (on, but nothing was tried) or "off"."""
+    """How far the runs of a page used prediction: "tried", "idle" (on, but nothing was tried) or "off"."""
     if any(record.tried for record in records):
         return "tried"
     return "idle" if any(record.predicts for record in records) else "off"
@@ -197,7 +217,7 @@ def ribbon(record: RunRecord) -> list[list[Any]]:
     seconds = max(record.seconds, changes[-1].seconds)
     named = [(change.step, change.seconds, _phase(change)) for change in changes]
     kept: list[list[Any]] = []
-    for step, second, phase, share in _merged(named, end) if len(named) > _RIBBON else [(*one, 1) for one in named]:
+    for step, second, phase, share in _merged(named, end) if len(named) > RIBBON else [(*one, 1) for one in named]:
         if not kept or kept[-1][2:] != [phase, share]:
             kept.append([step, rounded(second), phase, share])
     return [*kept, [end, rounded(seconds), "end", 1]]
@@ -210,13 +230,13 @@ def _phase(change: Entry) -> str:
 
 def _merged(changes: list[tuple[int, float, str]], end: int) -> Iterator[tuple[int, float, str, float]]:
     """Stretches of the same length; a phase without a step of its own, as a leap is, still has a share."""
-    found: list[dict[str, float]] = [{} for _ in range(_RIBBON)]
-    begins = [(place * end // _RIBBON, 0.0) for place in range(_RIBBON)]
+    found: list[dict[str, float]] = [{} for _ in range(RIBBON)]
+    begins = [(place * end // RIBBON, 0.0) for place in range(RIBBON)]
     ends = [*(step for step, _, _ in changes[1:]), end]
     for (step, second, phase), until in zip(changes, ends, strict=True):
-        first, last = (min(_RIBBON - 1, at * _RIBBON // end) for at in (step, max(step, until - 1)))
+        first, last = (min(RIBBON - 1, at * RIBBON // end) for at in (step, max(step, until - 1)))
         for place in range(first, last + 1):
-            low, high = place * end / _RIBBON, (place + 1) * end / _RIBBON
+            low, high = place * end / RIBBON, (place + 1) * end / RIBBON
             shared = max(0.0, min(until, high) - max(step, low))
             found[place][phase] = found[place].get(phase, 0.0) + shared
             if place > first or not begins[place][1]:
@@ -228,7 +248,7 @@ def _merged(changes: list[tuple[int, float, str]], end: int) -> Iterator[tuple[i
 
 
 def marks(record: RunRecord) -> list[list[Any]]:
-    """[step, second, kind, words]: at most one of a kind in a stretch, with how many there are."""
+    """[step, second, kind, words, count] of everything that is marked above the curves."""
     found: list[tuple[Entry, str, str]] = []
     for entry in record.decisions:
         if entry.kind == "Moved":
@@ -242,15 +262,7 @@ def marks(record: RunRecord) -> list[list[Any]]:
     broken = [entry for entry in [*record.progress, *record.undone] if finite(entry.fields.get("loss")) is None]
     found += [(entry, "not finite", "the loss was not finite") for entry in broken]
     found.sort(key=lambda one: one[0].step)
-    width = max(record.step, 1) / (_MARKS / 6) if len(found) > _MARKS else 0.0
-    kept: dict[tuple[str, int], list[Any]] = {}
-    for place, (entry, kind, words) in enumerate(found):
-        key = (kind, int(entry.step / width) if width else place)
-        if key in kept:
-            kept[key][4] += 1
-        else:
-            kept[key] = [entry.step, rounded(entry.seconds), kind, words, 1]
-    return list(kept.values())
+    return thinned_marks([(entry.step, entry.seconds, kind, words) for entry, kind, words in found], record.step)
 
 
 def move_words(entry: Entry) -> str:

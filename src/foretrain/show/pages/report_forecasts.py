@@ -3,81 +3,83 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from html import escape
 from typing import Any
 
-from foretrain.show.pages.charts import Axis, Series, plot
-from foretrain.show.pages.looks import is_list
-from foretrain.show.pages.report_cards import moves
-from foretrain.show.pages.report_text import mapping, number, percent, signs, table
-from foretrain.show.pages.scales import finite
+from foretrain.show.numbers import finite, is_list, mapping
+from foretrain.show.pages.charts import points
+from foretrain.show.pages.render import PageTable, number, percent, sentence
 from foretrain.show.record import RunRecord
 
-_LOWEST = -1.0
-"""R² that the chart shows; what is below stands on its lower edge."""
+LOWEST = -1.0
+"""The lowest R² that the chart shows; what is below stands on its edge."""
 
 
-def said_of_prediction(record: RunRecord) -> str:
+def said_of_prediction(record: RunRecord, kept: int, others: str) -> str:
     """What it was worth in the words of the run, or why it was not tried."""
     if not record.predicts:
-        return "<p>Prediction was off.</p>"
+        return "Prediction was off."
     summed_up = (mapping(record.summary.get(name)).get("sentence") for name in ("exact", "audit"))
-    sentence = next((str(told) for told in summed_up if told), "").removesuffix(".")
-    if not sentence:
-        sentence = "what they are worth is told at the end of the run" if record.tried else "not tried yet"
-    kept, others = moves(record)
+    told = next((str(told) for told in summed_up if told), "").removesuffix(".")
+    if not told:
+        told = "what they are worth is told at the end of the run" if record.tried else "not tried yet"
     counts = ", ".join(part for part in (f"{kept:,} kept", others) if part)
-    made = f"Predicted moves: {counts}. " if record.tried else ""
-    return f"<p>{escape(made)}{escape(signs(sentence[:1].upper() + sentence[1:]))}.</p>"
+    return (f"Predicted moves: {counts}. " if record.tried else "") + f"{sentence(told)}."
 
 
-def horizons(record: RunRecord) -> str:
+# --- per horizon ------------------------------------------------------------------------------------------------------
+
+
+def horizons(record: RunRecord) -> dict[str, Any]:
+    """{"said", "table"}: how predictable the motion was, and the quality of forecasts over as many steps."""
     forecast = mapping(record.summary.get("forecast"))
     if not forecast:
         later = "told when the run has ended" if record.state == "running" else "nothing was forecast in this run"
-        return f'<p class="small">Quality per horizon: {later}.</p>'
+        return {"said": f"Quality per horizon: {later}.", "table": None}
     head = ["steps ahead", "forecasts", "R²", "R² of repeating", "cosine", "length", "error of the loss"]
     rows = []
     for horizon, quality in forecast.items():
-        q = _known(quality)
-        cells = [
-            number(q.get("count"), ",.0f"),
-            *(number(q.get(name), ".2f") for name in ("r2", "repeat_r2", "cosine")),
-        ]
-        error = finite(q.get("loss_error"))
-        rows.append([escape(horizon), *cells, number(q.get("norm_ratio"), ".2f"), percent(error)])
-    curves = [_curve(forecast, "r2", "forecast", 1), _curve(forecast, "repeat_r2", "repeating the last move", 2)]
-    scores = [finite(_known(quality).get(name)) for quality in forecast.values() for name in ("r2", "repeat_r2")]
-    below = any(score is not None and score < _LOWEST for score in scores)
-    edge = "; below −1 on the edge" if below else ""
-    chart = plot(
-        curves,
-        Axis("steps ahead"),
-        Axis(f"R² (1: exact, 0: no better than standing still{edge})", low=_LOWEST if below else None, high=1.0),
-        label="Share of the weights' motion that was forecast, by steps ahead; the numbers are in the table",
-        width=520,
-        height=300,
-    )
-    verdict = escape(str(mapping(record.summary.get("predictability")).get("verdict") or ""))
-    told = f"<p>{verdict[:1].upper()}{verdict[1:]}.</p>" if verdict else ""
-    return (
-        f'{told}<div class="pair"><figure>{chart}</figure>{table("Forecast quality per horizon", head, rows, 0)}</div>'
-    )
+        known = _scored(quality)
+        scores = [number(known.get(name), ".2f") for name in ("r2", "repeat_r2", "cosine", "norm_ratio")]
+        error = percent(known.get("loss_error"))
+        rows.append([horizon, number(known.get("count"), ",.0f"), *scores, error])
+    verdict = sentence(mapping(record.summary.get("predictability")).get("verdict"))
+    said = f"{verdict}." if verdict else ""
+    return {"said": said, "table": PageTable("Forecast quality per horizon", head, rows, 0)}
 
 
-def _curve(forecast: Mapping[str, Any], name: str, label: str, look: int) -> Series:
-    """Values below the frame are drawn on its edge; the table has all."""
-    steps = [_steps_ahead(horizon) for horizon in forecast]
-    known = [finite(_known(quality).get(name)) for quality in forecast.values()]
-    points = [(step, None if value is None else max(value, _LOWEST)) for step, value in zip(steps, known, strict=True)]
-    tips = ["" if value is None else signs(f"{label}: {value:.4g}") for value in known]
-    return Series(label, points, look, tips=tips)
+def _scored(quality: object) -> Mapping[str, Any]:
+    """What is known of the forecasts of a horizon. A predictor that foretold no motion yet has no scores; what
+    repeating is worth is known."""
+    known = mapping(quality)
+    if known.get("made") != 0:
+        return known
+    return {name: known[name] for name in known if name not in ("r2", "cosine", "norm_ratio")}
 
 
-def _known(quality: object) -> Mapping[str, Any]:
-    """Of a predictor that foretold no motion yet there is nothing to score; what repeating is worth is known."""
-    q = mapping(quality)
-    return {name: q[name] for name in q if name not in ("r2", "cosine", "norm_ratio")} if q.get("made") == 0 else q
+def horizon_curves(record: RunRecord, limit: int) -> list[dict[str, Any]]:
+    names = {"r2": ("forecast", "plain"), "repeat_r2": ("repeating the last move", "dashed")}
+    return [_score_curve(record, name, *look) for name, look in names.items()]
+
+
+def _score_curve(record: RunRecord, name: str, label: str, style: str) -> dict[str, Any]:
+    """A score over the horizons. Values below the frame lie on its edge; their tips tell them."""
+    known = [
+        (steps, finite(_scored(quality).get(name)))
+        for horizon, quality in mapping(record.summary.get("forecast")).items()
+        if (steps := _steps_ahead(horizon)) is not None
+    ]
+    if all(value is None for _, value in known):
+        return points(label, style, ())
+    known.sort(key=lambda point: point[0])
+    tips = ["" if value is None else sentence(f"{label}: {value:.4g}") for _, value in known]
+    return points(label, style, [(at, None if r2 is None else max(r2, LOWEST)) for at, r2 in known], tips=tips)
+
+
+def is_below_frame(record: RunRecord) -> bool:
+    """Whether a score lies below what the chart shows."""
+    forecast = mapping(record.summary.get("forecast"))
+    scores = [finite(_scored(quality).get(name)) for quality in forecast.values() for name in ("r2", "repeat_r2")]
+    return any(score is not None and score < LOWEST for score in scores)
 
 
 def _steps_ahead(horizon: str) -> float | None:
@@ -88,28 +90,34 @@ def _steps_ahead(horizon: str) -> float | None:
         return None
 
 
-def calibration(record: RunRecord) -> str:
-    confidence = mapping(record.summary.get("confidence"))
+# --- confidence -------------------------------------------------------------------------------------------------------
+
+
+def calibration(record: RunRecord) -> dict[str, Any]:
+    """{"said", "table"}: how far what was said beforehand lies from what came."""
+    bins, confidence = _reliability(record), mapping(record.summary.get("confidence"))
     error, outcomes = finite(confidence.get("calibration_error")), finite(confidence.get("outcomes")) or 0
-    told = confidence.get("reliability")
-    bins = [mapping(one) for one in told] if is_list(told) else []
     if not bins:
-        return ""
-    said = f"over {outcomes:,.0f} outcomes" if error is None else f"{error:.3f} over {outcomes:,.0f} outcomes"
-    points = [(one.get("said"), one.get("kept")) for one in bins]
-    chart = plot(
-        [Series("as said", [(0.0, 0.0), (1.0, 1.0)], 0, faint=True), Series("as it came", points, 1)],
-        Axis("confidence before the outcome", low=0.0, high=1.0),
-        Axis("share that turned out well", low=0.0, high=1.0),
-        label="How often what was predicted with a confidence turned out well; the numbers are in the table",
-        width=400,
-        height=320,
+        return {"said": "", "table": None}
+    forms = {"said": ".2f", "kept": ".2f", "count": ".0f"}
+    rows = [[number(one.get(name), form) for name, form in forms.items()] for one in bins]
+    said = (
+        f"Mean distance from the diagonal: {error or 0:.3f} over {outcomes:,.0f} outcomes. Some 0.05 of it is chance."
     )
-    head = ["said", "came true", "outcomes"]
-    rows = [
-        [number(one.get("said"), ".2f"), number(one.get("kept"), ".2f"), number(one.get("count"), ".0f")]
-        for one in bins
-    ]
-    told = f"<p>Mean distance from the diagonal: {said}. Some 0.05 of it is chance.</p>" if error is not None else ""
-    made = table("Confidence said beforehand, and how often it came true", head, rows, 0)
-    return f'{told}<div class="pair"><figure>{chart}</figure>{made}</div>'
+    caption = "Confidence said beforehand, and how often it came true"
+    table = PageTable(caption, ["said", "came true", "outcomes"], rows, 0)
+    return {"said": "" if error is None else said, "table": table}
+
+
+def _reliability(record: RunRecord) -> list[Mapping[str, Any]]:
+    told = mapping(record.summary.get("confidence")).get("reliability")
+    return [mapping(one) for one in told] if is_list(told) else []
+
+
+def calibration_curves(record: RunRecord, limit: int) -> list[dict[str, Any]]:
+    """The diagonal, and how often what was predicted with some confidence came true."""
+    bins = [(finite(one.get("said")), finite(one.get("kept"))) for one in _reliability(record)]
+    known = [(said, kept) for said, kept in bins if said is not None and kept is not None]
+    if not known:
+        return []
+    return [points("as said", "reference", ((0.0, 0.0), (1.0, 1.0))), points("as it came", "plain", known)]

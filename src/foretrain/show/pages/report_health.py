@@ -1,4 +1,4 @@
-"""Health of a run as far as its log and summary tell it: measures of every layer over time, and findings."""
+"""The health of a run, as far as its log and summary tell it: measures of every layer over time, and findings."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from foretrain.config.paths import assignments
-from foretrain.show.pages.downsample import rounded
-from foretrain.show.pages.looks import MEASURES, Look
-from foretrain.show.pages.scales import finite
-from foretrain.show.record import Entry, RunRecord
+from foretrain.show.numbers import finite, rounded
+from foretrain.show.pages.render import PageTable, number
+from foretrain.show.record import MEASURES, Entry, LayerMeasures, RunRecord
 
 _ROWS = 160
 
@@ -38,8 +37,8 @@ def heat_map(record: RunRecord, columns: int) -> dict[str, Any] | None:
     }
 
 
-def _look(entry: Entry) -> Look:
-    found: Look = entry.fields.get("layers") or {}
+def _look(entry: Entry) -> LayerMeasures:
+    found: LayerMeasures = entry.fields.get("layers") or {}
     return found
 
 
@@ -67,8 +66,8 @@ def _distance(value: float, usual: float) -> float:
     return abs(math.log(value / usual)) if value > 0 and value / usual > 0 else math.inf
 
 
-def extremes(record: RunRecord) -> list[tuple[str, list[float | None]]]:
-    """(layer, [lowest, highest, last] of every measure) for every layer."""
+def layer_table(record: RunRecord) -> PageTable | None:
+    """The lowest, highest and last number of every measure, for every layer."""
     looks = [found for entry in record.health if (found := _look(entry))]
     rows = []
     for layer in dict.fromkeys(name for found in looks for name in found):
@@ -77,8 +76,11 @@ def extremes(record: RunRecord) -> list[tuple[str, list[float | None]]]:
             known = [value for found in looks if (value := found.get(layer, {}).get(measure)) is not None]
             last = looks[-1].get(layer, {}).get(measure)
             numbers += [min(known, default=None), max(known, default=None), last]
-        rows.append((layer, numbers))
-    return rows
+        rows.append([layer, *(number(value, ".3g") for value in numbers)])
+    if not rows:
+        return None
+    head = [f"{measure}, {which}" for measure in MEASURES.values() for which in ("lowest", "highest", "last")]
+    return PageTable("Lowest, highest and last of every layer", ["layer", *head], rows)
 
 
 def _parts(count: int, limit: int) -> list[range]:

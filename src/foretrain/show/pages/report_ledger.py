@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from html import escape
 from typing import Any
 
 from foretrain.config.paths import assignments
-from foretrain.show.numbers import loss_text
+from foretrain.config.units import clock, counted, loss_text, rate_text
+from foretrain.show.numbers import finite
 from foretrain.show.pages.report_charts import move_words, recovery_words
-from foretrain.show.pages.report_text import clock, framed
-from foretrain.show.pages.scales import finite, rate
 from foretrain.show.record import Entry, RunRecord
-from foretrain.show.trouble import counted
 
 ROWS = 4000
 """In a page; the others are in `metrics.jsonl`."""
 SHOWN = 100
 """At first, and more when asked for; also how many are sent together to a page that is live."""
-_FILTERS = {"all": "everything", "move": "moves", "phase": "phases", "recovery": "recoveries"}
-_ORDERS = {"first": "oldest first", "last": "newest first"}
 _FIRST = {"step": "number", "time": "number", "decision": "decision"}
 _OF_MOVES = {
     "loss before": "number extra",
@@ -46,37 +41,10 @@ def ledger_rows(records: Sequence[RunRecord]) -> dict[str, Any]:
     return {"ledger": {**told, "columns": columns}, **blocks}
 
 
-def ledger(data: Mapping[str, Any]) -> str:
-    """The table with its first rows; the page's script shows the others, chosen and ordered as the reader likes."""
-    told = data["ledger"]
+def first_rows(data: Mapping[str, Any]) -> list[list[str]]:
+    """The rows that the page shows before its script does; then the reader chooses and orders them."""
     rows = [row for name, block in data.items() if name.startswith("rows/") for row in block]
-    rows = rows[:SHOWN] if told["order"] == "first" else rows[: -SHOWN - 1 : -1]
-    head = "".join(f'<th scope="col" class="{style}">{name}</th>' for name, style in told["columns"].items())
-    choices = _choice("show", _FILTERS, "all", "Which decisions are shown")
-    choices += _choice("order", _ORDERS, str(told["order"]), "In which order")
-    body = "".join(_markup(row, list(told["columns"].values())) for row in rows)
-    more = '<p class="more"><span data-count role="status"></span></p>'
-    made = framed("Every decision with its reason", f"<tr>{head}</tr>", body)
-    return f'<div class="controls"><div class="choices">{choices}</div></div>{made}{more}'
-
-
-def _markup(row: Sequence[str], styles: Sequence[str]) -> str:
-    """As `ledger.js` does it too."""
-    _, mark, *cells = row
-    icon = f'<i class="{escape(mark)}" aria-hidden="true"></i>' if mark else ""
-    made = (
-        f'<td class="{style}">{icon if style == "decision" else ""}{escape(text)}</td>'
-        for text, style in zip(cells, styles, strict=True)
-    )
-    return f"<tr>{''.join(made)}</tr>"
-
-
-def _choice(name: str, texts: Mapping[str, str], chosen: str, label: str) -> str:
-    buttons = "".join(
-        f'<button type="button" data-{name}="{kind}" aria-pressed="{str(kind == chosen).lower()}">{text}</button>'
-        for kind, text in texts.items()
-    )
-    return f'<div class="choose" role="group" aria-label="{label}">{buttons}</div>'
+    return rows[:SHOWN] if data["ledger"]["order"] == "first" else rows[: -SHOWN - 1 : -1]
 
 
 def _most_telling(entries: list[tuple[str, Entry]]) -> list[tuple[str, Entry]]:
@@ -106,7 +74,16 @@ def _row(entry: Entry, first: list[str], moves: bool) -> list[str]:
         texts = ["–" if value is None else f"{value:{form}}" if form else loss_text(value) for value, form in known]
         numbers = [text.replace("-", "−") for text in texts]
     kind = {"Moved": "move", "PhaseChanged": "phase"}.get(entry.kind, "recovery")
-    return [kind, mark, *first, f"{entry.step:,}", clock(entry.seconds), decision, *numbers, reason]
+    return [
+        kind,
+        mark,
+        *first,
+        f"{entry.step:,}",
+        clock(entry.seconds).replace(" ", "\u00a0"),
+        decision,
+        *numbers,
+        reason,
+    ]
 
 
 def _said(entry: Entry) -> tuple[str, str, str]:
@@ -128,7 +105,7 @@ def _said(entry: Entry) -> tuple[str, str, str]:
             tried, loss = finite(fields.get("learning_rate")) or 0.0, finite(fields.get("loss"))
             best = ", the best so far" if fields.get("best") else ""
             reached = "no number" if loss is None else f"held-out loss {loss_text(loss)}"
-            return "", f"learning rate {rate(tried)} tried", f"{reached} after {fields.get('steps')} steps{best}"
+            return "", f"learning rate {rate_text(tried)} tried", f"{reached} after {fields.get('steps')} steps{best}"
         case "Resumed":
             again = int(finite(fields.get("done_again")) or 0)
             told = f"; {counted(again, 'step')} after it {'was' if again == 1 else 'were'} done again" if again else ""

@@ -2,60 +2,50 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from html import escape
-from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from foretrain.show.pages.markup import STYLE
+from foretrain.config.units import format_size
+from foretrain.show.numbers import finite, mapping
+from foretrain.show.pages.charts import MARKS, PHASES, key
+from foretrain.show.pages.render import Cell, PageTable, macro, number, one_file, script, served, settings_table
+from foretrain.show.pages.report_cards import moves
 from foretrain.show.pages.report_charts import METRICS, charts
-from foretrain.show.pages.report_curves import curve_tables
-from foretrain.show.pages.report_health import heat_map
-from foretrain.show.pages.report_lead import share_done
-from foretrain.show.pages.report_ledger import ledger, ledger_rows
-from foretrain.show.pages.report_sections import sections
-from foretrain.show.pages.report_words import key, words
+from foretrain.show.pages.report_forecasts import calibration, horizons, said_of_prediction
+from foretrain.show.pages.report_health import findings, heat_map, layer_table
+from foretrain.show.pages.report_lead import lead, share_done
+from foretrain.show.pages.report_ledger import first_rows, ledger_rows
 from foretrain.show.record import RunRecord
 
-_NAVIGATION = {
-    "loss": "Loss",
-    "findings": "Findings",
-    "decisions": "Decisions",
-    "prediction": "Prediction",
-    "health": "Layers",
-    "resources": "Memory and speed",
-    "setup": "Configuration",
-    "words": "Words",
-}
-_SCRIPTS = ("page", "charts", "heat", "ledger", "live")
+SCRIPTS = ("page", "charts", "report", "heat", "ledger", "live")
 HEAT_COLUMNS = 160
-"""Of all runs together."""
-_CHARTS = {
-    "loss": ("Loss over the run: training and held out.", ""),
-    "rate": ("Learning rate over the run.", ""),
-    "gradient": ("Gradient norm over the run.", ""),
-    "forecast": (
-        "Predicted against actual loss, each the mean of a window of steps.",
-        "What the predictor said a window before, and what came. The band is as wide as 90 % of the errors before it.",
-    ),
-    "confidence": (
-        "Confidence over the run.",
-        "How likely the run thinks the next predicted move is to be kept. Below the threshold it does not try.",
-    ),
-    "speed": ("Speed over the run.", ""),
-    **{f"metric-{place}": ("A measure of the user's own, on held-out data.", "") for place in range(METRICS)},
+"""Columns of the heat maps of all runs together."""
+_MEMORY = {
+    "peak": "peak on the device",
+    "reserved": "reserved",
+    "pinned": "pinned on the host",
+    "resident_peak": "process, at most",
 }
-"""What each chart shows, for those who cannot see it; and how to read it."""
-_HINT = (
-    "Drag over a chart to look closer, double-click to see everything again. Click a name below a chart to hide its "
-    "curve. Charts show the lowest and highest value of every stretch; metrics.jsonl has every number."
-)
+_WORDS = {
+    "loss": "how wrong the model is; lower is better. The training loss is measured on what it learns from, the "
+    "held-out loss on data that it never learns from.",
+    "perplexity": "e to the loss: among how many tokens the model is in doubt, on average.",
+    "gradient norm": "how steep the loss is. A jump says that training is not stable.",
+    "move": "a jump of the weights to where they are forecast to be some steps later. It is checked on data before it "
+    "is kept; a refused move or one that is rolled back leaves no trace in the weights.",
+    "leap": "a move over many steps at once. Where every batch gives the same loss, a chain of leaps is judged by it.",
+    "window": "the steps over which the weights are watched for one forecast.",
+    "audit": "the run goes on from one step with the move and without it, to measure what it is worth.",
+    "confidence": "how likely the next move is to be kept, by what came of the ones before.",
+    "phase": "full: ordinary steps. Warm-up: ordinary steps before forecasts begin. Predict: a move is made. Correct: "
+    "ordinary steps that check a move.",
+    "R²": "the share of the weights' motion that was forecast: 1 is exact, 0 no better than standing still.",
+}
+"""What is said in a report must not need another page."""
+Told = TypeVar("Told")
+Records = Sequence[RunRecord]
 
 
 @dataclass(frozen=True)
@@ -67,163 +57,146 @@ class Parts:
     charts: dict[str, Any]
 
 
-def parts(records: Sequence[RunRecord], beside: Path | None = None) -> Parts:
+def parts(records: Records, beside: Path | None = None) -> Parts:
     """beside: the folder in which the page will lie, for links to the files of its runs."""
     names = ", ".join(record.name for record in records)
     if len(records) == 1 and (share := share_done(records[0])) is not None:
         names = f"{100 * share:.0f} % · {names}"
     columns = max(40, HEAT_COLUMNS // len(records))
     heat = [found for record in records if (found := heat_map(record, columns))]
-    curves = charts(records)
-    texts = sections(records, beside) | curve_tables(curves) | {"key": key(curves["shared"])}
-    return Parts(f"{names} · foretrain", texts, curves | {"heat": heat} | ledger_rows(records))
+    drawn = charts(records)
+    over_run = {name: chart for name, chart in drawn.items() if name != "shared" and "x" not in chart}
+    tables = {f"{name}-numbers": _made("behind", _ends(chart)) for name, chart in over_run.items()}
+    data = drawn | {"heat": heat} | ledger_rows(records)
+    return Parts(f"{names} · foretrain", _sections(records, drawn["shared"], beside) | tables, data)
 
 
-def page(records: Sequence[RunRecord], beside: Path | None = None) -> str:
-    """One file that needs no network. Its own scripts and no others may run in it."""
+def page(records: Records, beside: Path | None = None) -> str:
     made = parts(records, beside)
-    scripts = [asset("uplot.js"), script()]
-    hashes = " ".join(f"'sha256-{_digest(script)}'" for script in scripts)
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src {hashes}; img-src data:; base-uri 'none'"
-    head = f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<style>{style()}</style>'
-    return _document(made, head, "".join(f"<script>{script}</script>\n" for script in scripts))
+    return one_file("report.html", SCRIPTS, made.charts, **_layout(made))
 
 
 def live_page(made: Parts) -> str:
-    """The same page for a server that has style and scripts under names of their own."""
-    head = '<link rel="stylesheet" href="/style.css">'
-    scripts = '<script src="/uplot.js"></script>\n<script src="/report.js"></script>\n'
-    return _document(made, head, scripts, live=True)
+    return served("report.html", made.charts, **_layout(made))
 
 
-@cache
-def asset(name: str) -> str:
-    return resources.files("foretrain.show.pages").joinpath("assets", name).read_text(encoding="utf-8")
+def live_script() -> str:
+    return script(SCRIPTS)
 
 
-@cache
-def script() -> str:
-    """The page's own script, of several files that share one scope."""
-    return "'use strict';\n(() => {\n" + "".join(asset(f"{name}.js") for name in _SCRIPTS) + "})();\n"
+def _layout(made: Parts) -> dict[str, Any]:
+    """What the template of the document asks for beside the sections."""
+    prediction, metrics = made.charts["shared"]["prediction"], [f"metric-{place}" for place in range(METRICS)]
+    absent = {"health": not made.charts["heat"], "prediction": prediction == "off"}
+    optional = ["horizons", "calibration", *metrics]
+    return {
+        "title": made.title,
+        "sections": made.sections,
+        "absent": [name for name, hidden in absent.items() if hidden],
+        "drawn": [name for name in optional if any(run["series"] for run in made.charts[name]["runs"])],
+        "metrics": metrics,
+        "titles": {name: made.charts[name]["title"] for name in metrics},
+        "tried": prediction == "tried",
+        "ledger": made.charts["ledger"],
+        "rows": first_rows(made.charts),
+        "words": _WORDS,
+    }
 
 
-def style() -> str:
-    return "\n".join((STYLE, asset("uplot.css"), asset("report.css")))
+# --- the text sections ------------------------------------------------------------------------------------------------
 
 
-def as_data(value: Any) -> str:
-    """JSON that can stand in a page: nothing in it can end the element that holds it."""
-    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+def _sections(records: Records, shared: Mapping[str, Any], beside: Path | None) -> dict[str, str]:
+    """Markup of every text section by its name."""
+    tried = any(record.tried for record in records)
+    layers = [(name, found) for name, found in _each(records, layer_table) if found]
+    return {
+        "lead": _made("lead", lead(records, beside)),
+        "key": _made("signs", _key(shared)),
+        "prediction-title": "Prediction" if tried else "Prediction (not tried)",
+        "prediction": _made("prediction", _each(records, lambda record: said_of_prediction(record, *moves(record)))),
+        "horizons": _made("scores", _each(records, horizons)),
+        "calibration": _made("scores", [one for one in _each(records, calibration) if one[1]["table"]]),
+        "layers": _made("layers", layers),
+        "resources": _made("resources", _each(records, _resources)),
+        "findings": _made("findings", _each(records, findings)),
+        "setup": _made("setup", _each(records, _setup)),
+    }
 
 
-def _digest(script: str) -> str:
-    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+def _made(name: str, told: object) -> str:
+    return macro("report_sections.html", name, told)
 
 
-# --- the document -----------------------------------------------------------------------------------------------------
+def _each(records: Records, section: Callable[[RunRecord], Told]) -> list[tuple[str, Told]]:
+    """(name, section) of every run; a single run needs no name."""
+    return [(record.name if len(records) > 1 else "", section(record)) for record in records]
 
 
-def _document(made: Parts, head: str, scripts: str, live: bool = False) -> str:
-    absent = _absent(made)
-    links = "".join(
-        f'<li{" hidden" if name in absent else ""}><a href="#{name}">{text}</a></li>'
-        for name, text in _NAVIGATION.items()
-    )
-    status = '<span id="status" role="status">Connecting</span>' if live else ""
-    what = "foretrain · live" if live else "foretrain · run report"
-    return f"""<!doctype html>
-<html lang="en"{" data-live" if live else ""}>
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<meta name="generator" content="foretrain">
-<title>{escape(made.title)}</title>
-<link rel="icon" href="data:,">
-{head}
-</head>
-<body>
-<a class="skip" href="#loss">Skip to the charts</a>
-<header>
-<div class="top"><p class="product">{what}</p>{status}</div>
-{_section(made, "lead")}
-<nav aria-label="Sections"><ul>{links}</ul></nav>
-</header>
-<main>
-{_body(made)}
-</main>
-<footer><p class="small">{_HINT}</p></footer>
-<script type="application/json" id="data">{as_data(made.charts)}</script>
-{scripts}</body>
-</html>
-"""
+def _key(shared: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What the phases and marks mean that there are."""
+    runs = shared["runs"]
+    phases = {phase for run in runs for _, _, phase, _ in run["phases"]} if shared["prediction"] == "tried" else set()
+    marks = {kind for run in runs for _, _, kind, _, _ in run["marks"]}
+    return key([name for name in PHASES if name in phases], [name for name in MARKS if name in marks])
 
 
-def _absent(made: Parts) -> set[str]:
-    """Sections that have nothing to say in this run."""
-    absent = {"health"} if not made.charts["heat"] else set()
-    return absent | ({"prediction"} if made.charts["shared"]["prediction"] == "off" else set())
+def _ends(chart: Mapping[str, Any]) -> PageTable | None:
+    """The ends and extremes of every curve, for readers who cannot see it."""
+    rows = []
+    for run in chart["runs"]:
+        for series in run["series"]:
+            known = [point for point in zip(series["values"], series["steps"], strict=True) if point[0] is not None]
+            name = f"{run['name']}: {series['label']}" if len(chart["runs"]) > 1 else series["label"]
+            ends = [number(value, ".5g") for value in (known[0][0], known[-1][0])]
+            found = [(number(value, ".5g"), number(step, ",.0f")) for value, step in (min(known), max(known))]
+            rows.append([name, *ends, *(shown for pair in found for shown in pair)])
+    head = ["curve", "first", "last", "lowest", "at step", "highest", "at step"]
+    return PageTable("Ends and extremes of every curve", head, rows) if rows else None
 
 
-def _body(made: Parts) -> str:
-    controls = '<div class="controls"><div class="choices" data-label="Axes of the charts"></div></div>'
-    beside = _chart(made, "rate", 200, "Learning rate") + _chart(made, "gradient", 200, "Gradient norm")
-    measured = "".join(_metric(made, f"metric-{place}") for place in range(METRICS))
-    loss = (
-        f'{controls}{_chart(made, "loss", 380, after=_section(made, "key"))}<div class="two">{beside}{measured}</div>'
-    )
-    heat = (
-        '<p class="lead">A row per layer, a column per look. A dark row hardly learns, a bright column explodes. '
-        'Ratios are relative to the size of the weights, so that layers can be compared.</p><div class="choices" '
-        'data-label="What is measured"></div><div data-heat></div>'
-    )
-    absent = _absent(made)
-    speed = _chart(made, "speed", 200)
-    return "\n".join(
+def _resources(record: RunRecord) -> PageTable | None:
+    used: dict[str, dict[str, float]] = {}
+    told = [(entry.fields.get("phase"), entry.fields) for entry in record.memory]
+    for phase, fields in [*told, *mapping(record.summary.get("memory")).items()]:
+        row = used.setdefault(str(phase), {})
+        row |= {name: value for name in _MEMORY if (value := finite(mapping(fields).get(name))) is not None}
+    speeds = _speeds(record)
+    for phase in speeds:
+        used.setdefault(phase, {})
+    if not used:
+        return None
+    shown = [name for name in _MEMORY if any(name in row for row in used.values())]
+    steps = mapping(record.summary.get("steps"))
+    rows = [
         [
-            _part("loss", "Loss", loss),
-            _part("findings", "Findings and advice", _section(made, "findings")),
-            _part("decisions", "Decisions", f'<div id="ledger">{ledger(made.charts)}</div>'),
-            _part("prediction", _section(made, "prediction-title", "span"), _prediction(made), "prediction" in absent),
-            _part("health", "Layers", f"<figure>{heat}{_section(made, 'layers')}</figure>", "health" in absent),
-            _part("resources", "Memory and speed", f"{speed}{_section(made, 'resources')}"),
-            _part("setup", "Configuration and environment", _section(made, "setup")),
-            _part("words", "Words", words()),
+            PHASES.get(phase, phase),
+            number(steps.get(phase), ",.0f"),
+            number(speeds.get(phase), ",.0f"),
+            *(Cell(format_size(row[name], 1), f"{row[name]:.0f}") if name in row else None for name in shown),
         ]
-    )
+        for phase, row in used.items()
+    ]
+    head = ["phase", "steps", f"{record.unit} per second", *(_MEMORY[name] for name in shown)]
+    return PageTable("Memory and speed per phase", head, rows)
 
 
-def _prediction(made: Parts) -> str:
-    """Folded where nothing was tried: then there is nothing in it that has to be known."""
-    state = " open" if made.charts["shared"]["prediction"] == "tried" else ""
-    forecasts = _chart(made, "forecast", 260, "Predicted against actual loss") + _section(made, "horizons")
-    confidence = _chart(made, "confidence", 200, "Confidence") + _section(made, "calibration")
-    fold = f'<details class="fold"{state}><summary>Forecasts and confidence</summary>{forecasts}{confidence}</details>'
-    return f"{_section(made, 'prediction')}{fold}"
+def _speeds(record: RunRecord) -> dict[str, float]:
+    """How much was done per second in each phase: the mean of the entries that ended in it, each by its length."""
+    tokens: dict[str, float] = {}
+    seconds: dict[str, float] = {}
+    for before, after in zip(record.progress, record.progress[1:], strict=False):
+        spent = after.seconds - before.seconds
+        speed = finite(after.fields.get("tokens_per_second"))
+        if spent > 0 and speed:
+            phase = str(after.fields.get("phase"))
+            tokens[phase] = tokens.get(phase, 0.0) + speed * spent
+            seconds[phase] = seconds.get(phase, 0.0) + spent
+    return {phase: round(tokens[phase] / seconds[phase], 1) for phase in tokens}
 
 
-def _part(name: str, heading: str, content: str, hidden: bool = False) -> str:
-    state = " hidden" if hidden else ""
-    title = f'<h2 id="{name}-heading">{heading}</h2>'
-    return f'<section id="{name}" aria-labelledby="{name}-heading"{state}>{title}{content}</section>'
-
-
-def _section(made: Parts, name: str, tag: str = "div") -> str:
-    return f'<{tag} data-section="{name}">{made.sections[name]}</{tag}>'
-
-
-def _metric(made: Parts, name: str) -> str:
-    """A chart that is not to be seen while there is nothing to show; it is named by its curve."""
-    label = next((series["label"] for run in made.charts[name]["runs"] for series in run["series"]), "")
-    drawn = _chart(made, name, 200, label or "A measure")
-    return drawn.replace("<figure", "<figure data-optional" if label else "<figure data-optional hidden", 1)
-
-
-def _chart(made: Parts, name: str, height: int, heading: str = "", after: str = "") -> str:
-    label, lead = _CHARTS[name]
-    title = f"<h3>{escape(heading)}</h3>" if heading else ""
-    told = f'<p class="lead">{escape(lead)}</p>' if lead else ""
-    drawn = f'<div data-chart="{name}" data-height="{height}" role="group" aria-label="{escape(label)}">'
-    drawn += "<noscript>This chart needs script.</noscript></div>"
-    return f"<figure>{title}{told}{drawn}{after}{_section(made, f'{name}-numbers')}</figure>"
+def _setup(record: RunRecord) -> dict[str, PageTable | None]:
+    config = mapping(record.summary.get("config")) or record.config
+    environment = mapping(record.summary.get("environment"))
+    told = {"config": config, "environment": environment}
+    return {name: settings_table(settings) if settings else None for name, settings in told.items()}

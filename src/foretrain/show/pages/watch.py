@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 from foretrain.errors import InputError
 from foretrain.show.follow import Follower
-from foretrain.show.pages.report_page import Parts, asset, live_page, parts, script, style
-from foretrain.show.pages.watch_guard import HOST, Code, Guard
+from foretrain.show.pages.render import asset, style
+from foretrain.show.pages.report_page import Parts, live_page, live_script, parts
+from foretrain.show.pages.watch_guard import HOST, Code, Doorkeeper
 
 if TYPE_CHECKING:
     import uvicorn
@@ -115,7 +116,7 @@ def _changed(made: Parts, sent: dict[str, str]) -> str:
 # --- the application --------------------------------------------------------------------------------------------------
 
 
-def application(live: Live, token: str, port: int, stopping: Callable[[], bool] = lambda: False) -> Guard:
+def application(live: Live, token: str, port: int, stopping: Callable[[], bool] = lambda: False) -> Doorkeeper:
     """Five addresses, all fixed; whatever else is asked for does not exist."""
     from starlette.applications import Starlette
     from starlette.responses import PlainTextResponse, StreamingResponse
@@ -142,11 +143,11 @@ def application(live: Live, token: str, port: int, stopping: Callable[[], bool] 
             Route("/events", changes, methods=["GET"]),
             Route("/style.css", fixed(style(), "text/css"), methods=["GET"]),
             Route("/uplot.js", fixed(asset("uplot.js"), "text/javascript"), methods=["GET"]),
-            Route("/report.js", fixed(script(), "text/javascript"), methods=["GET"]),
+            Route("/report.js", fixed(live_script(), "text/javascript"), methods=["GET"]),
         ]
     )
     app.router.redirect_slashes = False
-    return Guard(app, token, port)
+    return Doorkeeper(app, token, port)
 
 
 # --- the server -------------------------------------------------------------------------------------------------------

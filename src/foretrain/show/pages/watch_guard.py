@@ -78,7 +78,7 @@ def owner_of(client: tuple[str, int], server: tuple[str, int]) -> int | None:
     return listed
 
 
-class Guard:
+class Doorkeeper:
     """Before anything is answered: the method, the host that was asked for, where the request comes from, the key."""
 
     def __init__(self, app: ASGIApp, token: str, port: int) -> None:

@@ -29,7 +29,7 @@ SERIOUS = frozenset({"finding", "recovery", "warning"})
 
 
 @dataclass(frozen=True)
-class Entry:
+class TrackerEntry:
     """What happened at a step. Numbers are finite; texts go by their kind."""
 
     step: int
@@ -37,30 +37,30 @@ class Entry:
     texts: Mapping[str, str] = field(default_factory=dict)
 
 
-def entry_of(event: Event, step: int, unit: str = "tokens") -> Entry | None:
+def entry_of(event: Event, step: int, unit: str = "tokens") -> TrackerEntry | None:
     """The event as numbers and texts; None where a tracker has no use for it. step: of an event that has none. unit:
     what the run counts."""
     match event:
         case Progress():
-            return Entry(event.step, _finite(_progress(event, unit)))
+            return TrackerEntry(event.step, _finite(_progress(event, unit)))
         case Evaluated():
             metrics = {f"held_out/{name}": value for name, value in event.metrics.items()}
-            return Entry(event.step, _finite({"held_out/loss": event.loss, **metrics}))
+            return TrackerEntry(event.step, _finite({"held_out/loss": event.loss, **metrics}))
         case Moved():
             text = f"{event.horizon} steps ahead: {event.verdict} ({event.reason})"
-            return Entry(event.step, _finite({"prediction/worth_steps": event.worth_steps}), {"move": text})
+            return TrackerEntry(event.step, _finite({"prediction/worth_steps": event.worth_steps}), {"move": text})
         case PhaseChanged():
-            return Entry(event.step, texts={"phase": f"{event.phase}: {event.reason}"})
+            return TrackerEntry(event.step, texts={"phase": f"{event.phase}: {event.reason}"})
         case Recovered():
-            return Entry(event.step, texts={"recovery": f"{event.action}: {event.text}"})
+            return TrackerEntry(event.step, texts={"recovery": f"{event.action}: {event.text}"})
         case HealthFound():
-            return Entry(event.step, texts={"finding": _finding(event)})
+            return TrackerEntry(event.step, texts={"finding": _finding(event)})
         case Tuned():
-            return Entry(event.step, texts={"recovery": f"{event.ailment}: set {assignments(event.change)}"})
+            return TrackerEntry(event.step, texts={"recovery": f"{event.ailment}: set {assignments(event.change)}"})
         case Notice(level="warning"):
-            return Entry(step, texts={"warning": event.message})
+            return TrackerEntry(step, texts={"warning": event.message})
         case CheckpointRejected():
-            return Entry(step, texts={"warning": f"{event.path}: {event.reason}"})
+            return TrackerEntry(step, texts={"warning": f"{event.path}: {event.reason}"})
     return None
 
 
@@ -93,7 +93,7 @@ def _finite(numbers: Mapping[str, float | None]) -> dict[str, float]:
     return {name: value for name, value in for_json(numbers).items() if value is not None}
 
 
-def summary_entry(step: int, summary: Mapping[str, Any]) -> Entry:
+def summary_entry(step: int, summary: Mapping[str, Any]) -> TrackerEntry:
     """The summary's numbers and sentences as `summary/...`. Settings and machine are told at the start."""
     numbers: dict[str, float] = {}
     texts: dict[str, str] = {}
@@ -103,7 +103,7 @@ def summary_entry(step: int, summary: Mapping[str, Any]) -> Entry:
             texts[name] = value
         elif isinstance(value, (int, float)):
             numbers[name] = float(value)
-    return Entry(step, numbers, texts)
+    return TrackerEntry(step, numbers, texts)
 
 
 def hyperparameters(settings: Mapping[str, Any]) -> dict[str, str | int | float | bool]:

@@ -10,7 +10,7 @@ import time
 import warnings
 
 from foretrain.persist.files import make_folder
-from foretrain.show.trackers.entries import SERIOUS, Entry
+from foretrain.show.trackers.entries import SERIOUS, TrackerEntry
 from foretrain.show.trackers.tracker import PROJECT, Place, Tracker
 
 _LONGEST = 500
@@ -59,7 +59,7 @@ class MLflow(Tracker):
     def start(self, step: int) -> None:
         self._client.update_run(self.run_id, status="RUNNING")
 
-    def log(self, entry: Entry) -> None:
+    def log(self, entry: TrackerEntry) -> None:
         """It has no texts along a run: serious ones and sentences of the summary become tags."""
         now = int(time.time() * 1000)
         metrics = [

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from foretrain.persist.files import make_folder
-from foretrain.show.trackers.entries import Entry
+from foretrain.show.trackers.entries import TrackerEntry
 from foretrain.show.trackers.tracker import Place, Tracker
 
 
@@ -43,7 +43,7 @@ class TensorBoard(Tracker):
         self._put(step, summary=self._make.text("configuration", f"|setting|value|\n|---|---|\n{rows}"))
         self._writer.flush()
 
-    def log(self, entry: Entry) -> None:
+    def log(self, entry: TrackerEntry) -> None:
         for name, value in entry.numbers.items():
             self._put(entry.step, summary=self._make.scalar(name, value))
         for kind, text in entry.texts.items():

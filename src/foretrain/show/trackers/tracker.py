@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from foretrain.show.trackers.entries import Entry
+from foretrain.show.trackers.entries import TrackerEntry
 
 PROJECT = "foretrain"
 """Runs are gathered under this name, unless the tracker's own environment variable gives another."""
@@ -45,7 +45,7 @@ class Tracker(ABC):
         """The run begins, or goes on, after this step."""
 
     @abstractmethod
-    def log(self, entry: Entry) -> None: ...
+    def log(self, entry: TrackerEntry) -> None: ...
 
     @abstractmethod
     def close(self, reason: str) -> None:

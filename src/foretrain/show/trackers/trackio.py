@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from foretrain.persist.files import make_folder
-from foretrain.show.trackers.entries import SERIOUS, Entry
+from foretrain.show.trackers.entries import SERIOUS, TrackerEntry
 from foretrain.show.trackers.tracker import PROJECT, Place, Tracker
 
 _FOLDER = "TRACKIO_DIR"
@@ -55,7 +55,7 @@ class Trackio(Tracker):
     def start(self, step: int) -> None:
         """Its storage takes the settings with the first numbers."""
 
-    def log(self, entry: Entry) -> None:
+    def log(self, entry: TrackerEntry) -> None:
         sentences = {kind: text for kind, text in entry.texts.items() if kind.startswith("summary/")}
         alerts = {kind: text for kind, text in entry.texts.items() if kind not in sentences}
         with self._storage() as storage:

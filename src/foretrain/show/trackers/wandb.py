@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 
-from foretrain.show.trackers.entries import Entry
+from foretrain.show.trackers.entries import TrackerEntry
 from foretrain.show.trackers.tracker import PROJECT, Place, Tracker
 
 _AHEAD = 1000
@@ -47,7 +47,7 @@ class WeightsAndBiases(Tracker):
         """A resumed run goes on after the last row it wrote, which may be ahead of its step."""
         self._row = max(step - 1, self._row)
 
-    def log(self, entry: Entry) -> None:
+    def log(self, entry: TrackerEntry) -> None:
         """Rows can only grow: after a rollback they run ahead of the steps, which are the charts' axis."""
         if entry.step != self._step or self._said & entry.texts.keys():  # a row holds one text of a kind
             self._step, self._row = entry.step, max(entry.step, self._row + 1)

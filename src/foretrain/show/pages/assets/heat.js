@@ -92,5 +92,4 @@ function legend(ctx, x, y, bar, low, high, known, wide) {
   });
 }
 
-function drawAll() { NAMES.forEach(draw); cuts(); heatMaps(); }
-
+whenDrawn.push(heatMaps);

@@ -49,16 +49,4 @@ book.addEventListener('click', event => {
   showLedger();
 });
 
-let resized, seen = innerWidth;
-addEventListener('resize', () => {
-  if (innerWidth === seen) return;
-  seen = innerWidth;
-  clearTimeout(resized);
-  resized = setTimeout(drawAll, 120);
-});
-
-const began = performance.now();
-drawAll();
 showLedger();
-root.dataset.drawnIn = (performance.now() - began).toFixed(1);
-

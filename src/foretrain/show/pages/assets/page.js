@@ -1,5 +1,5 @@
-// A report draws its charts from the data in the page, and keeps itself up to date where it is served live. Nothing is
-// loaded from elsewhere. Text comes as markup that the server has escaped; data is drawn, never evaluated.
+// A page draws its charts from the data in it, and keeps itself up to date where it is served live. Nothing is loaded
+// from elsewhere. Text comes as markup that the server has escaped; data is drawn, never evaluated.
 
 const root = document.documentElement;
 let data = JSON.parse(document.getElementById('data').textContent);
@@ -9,7 +9,10 @@ const several = () => data.shared.runs.length > 1;
 
 const colours = new Map();
 const style = name => {
-  if (!colours.has(name)) colours.set(name, getComputedStyle(root).getPropertyValue(`--${name}`).trim());
+  if (!colours.has(name)) {
+    const [light, night] = getComputedStyle(root).getPropertyValue(`--${name}`).match(/#[0-9a-f]+/gi);
+    colours.set(name, dark() ? night : light);
+  }
   return colours.get(name);
 };
 const prefersDark = matchMedia('(prefers-color-scheme: dark)');

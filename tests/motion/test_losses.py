@@ -1,0 +1,73 @@
+"""What the losses of windows say: a gain in loss is worth as many steps as the run itself would need for it."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from foretrain.motion.losses import WindowLosses
+
+
+def falling(per_step: float, windows: int = 10, noise: float = 0.0, seed: int = 0) -> WindowLosses:
+    draw = np.random.default_rng(seed)
+    slope = WindowLosses()
+    for window in range(windows):
+        slope.add(tuple(5.0 - per_step * (10 * window + i) + noise * draw.normal() for i in range(10)))
+    return slope
+
+
+@pytest.mark.parametrize("low_noise", [False, True])
+@pytest.mark.parametrize("per_step", [0.01, 3.0, 1e-5])
+def test_a_straight_fall_is_measured_exactly(per_step: float, low_noise: bool) -> None:
+    slope = falling(per_step)
+    assert slope.per_step(low_noise) == pytest.approx(per_step)
+    assert slope.steps_for(7 * per_step, low_noise) == pytest.approx(7.0)
+    assert slope.steps_for(-7 * per_step, low_noise) == pytest.approx(-7.0)
+
+
+def test_noise_averages_out_over_windows() -> None:
+    found = [falling(0.01, noise=0.1, seed=seed).per_step(low_noise=False) for seed in range(50)]
+    assert np.mean(found) == pytest.approx(0.01, rel=0.1)
+    assert np.std(found) < 0.003
+
+
+def test_nothing_is_known_before_three_windows() -> None:
+    assert math.isnan(WindowLosses().per_step(low_noise=False))
+    assert math.isnan(WindowLosses().per_step(low_noise=True))
+    assert math.isnan(falling(0.01, windows=2).per_step(low_noise=False))
+    assert falling(0.01, windows=1).per_step(low_noise=True) == pytest.approx(0.01)
+
+
+@pytest.mark.parametrize("per_step", [0.0, -0.01])
+def test_a_loss_that_does_not_fall_is_worth_nothing_sayable(per_step: float) -> None:
+    for low_noise in (False, True):
+        assert math.isnan(falling(per_step).steps_for(1.0, low_noise))
+
+
+def test_only_the_last_twelve_windows_count() -> None:
+    slope = falling(1.0, windows=30)
+    for window in range(12):
+        slope.add(tuple(2.0 - 0.01 * (10 * window + i) for i in range(10)))
+    assert slope.per_step(low_noise=False) == pytest.approx(0.01)
+    assert len(slope.points) == 12
+
+
+def test_losses_that_are_no_numbers_are_left_out() -> None:
+    slope = falling(0.01)
+    before = slope.state_dict()["points"]
+    slope.add((math.nan,) * 10)
+    assert slope.state_dict()["points"] == before
+    slope.add((math.nan, *(5.0 - 0.01 * (110 + i) for i in range(1, 9)), math.inf))
+    assert slope.per_step(low_noise=False) == pytest.approx(0.01, rel=0.05)
+    assert slope.per_step(low_noise=True) == pytest.approx(0.01)
+
+
+def test_state_survives_a_round_trip() -> None:
+    one, other = falling(0.02, noise=0.1), WindowLosses()
+    other.load_state_dict(one.state_dict())
+    for slope in (one, other):
+        slope.add((1.0, 0.9, 0.8))
+    assert one.state_dict() == other.state_dict()
+    assert len(other.points) == 11
