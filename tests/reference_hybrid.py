@@ -5,10 +5,9 @@
     c[0..3]  the forecast: in h steps the weights will be at theta + sum of c[i] b[i]
     anchor   the loss before a move             exact    all batches are the same, so the loss has no noise
 
-Costs and worths are in full steps; a forward pass is a third of one. `test_reference_hybrid.py` steps this beside
-`HybridTrainer`. Left out: rollouts, chains of quasi-Newton leaps, held-out data, noise that is merely low, the choice of
-h, trust in forecasts, audits of exact losses, the limit of disasters, the steps that a move counts, corrections, the
-guard with its recoveries, rests for good, and whatever saves time or memory.
+Costs and worths are in full steps; a forward pass is a third of one. A test steps this beside `HybridTrainer`. Left out:
+rollouts, chains of quasi-Newton leaps, held-out data, low noise, the choice of h, trust in forecasts, audits of exact
+losses, the limit of disasters, the steps that a move counts, the guard, rests for good, and what saves time or memory.
 """
 
 import math
@@ -67,8 +66,8 @@ def hybrid(w: Any, batch_at: Callable[[int], Any], c: Tensor, s: dict[str, Any],
             continue
 
         # --- PREDICT: snapshot, anchor, and a leap as far as probes allow it
-        snapshot, batch, begin, leap, steps = w.state(), batch_at(position), position, c @ b, 0
-        anchor = w.loss(batch)
+        snapshot, batch, begin, leap = w.state(), batch_at(position), position, c @ b
+        anchor, steps = w.loss(batch), 0
         share, landed, cost = search(w, leap, batch, anchor) if exact else (1.0, math.nan, 2 * FORWARD)
         if share == 0:
             moves.append(("refused", audited, anchor, math.nan, 0.0, cost))
@@ -102,9 +101,8 @@ def hybrid(w: Any, batch_at: Callable[[int], Any], c: Tensor, s: dict[str, Any],
                 w.restore(snapshot)
                 position, cost = begin, cost + len(path)
             gate.settle(pays=kept and (worth > cost or not exact))
-        moves.append(
-            (("kept" if share >= 1 else "shrunk") if kept else "rolled back", audited, anchor, loss, worth, cost)
-        )
+        verdict = "rolled back" if not kept else "kept" if share >= 1 else "shrunk"
+        moves.append((verdict, audited, anchor, loss, worth, cost))
         needed = full if kept else min(2 * needed, 8 * full)
         start, watched = (w.theta, 0) if kept or audited else (start, watched)
 
