@@ -189,7 +189,7 @@ class MemoryUsed(Event):
 
 @dataclass(frozen=True, slots=True)
 class HealthMeasured(Event):
-    """A look at every layer, around one step; and what all steps since the last look say."""
+    """Every layer was measured around one step, and all steps since the last measurement were judged."""
 
     step: int
     """Steps done before that one."""

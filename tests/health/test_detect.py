@@ -12,7 +12,7 @@ import pytest
 from foretrain.config.schema import GuardConfig, HybridConfig
 from foretrain.events import Phase
 from foretrain.health.detect import Detector
-from foretrain.health.signs import Diagnosis, Severity, Signal, StepReading
+from foretrain.health.signs import Severity, Signal, StepDiagnosis, StepReading
 
 NOISE = ("gaussian", "multiplicative", "heavy-tailed", "skewed", "correlated", "none")
 
@@ -45,7 +45,7 @@ def gradients_of_a_run(seed: int, steps: int = 2000) -> np.ndarray:
     return np.exp(random.normal(0, 0.3, steps)) * (0.3 + 5 * np.exp(-np.arange(steps) / 80))
 
 
-def feed(guard: Detector, losses: np.ndarray, gradients: np.ndarray | None = None) -> list[Diagnosis]:
+def feed(guard: Detector, losses: np.ndarray, gradients: np.ndarray | None = None) -> list[StepDiagnosis]:
     norms = np.ones(len(losses)) if gradients is None else gradients
     return [
         guard.check(StepReading(step, Phase.FULL, float(loss), float(norm)))

@@ -434,10 +434,10 @@ class GuardConfig(Section):
 
 
 class HealthConfig(Section):
-    """A look at every layer and at the losses since the last look; what ails the run is said, with what to set."""
+    """Every layer, and the losses since the last time, are measured; what ails the run is said, with what to set."""
 
     interval: CountOrZero = 100
-    """Steps between looks, the first one before the first step. 0: none."""
+    """Steps between measurements, the first one before the first step. 0: none."""
 
 
 class LogConfig(Section):
