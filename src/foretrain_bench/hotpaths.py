@@ -84,8 +84,8 @@ def _forecast(kind: str, horizon: int, device: str) -> Call:
     from foretrain.motion.records import HORIZONS_IN_WINDOWS
 
     predictor, motion = _predictor(kind, 40)
-    if hasattr(predictor, "_gates"):  # the corrections count also if they were of no use on this motion
-        predictor._gates = np.ones(len(HORIZONS_IN_WINDOWS))
+    if hasattr(predictor, "_shares"):  # the corrections count also if they were of no use on this motion
+        predictor._shares = np.ones(len(HORIZONS_IN_WINDOWS))
     now, horizons = motion.past[-1], [horizon]
     return lambda: predictor.forecast(now, horizons)
 

@@ -105,7 +105,7 @@ def judged(flight: Flight, kept: bool, worth: float = 5.0, cost: float = 2.0, fo
     policy.cycle.next(View(flight.step, confidence=1.0, horizon_reached=True))
     assert policy.cycle.phase is Phase.CORRECT
     policy.count(plan.correct_steps, Phase.CORRECT)
-    policy.settled(plan, Judgement(kept, worth, cost, audit=found))
+    policy.settled(flight.step, plan, Judgement(kept, worth, cost, audit=found))
     assert policy.cycle.phase is Phase.FULL
     return plan
 
@@ -399,7 +399,7 @@ def test_an_audit_enters_the_ledger_and_the_gate(gain: float) -> None:
 def test_a_refused_move() -> None:
     flight = Flight().until(Phase.PREDICT)
     plan = flight.policy.plan()
-    flight.policy.score.refused(plan, 1.0)
+    flight.policy.score.refused(10, plan, 1.0)
     assert flight.policy.score.counts.moves["refused"] == 1
     assert flight.policy.score.ledger.cost == 1.0
     assert flight.policy.gate.wait == 1

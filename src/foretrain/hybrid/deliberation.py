@@ -113,7 +113,7 @@ class Deliberation:
         ready, exact = any(kind.ready for kind in self.kinds), any(kind.exact for kind in self.kinds)
         confidence, answer, decision = 0.0, Answer(False, False, "nothing is forecast yet"), None
         if forecast is not None and cycle.phase is Phase.FULL:
-            found = self.appraiser.weigh(forecast, steps_left, cycle.predict_steps_left, trend, ready, exact)
+            found = self.appraiser.weigh(step, forecast, steps_left, cycle.predict_steps_left, trend, ready, exact)
             confidence, answer, decision = found.confidence, found.answer, found.decision
         elif self._watched_enough or not self.observer.trajectory.held:
             dear = self.gate.too_dear(self.appraiser.audit_cost)
@@ -199,9 +199,9 @@ class Deliberation:
             raise RuntimeError("nothing is forecast")  # PREDICT is entered with a decision only
         return self.decision
 
-    def settled(self, plan: Plan, judgement: Judgement) -> Transition:
+    def settled(self, step: int, plan: Plan, judgement: Judgement) -> Transition:
         """A move was judged: everyone who can learn from it does."""
-        self.score.settled(plan, judgement)
+        self.score.settled(step, plan, judgement)
         transition = self.cycle.next(View(0, worse_than_anchor=not judgement.kept, correct_done=True))
         self.last_reason = transition.reason
         return transition

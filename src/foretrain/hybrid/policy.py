@@ -137,7 +137,7 @@ class Policy(Deliberation):
             self.score.note_exact(move, judgement.loss)
         if self.tools.probes.held_out:
             self.tools.worth.remember_held_out(judgement.loss if judgement.kept else move.anchor)
-        transition = self.settled(move.plan, judgement)
+        transition = self.settled(engine.global_step, move.plan, judgement)
         if judgement.kept:
             self.score.kept(move)
             self.tools.count(self.score.audited_credit(move, judgement))
@@ -157,7 +157,7 @@ class Policy(Deliberation):
 
     def _learn_refused(self, move: JudgedMove) -> None:
         """The move was refused: full steps follow, first on its own batch."""
-        self.score.refused(move.plan, move.cost, move.overfits)
+        self.score.refused(self.tools.engine.global_step, move.plan, move.cost, move.overfits)
         self._force_full(move.reason)
         coefficients = move.plan.coefficients
         if coefficients is not None and not np.isfinite(coefficients).all():

@@ -55,6 +55,8 @@ class ConfidenceFeatures:
 
 @dataclass(frozen=True, slots=True)
 class PastMove:
+    """A move as it looked beforehand, and what became of it."""
+
     features: tuple[float, float, float, float, float]
     kept: bool
     weight: float

@@ -8,7 +8,8 @@ HORIZONS_IN_WINDOWS = (1, 2, 4, 6, 8)
 """Horizons for which forecasts are scored and predictors are trained. Chosen: the longest, 80 steps, is above
 the longest move by default."""
 DIRECTIONS = ("last step", "last window", "mean of 3 windows", "mean of 10 windows")
-"""The basis. The last step is what the optimizer alone would repeat; it counts once per step of a window."""
+"""The basis. The last step is what the optimizer alone would repeat; it counts once per step of a window. Chosen:
+four directions cost four copies of the weights, and a fit on several averages forecasts better than one average."""
 LAST_WINDOW = 1
 """Index of the direction that 'repeat the last displacement' uses."""
 WINDOWS_OF_MEANS = (1, 3, 10)
@@ -41,10 +42,10 @@ class WindowRecord:
     gradient_cosine: float
     """Cosine of the last two gradients, on a sample of coordinates."""
     moment_mean: float
-    """Mean absolute first moment of the optimizer (momentum)."""
+    """Mean absolute first moment of the optimizer (momentum), or gradient where it has none."""
     moment_std: float
     second_moment_mean: float
-    """Mean square root of the second moment; 0 where the optimizer has none."""
+    """Mean square root of the second moment; the gradient's root mean square where the optimizer has none."""
     bias_corrections: tuple[float, float]
     """1 - beta^t of the first and second moment."""
 

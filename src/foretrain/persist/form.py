@@ -10,7 +10,7 @@ from foretrain.errors import CheckpointError
 from foretrain.persist.typed import LARGEST_NUMBER, kind_of
 
 FORMAT = 2
-"""Of states and checkpoints. 1: development versions before 0.1.0."""
+"""The format of states and checkpoints. 1: development versions before 0.1.0."""
 WITH_READABLE_WEIGHTS = (1, FORMAT)
 """Formats in which weights, averages and the configuration are saved alike."""
 _OTHERS = frozenset({"model", "optimizer", "average", "rates", "predictor"})

@@ -16,7 +16,7 @@ from foretrain.engine.memory.host import Lane, copy_each, host_like, on_device
 from foretrain.persist.codec import Snapshot, form_of, take_apart
 
 _UNNOTICED = 0.8
-"""Of what a device does, copies beside it may take so much of the time. More would make it wait now and then."""
+"""Share of the device's time that copies beside its work may take. More would make it wait now and then."""
 
 
 class HostSnapshots:
