@@ -27,7 +27,8 @@ from rich.console import Console as RichConsole
 
 from foretrain import environment
 from foretrain.config import parse_override
-from foretrain.loop import Run
+from foretrain.loop.evaluator import Evaluator
+from foretrain.loop.run import Loop
 from foretrain.persist.signals import StopRequest
 from foretrain.show.console import Console
 from foretrain.show.jsonl import JsonlLog
@@ -44,9 +45,11 @@ class Watched(Arm):
     def __init__(self, device: str, logs: Path | None, interval: int, **settings: Any) -> None:
         settings = {"hybrid.mode": "off", "health.interval": interval, **settings}
         super().__init__(device, settings["model.vocab_size"], **settings)
-        self.run: Run | None = None
+        self.run: Loop | None = None
         if logs is not None:
-            self.run = Run(self.trainer, None, [], StopRequest(), "")
+            trainer = self.trainer
+            evaluator = Evaluator(trainer.engine, [], {}, trainer.memory, trainer.rescue, trainer.bus.emit)
+            self.run = Loop(trainer, evaluator, None, StopRequest())
             shown = logs.with_suffix(".txt").open("w", encoding="utf-8")
             self.trainer.bus.subscribe(Console(RichConsole(file=shown, width=120), level="verbose"))
             self.trainer.bus.subscribe(JsonlLog(logs))

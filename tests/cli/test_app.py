@@ -285,12 +285,12 @@ def test_numbers_that_json_does_not_have_are_null_on_the_screen_too(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from foretrain.engine.engine import Engine
+    from foretrain.engine.forward import Forward
 
     def refuse(word: str) -> None:
         raise ValueError(f"{word} is not JSON")
 
-    monkeypatch.setattr(Engine, "evaluate", lambda engine, batches: float("nan"))
+    monkeypatch.setattr(Forward, "evaluate", lambda forward, batches: float("nan"))
     out = tmp_path / "run"
     assert command("train", *tiny_settings, "--set", f"data.path={text_file}", "--out", out, "--json") == 0
     for text in (capsys.readouterr().out, (out / "summary.json").read_text(encoding="utf-8")):

@@ -23,17 +23,17 @@ _PARTS = {
     "GraphedStep._record": "the recording of a CUDA graph",
     "GraphedGradient._record": "the recording of a CUDA graph",
     "GraphedLoss._record": "the recording of a CUDA graph",
-    "Engine.probe": "a probe",
-    "Engine.probe_all": "a probe",
-    "Engine.evaluate": "an evaluation",
-    "Safety.take": "a snapshot",
+    "Forward.probe": "a probe",
+    "Forward.probe_all": "a probe",
+    "Forward.evaluate": "an evaluation",
+    "Snapshots.take": "a snapshot",
     "Trajectory.displacement": "a predicted displacement",
     "Observer.measure": "the end of a window",
     "Observer.learn": "the end of a window",
-    "Chain.leap": "a quasi-Newton leap",
+    "QuasiNewton.leap": "a quasi-Newton leap",
     "Secant.gradient_known": "the memory of quasi-Newton leaps",
     "CheckpointStore.save": "a checkpoint",
-    "Engine.load_state_dict": "the loading of a state",
+    "HybridTrainer.load_state_dict": "the loading of a state",
 }
 """What a function does, in words. The outermost and the innermost of those on the stack say what was going on."""
 RECORDING = _PARTS["GraphedStep._record"]

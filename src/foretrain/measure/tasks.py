@@ -18,7 +18,7 @@ from foretrain.engine.step import LossFunction
 from foretrain.errors import DataError
 from foretrain.models import lora
 from foretrain.models.gpt2 import GPT2
-from foretrain.persist.codec import checksum
+from foretrain.persist.model_state import checksum
 from foretrain.recipes import finetune as tuning
 from foretrain.recipes import train as run
 
