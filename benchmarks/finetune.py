@@ -62,7 +62,7 @@ def run(options: argparse.Namespace, arm: str, rate: float | str, seed: int) -> 
     seconds, look_at = 0.0, BETWEEN
     curve: list[tuple[int, float, float]] = []
     first = next(batches)
-    trainer.engine.forward_loss([trainer.engine.to_device(first)])  # what is compiled and loaded only once
+    trainer.engine.forward.forward_loss([trainer.engine.to_device(first)])  # what is compiled and loaded only once
     started = clock(trainer.device)
     while trainer.global_step < options.steps or trainer.judging:
         trainer.step(first if first is not None else next(batches))
@@ -70,11 +70,11 @@ def run(options: argparse.Namespace, arm: str, rate: float | str, seed: int) -> 
         if trainer.global_step >= look_at:
             look_at += BETWEEN
             seconds += clock(trainer.device) - started
-            curve.append((trainer.global_step, seconds, float(trainer.engine.forward_loss(held_out))))
+            curve.append((trainer.global_step, seconds, float(trainer.engine.forward.forward_loss(held_out))))
             started = clock(trainer.device)
     seconds += clock(trainer.device) - started
-    loss = float(trainer.engine.forward_loss(held_out))
-    moves = dict(trainer.pilot.counts.moves) if trainer.pilot is not None else {}
+    loss = float(trainer.engine.forward.forward_loss(held_out))
+    moves = dict(trainer.policy.score.counts.moves) if trainer.policy is not None else {}
     return {
         "arm": arm,
         "rate": rate,
@@ -85,7 +85,7 @@ def run(options: argparse.Namespace, arm: str, rate: float | str, seed: int) -> 
         "probe_tokens": trainer.engine.progress.probe_tokens,
         "tokens": trainer.engine.progress.tokens,
         "moves": moves,
-        "final_rate": (trainer.race.factor if trainer.pilot is not None else 1.0) * config.optimizer.peak_rate,
+        "final_rate": (trainer.race.factor if trainer.policy is not None else 1.0) * config.optimizer.peak_rate,
         "curve": [*curve, (trainer.global_step, seconds, loss)],
     }
 

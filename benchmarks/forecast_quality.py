@@ -73,12 +73,12 @@ def watch(config: Config, skip: int) -> dict[str, Any]:
             panel.quality = {name: Quality(config.hybrid.window_steps) for name in panel.members}
         if trainer.global_step >= config.max_steps:
             break
-    assert trainer.pilot is not None
-    assert trainer.pilot.counts.tried == 0, "the run was disturbed"
+    assert trainer.policy is not None
+    assert trainer.policy.score.counts.tried == 0, "the run was disturbed"
     return {
         "parameters": sum(p.numel() for p in model.parameters()),
         "final_train_loss": trainer.observer.smoothed_loss,
-        "predictability": trainer.pilot.predictability.summary(trainer.observer.quality),
+        "predictability": trainer.policy.predictability.summary(trainer.observer.quality),
         "quality": {name: quality.summary() for name, quality in panel.quality.items()},
     }
 

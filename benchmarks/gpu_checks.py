@@ -84,7 +84,7 @@ def recorded_gradient_equals_eager() -> str:
             eager = (made.engine.full_step.gradient(batch), *(p.grad for p in made.engine.full_step.parameters))
             worst = max(worst, *(float((a - b).abs().max()) for a, b in zip(graph, eager, strict=True)))
         made.step(batch)
-    assert made.engine._run_gradient is not None
+    assert made.engine.execution._gradient is not None
     assert worst < 1e-5, worst
     return f"largest difference of loss and gradients {worst:.1e}"
 
@@ -101,11 +101,11 @@ def recorded_loss_equals_eager() -> str:
         assert abs(one.loss - two.loss) < 1e-5, (step, one.loss, two.loss)
         rows = (batch[0][:5], batch[1][:5])
         for part in (batch, rows, (batch[0][:3], batch[1][:3])):
-            graph = float(made.engine.forward_loss([part]))
+            graph = float(made.engine.forward.forward_loss([part]))
             with torch.no_grad():
                 eager = float(made.engine.full_step.loss(part))
             worst = max(worst, abs(graph - eager))
-    assert made.engine._run_loss is not None
+    assert made.engine.execution._loss is not None
     assert worst < 1e-5, worst
     return f"largest difference of the loss {worst:.1e}"
 
@@ -210,7 +210,7 @@ def own_rates_are_followed() -> str:
         for wanted, result, moved in zip(expected, told, used, strict=True):
             assert abs(float(moved.mean()) - wanted) < 1e-4 * wanted + 1e-6, (rate, wanted, float(moved.mean()))
             assert abs(result.learning_rate - wanted) < 1e-6, (rate, wanted, result.learning_rate)
-        assert isinstance(made.engine._run_step, GraphedStep) is recorded, rate
+        assert made.engine.execution.records is recorded, rate
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(5):
@@ -235,7 +235,7 @@ def resume_is_exact() -> str:
             ends = []
             for stop in (None, 20):
                 made, loader = trainer(**settings, **{"optimizer.type": optimizer, "checkpoint.interval": 20})
-                assert isinstance(made.engine._choose_step(next(iter(loader))), GraphedStep)
+                assert isinstance(made.engine.execution.step_for(next(iter(loader))), GraphedStep)
                 held_out = held_out_batches(TOKENS[:20_000], 64, 8, 4)
                 if stop is None:
                     made.fit(loader, held_out, out=f"{folder}/straight", progress=False)

@@ -27,7 +27,8 @@ from rich.console import Console as RichConsole
 
 from foretrain import environment
 from foretrain.config import parse_override
-from foretrain.loop import Run
+from foretrain.loop.evaluator import Evaluator
+from foretrain.loop.run import Loop
 from foretrain.persist.signals import StopRequest
 from foretrain.show.console import Console
 from foretrain.show.jsonl import JsonlLog
@@ -44,9 +45,11 @@ class Watched(Arm):
     def __init__(self, device: str, logs: Path | None, interval: int, **settings: Any) -> None:
         settings = {"hybrid.mode": "off", "health.interval": interval, **settings}
         super().__init__(device, settings["model.vocab_size"], **settings)
-        self.run: Run | None = None
+        self.run: Loop | None = None
         if logs is not None:
-            self.run = Run(self.trainer, None, [], StopRequest(), "")
+            trainer = self.trainer
+            evaluator = Evaluator(trainer.engine, [], {}, trainer.memory, trainer.rescue, trainer.bus.emit)
+            self.run = Loop(trainer, evaluator, None, StopRequest())
             shown = logs.with_suffix(".txt").open("w", encoding="utf-8")
             self.trainer.bus.subscribe(Console(RichConsole(file=shown, width=120), level="verbose"))
             self.trainer.bus.subscribe(JsonlLog(logs))
@@ -77,7 +80,7 @@ def compare(device: str, model: dict[str, Any], interval: int, rounds: int, fold
         "model": model["model.type"],
         "interval": interval,
         "rounds": rounds,
-        "looks": arms["watched"].trainer.checkup.looks,
+        "looks": arms["watched"].trainer.checkup.measurements,
         "look_milliseconds": round(1e3 * one_look(arms["watched"], rounds), 4),
         "milliseconds_per_step": round(1e3 * statistics.median(seconds["bare"]) / interval, 4),
         "health": overhead(seconds["watched"], seconds["logged"]),
@@ -106,8 +109,8 @@ def one_look(arm: Arm, times: int) -> float:
     for _ in range(times):
         _wait(trainer)
         started = time.perf_counter()
-        trainer.checkup.look.begin()
-        trainer.checkup.look.end(trainer.global_step, output)
+        trainer.checkup.layers.begin()
+        trainer.checkup.layers.end(trainer.global_step, output)
         trainer.checkup.judge()
         _wait(trainer)
         spent.append(time.perf_counter() - started)

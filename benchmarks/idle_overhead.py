@@ -76,8 +76,8 @@ def compare(device: str, model: dict[str, Any], predictor: str, steps: int, roun
         for name in ("idle", "watching")
     }
     weights = {name: list(arm.trainer.model.parameters()) for name, arm in arms.items()}
-    pilots = [arm.trainer.pilot for arm in arms.values() if arm.trainer.pilot is not None]
-    assert all(pilot.counts.tried == 0 for pilot in pilots), "something was predicted: this is not idle"
+    policies = [arm.trainer.policy for arm in arms.values() if arm.trainer.policy is not None]
+    assert all(policy.score.counts.tried == 0 for policy in policies), "something was predicted: this is not idle"
     return {
         "model": model["model.type"],
         "predictor": predictor,

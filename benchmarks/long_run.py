@@ -152,17 +152,17 @@ def reference() -> float:
 def force(trainer: HybridTrainer) -> None:
     """Whatever forecasts and moves were worth so far: the next move is tried as soon as it may be, every fourth as an
     audit."""
-    assert trainer.pilot is not None
-    ask, number = trainer.pilot.gate.ask, itertools.count(1)
+    assert trainer.policy is not None
+    ask, number = trainer.policy.gate.ask, itertools.count(1)
 
     def yes(asked: Ask) -> Answer:
         answer = ask(asked)
         over = asked.horizon < 1 or asked.steps_left <= asked.needed_after
         return answer if answer.open or over else Answer(True, next(number) % 4 == 0, "forced")
 
-    trainer.pilot.gate.ask = yes  # type: ignore[method-assign]
+    trainer.policy.gate.ask = yes  # type: ignore[method-assign]
     trainer.observer.quality.trusted = lambda windows: True  # type: ignore[method-assign]
-    trainer.pilot.confidence.estimate = lambda features: 0.9  # type: ignore[method-assign]
+    trainer.policy.confidence.estimate = lambda features: 0.9  # type: ignore[method-assign]
 
 
 class Network(nn.Module):

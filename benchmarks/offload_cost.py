@@ -94,28 +94,28 @@ class Arm:
         config = from_mapping(settings)
         model = run.build_model(config)
         self.trainer = trainer = HybridTrainer(model, config=config, predictor=Timid())
-        pilot: Any = trainer.pilot
-        pilot.gate.ask = lambda ask: Answer(ask.horizon >= 1, False, "this is a benchmark")
-        pilot.bandit.choose = lambda context, confidence, limit: min(HORIZON, limit)
-        pilot.confidence.estimate = lambda features: 0.99
+        policy: Any = trainer.policy
+        policy.gate.ask = lambda ask: Answer(ask.horizon >= 1, False, "this is a benchmark")
+        policy.bandit.choose = lambda context, confidence, limit: min(HORIZON, limit)
+        policy.confidence.estimate = lambda features: 0.99
         self._always_keep()
         vocabulary = settings["model.vocab_size"]
         tokens = np.random.default_rng(1).zipf(1.2, 2_000_000).clip(max=vocabulary - 1).astype(np.uint16)
         windows = TokenWindows(tokens, model.shape.context, 1)
         self.batches = iter(Loader(windows, config.batch_size, 1, pin_memory=trainer.device.type == "cuda"))
-        while not sum(pilot.counts.moves.values()):  # also what is compiled and allocated once
+        while not sum(policy.score.counts.moves.values()):  # also what is compiled and allocated once
             self.trainer.step(next(self.batches))
 
     def _always_keep(self) -> None:
         """Probes are made, and each says that the loss is lower than the one before."""
-        mover: Any = self.trainer.mover
-        probe, made = mover._probe, itertools.count(2)
+        probes: Any = self.trainer.policy.tools.probes
+        probe, made = probes.loss, itertools.count(2)
 
-        def lower(batch: Any = None) -> float:
-            probe(batch)
+        def lower(move: Any, batch: Any = None) -> float:
+            probe(move, batch)
             return 1 / next(made)
 
-        mover._probe = lower
+        probes.loss = lower
 
     def train(self, steps: int) -> float:
         """Seconds."""
@@ -158,7 +158,7 @@ def measure(settings: dict[str, Any], mode: str, arms: list[str], rounds: int, c
                 kept[name] = arm
             elif name not in memories:
                 memories[name] = memory(arm, mode, before)
-            moves[name] = dict(arm.trainer.pilot.counts.moves) if arm.trainer.pilot else {}
+            moves[name] = dict(arm.trainer.policy.score.counts.moves) if arm.trainer.policy else {}
             del arm
             clear(settings["device"])
     kept.clear()
@@ -190,8 +190,8 @@ def switched(settings: dict[str, Any], mode: str, rounds: int, cycles: int) -> A
         memories[name] = memory(arm, mode, before)
     if leaving is not None and trainer.device.type == "cuda":
         memories["offload"]["copied_gb_per_second"] = round(leaving.parking.lane.rate / 1e9, 2)
-        memories["offload"]["probe_seconds"] = round(trainer.mover.probes.seconds, 4)
-    return steps, seconds, dict(trainer.pilot.counts.moves) if trainer.pilot else {}, memories
+        memories["offload"]["probe_seconds"] = round(trainer.policy.tools.probes.seconds, 4)
+    return steps, seconds, dict(trainer.policy.score.counts.moves) if trainer.policy else {}, memories
 
 
 def memory(arm: Arm, mode: str, before: int) -> dict[str, Any]:

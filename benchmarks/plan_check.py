@@ -106,14 +106,14 @@ def measured(config: Config, steps: int) -> dict[str, int]:
         return drawn[:, :-1], drawn[:, 1:]
 
     trainer.step(batch(config.batch_size))
-    if trainer.pilot is not None:
-        trainer.mover.safety.take(for_move=False)
+    if trainer.policy is not None:
+        trainer.policy.tools.snapshots.take(for_move=False)
     found = {}
     torch.cuda.reset_peak_memory_stats()
     for _ in range(steps):
         trainer.step(batch(config.batch_size))
     found["full"] = peak(before)
-    if trainer.pilot is not None:
+    if trainer.policy is not None:
         found["predict"] = probe(trainer, batch(config.batch_size), before)
     trainer.evaluate([batch(config.batch_size // config.accumulation_steps)])
     found["evaluate"] = peak(before)
@@ -123,7 +123,11 @@ def measured(config: Config, steps: int) -> dict[str, int]:
 def probe(trainer: HybridTrainer, batch: Any, before: int) -> int:
     """What PREDICT does: a snapshot, the optimizer's state leaves, a probe, the weights moved, the state begins to come
     back, another probe. All of it twice: how much leaves depends on how long the last probe took."""
-    safety, probes, trajectory = trainer.mover.safety, trainer.mover.probes, trainer.mover.trajectory
+    safety, probes, trajectory = (
+        trainer.policy.tools.snapshots,
+        trainer.policy.tools.probes,
+        trainer.policy.tools.trajectory,
+    )
     move: Any = SimpleNamespace(batch=batch, random=random_state())
     size = 0
     for _ in range(2):

@@ -274,9 +274,9 @@ def run(name: str, arm: str, seed: int, folder: Path) -> dict[str, Any]:
     try:
         if name.startswith("adapters"):
             trainer, batch, fixed = adapters(seed, {**task.settings, **changes}, folder)
-            work = Work(trainer.full_step.loss)
-            trainer.full_step.loss = work  # type: ignore[method-assign]
-            judge: Callable[[], float] = lambda: float(trainer.forward_loss(fixed))  # noqa: E731
+            work = Work(trainer.engine.full_step.loss)
+            trainer.engine.full_step.loss = work  # type: ignore[method-assign]
+            judge: Callable[[], float] = lambda: float(trainer.engine.forward.forward_loss(fixed))  # noqa: E731
         else:
             model, batch, judged = task.build(seed)
             work = Work(model.loss)
@@ -295,8 +295,8 @@ def run(name: str, arm: str, seed: int, folder: Path) -> dict[str, Any]:
             with torch.no_grad():
                 known.append((work.done, judge()))
             work.on = True
-    assert trainer.pilot is not None
-    moves = trainer.pilot.counts.moves
+    assert trainer.policy is not None
+    moves = trainer.policy.score.counts.moves
     found = np.array(known)
     return {
         "task": name,
@@ -304,8 +304,8 @@ def run(name: str, arm: str, seed: int, folder: Path) -> dict[str, Any]:
         "seed": seed,
         "loss": float(np.exp(np.interp(task.work, found[:, 0], np.log(found[:, 1])))),
         "kept": moves["kept"] + moves["shrunk"],
-        "tried": trainer.pilot.counts.tried,
-        "predicted_steps": trainer.pilot.counts.predicted_steps,
+        "tried": trainer.policy.score.counts.tried,
+        "predicted_steps": trainer.policy.score.counts.predicted_steps,
         "corrections": trainer.summary()["corrections"],
     }
 

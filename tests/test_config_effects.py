@@ -24,7 +24,7 @@ from torch import nn
 from foretrain.config import from_mapping, load, settings, to_mapping
 from foretrain.data import tokens
 from foretrain.engine import precision, schedule
-from foretrain.engine.engine import Engine
+from foretrain.engine.forward import Forward
 from foretrain.engine.memory.host import host_bytes
 from foretrain.engine.optim.muon import Muon
 from foretrain.errors import ConfigError, DataError, DivergenceError, OutOfMemory
@@ -41,7 +41,7 @@ from foretrain.events import (
     Recovered,
     Tuned,
 )
-from foretrain.hybrid.mover import Mover
+from foretrain.hybrid.moves.judged import JudgedMove
 from foretrain.models import gpt2, huggingface
 from foretrain.models import loss as loss_module
 from foretrain.motion import trajectory
@@ -819,16 +819,17 @@ def _(bench: Bench) -> None:
 def away_while_probing(patch: pytest.MonkeyPatch, **changes: Any) -> list[bool]:
     """For each predicted step of the first rollout, whether the optimizer's state was away from the device."""
     seen: dict[int, list[bool]] = {}
-    probe = Mover._probe
+    probe = JudgedMove.probe
 
-    def watched(mover: Mover, batch: Any = None) -> float:
+    def watched(move: JudgedMove, batch: Any = None) -> float:
         if batch is not None:
-            away = mover.engine.away is not None and mover.engine.away.away
-            seen.setdefault(mover.engine.backward_passes, []).append(away)
-        return probe(mover, batch)
+            engine = move.tools.engine
+            away = engine.away is not None and engine.away.away
+            seen.setdefault(engine.backward_passes, []).append(away)
+        return probe(move, batch)
 
     with patch.context() as inner:
-        inner.setattr(Mover, "_probe", watched)
+        inner.setattr(JudgedMove, "probe", watched)
         hybrid(hybrid__mode="rollout", optimizer__momentum=0.5, **changes)
     first = next(iter(seen.values()))
     assert len(first) > 3
@@ -852,13 +853,13 @@ def _(bench: Bench) -> None:
 @effect("evaluation.batches")
 def _(bench: Bench) -> None:
     seen: list[int] = []
-    original = Engine.evaluate
+    original = Forward.evaluate
 
-    def counted(engine: Engine, batches: Any) -> float:
+    def counted(forward: Forward, batches: Any) -> float:
         seen.append(len(batches))
-        return original(engine, batches)
+        return original(forward, batches)
 
-    bench.patch.setattr(Engine, "evaluate", counted)
+    bench.patch.setattr(Forward, "evaluate", counted)
     for wanted in (1, 3):
         bench.train(max_steps=1, evaluation__batches=wanted)
     assert seen == [1, 3]
@@ -878,7 +879,7 @@ def _(bench: Bench) -> None:
 def _(bench: Bench) -> None:
     for patience, steps in ((0, 6), (1, 2), (3, 4)):
         rising = iter(range(1, 100))
-        bench.patch.setattr(Engine, "evaluate", lambda engine, batches, rising=rising: float(next(rising)))
+        bench.patch.setattr(Forward, "evaluate", lambda forward, batches, rising=rising: float(next(rising)))
         changes = {"evaluation__interval": 1, "evaluation__early_stopping_patience": patience}
         assert bench.train(**changes)[0]["global_step"] == steps
 
@@ -1643,8 +1644,8 @@ def _(bench: Bench) -> None:
     for wanted in (0, 5):
         _, split, trainer = Tuning(bench).parts(hybrid__probe_examples=wanted)
         assert (0 if split.probe is None else len(split.probe)) == wanted
-        assert trainer.pilot is not None
-        assert trainer.pilot.held_out == bool(wanted)
+        assert trainer.policy is not None
+        assert trainer.policy.appraiser.held_out == bool(wanted)
 
 
 # --- memory --------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from foretrain import ConfigError, HybridTrainer, InputError
 from foretrain.config import from_mapping
 from foretrain.events import Event, Moved, Notice, Phase, PhaseChanged, Progress
+from foretrain.hybrid.moves.leap import LeapKind
 from foretrain.models import lora
 from foretrain.persist.checkpoint import CheckpointStore
 
@@ -43,7 +44,7 @@ def until(run: World, when: str) -> World:
         "warmup": lambda: run.position >= 12,
         "before a move": lambda: trainer.phase is Phase.PREDICT and not trainer.judging,
         "in a move": lambda: trainer.judging,
-        "validation": lambda: trainer.phase is Phase.CORRECT and trainer.mover.open_move.steps > 1,
+        "validation": lambda: trainer.phase is Phase.CORRECT and trainer.policy.move.steps > 1,
     }
     return run.run(reached[when])
 
@@ -107,9 +108,9 @@ def full_batch(**settings: Any) -> World:
 def test_a_chain_keeps_what_it_reached(validating: bool) -> None:
     run = full_batch()
     trainer = run.trainer
-    run.run(lambda: trainer.chaining and trainer.mover.open_move.moved >= 6)
+    run.run(lambda: trainer.chaining and trainer.policy.move.moved >= 6)
     if validating:
-        run.run(lambda: trainer.phase is Phase.CORRECT and trainer.mover.open_move.steps > 0)
+        run.run(lambda: trainer.phase is Phase.CORRECT and trainer.policy.move.steps > 0)
     step, frozen = trainer.global_step, middle(trainer.model)
     trainer.model.middle.requires_grad_(False)
     loss = run.step().loss
@@ -125,7 +126,7 @@ def test_a_chain_that_has_not_leapt_yet_is_taken_back() -> None:
     run = full_batch()
     trainer = run.trainer
     run.run(lambda: trainer.phase is Phase.PREDICT and not trainer.judging)
-    trainer.mover.begin(run.data(0))
+    trainer.policy.open(run.data(0))
     trainer.model.middle.requires_grad_(False)
     run.run()
     assert run.moves[0].verdict == "refused"
@@ -142,7 +143,7 @@ def test_an_emergency_brings_back_what_was_frozen_or_unfrozen_since(change: str,
     run.run(lambda: run.position >= 8)
     weights = {name: value.clone() for name, value in trainer.model.state_dict().items()}
     optimizer = {p: {k: v.clone() for k, v in s.items()} for p, s in trainer.optimizer.state.items()}
-    trainer.mover.safety.take(for_move=False)
+    trainer.policy.tools.snapshots.take(for_move=False)
     for _ in range(2):
         run.step()
     if change != "freeze":
@@ -152,7 +153,7 @@ def test_an_emergency_brings_back_what_was_frozen_or_unfrozen_since(change: str,
     for _ in range(2):
         run.step()
     assert not torch.equal(trainer.model.middle.weight, weights["middle.weight"])
-    trainer.mover.safety.flee()
+    trainer.policy.recover()
     assert all(torch.equal(value, weights[name]) for name, value in trainer.model.state_dict().items())
     for parameter, state in optimizer.items():
         assert all(torch.equal(value, trainer.optimizer.state[parameter][name]) for name, value in state.items())
@@ -167,7 +168,7 @@ def test_after_freezing_a_new_snapshot_is_due() -> None:
     run.trainer.model.middle.requires_grad_(False)
     run.run(lambda: run.position >= 24)
     frozen = run.trainer.model.middle.weight.detach().clone()
-    run.trainer.mover.safety.flee()
+    run.trainer.policy.recover()
     assert run.trainer.global_step >= 12
     assert torch.equal(run.trainer.model.middle.weight, frozen)
 
@@ -286,9 +287,8 @@ def test_adapters_are_frozen_one_by_one(space: str, make_model: Callable[..., An
     frozen = [first.lora_a.detach().clone(), first.lora_b.detach().clone()]
     run.run()
     assert same([first.lora_a.detach(), first.lora_b.detach()], frozen)
-    assert run.trainer.mover.products is None or len(run.trainer.mover.products.pairs) * 2 == len(
-        run.trainer.engine.trained.names
-    )
+    products = next(kind for kind in run.trainer.policy.kinds if isinstance(kind, LeapKind)).products
+    assert products is None or len(products.pairs) * 2 == len(run.trainer.engine.trained.names)
     assert set(run.trainer.state_dict()["model"]) == {n for n, _ in model.named_parameters() if "lora" in n}
 
 
@@ -353,7 +353,7 @@ def make(kind: str, **settings: Any) -> HybridTrainer:
     for name in [name for name in config if optimizer is not None and name.startswith("optimizer")]:
         del config[name]
     trainer = HybridTrainer(model, optimizer, config=from_mapping(config))
-    if trainer.pilot is not None:
+    if trainer.policy is not None:
         trust(trainer)
     return trainer
 
@@ -508,7 +508,7 @@ def test_in_fit_the_data_goes_back_with_the_move(mode: str, tmp_path: Path) -> N
     straight, frozen = fit_to(tmp_path / "straight", 1000)
     assert frozen
     assert same(middle(straight.model), frozen)
-    assert straight.pilot.counts.moves["refused"]
+    assert straight.policy.score.counts.moves["refused"]
     fit_to(tmp_path / "run", 80)
     resumed, _ = fit_to(tmp_path / "run", 1000, resume=True)
     assert same_weights(straight.model, resumed.model)

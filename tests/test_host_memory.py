@@ -225,11 +225,11 @@ def test_an_emergency_brings_the_state_back() -> None:
     run = world(Net(), Regression(), {"audit.time_budget": 0.0, **ALL})
     run.run(lambda: run.trainer.global_step >= 100)
     weights = [p.detach().clone() for p in run.trainer.model.parameters()]
-    run.trainer.mover.safety.take()
-    run.trainer.mover.safety.wait()
+    run.trainer.policy.tools.snapshots.take()
+    run.trainer.policy.tools.snapshots.wait()
     for _ in range(20):
         run.step()
-    run.trainer.mover.safety.flee()
+    run.trainer.policy.recover()
     assert all(torch.equal(a, b) for a, b in zip(run.trainer.model.parameters(), weights, strict=True))
 
 
@@ -240,7 +240,7 @@ def test_an_emergency_brings_the_state_back() -> None:
 def test_a_checkpoint_without_directions_goes_on_after_watching_anew(where: dict[str, Any], tmp_path: Path) -> None:
     small, large = ({**where, "checkpoint.directions": saved} for saved in (False, True))
     whole = make("audited", **large)
-    whole.run(lambda: whole.position >= 60 and whole.trainer.mover.move is None)
+    whole.run(lambda: whole.position >= 60 and whole.trainer.policy.move is None)
     state = take_apart(whole.trainer.state_dict()).tensors
     run = make("audited", **small)
     run.trainer.load_state_dict(whole.trainer.state_dict())

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from foretrain import HybridTrainer
 from foretrain.config import from_mapping
 from foretrain.events import Phase, Recovered
-from foretrain.hybrid import policy as pilot
+from foretrain.hybrid import resting as rests
+from foretrain.hybrid.moves.leap import Leap
 from foretrain.motion.predictors.base import Followed, Forecast, Predictor, Situation
 from foretrain.motion.trajectory import Trajectory
 from foretrain.persist.codec import Snapshot, put_together, snapshot, take_apart
@@ -76,7 +77,7 @@ def test_without_moves_it_is_the_plain_loop_to_the_bit(
     hybrid = world(Net(**model), Regression(), settings).run()
     state = torch.get_rng_state()
     other = plain(Net(**model), Regression(), range(150), settings)
-    assert hybrid.trainer.pilot is not None
+    assert hybrid.trainer.policy is not None
     assert hybrid.trainer.backward_passes == other.backward_passes == 150
     assert hybrid.moves == []
     assert same_weights(hybrid.trainer.model, other.model)
@@ -108,17 +109,17 @@ def test_where_nothing_will_be_tried_a_tenth_of_the_run_is_watched(steps: int, w
     run = world(Net(), Regression(), {**settings, "optimizer.learning_rate": 3e-3})
     run.run(lambda: run.position >= 190)
     trainer = run.trainer
-    assert 3 <= trainer.pilot.predictability.windows <= windows
+    assert 3 <= trainer.policy.predictability.windows <= windows
     assert trainer.phase is Phase.FULL
-    assert "not tried" in trainer.pilot.last_reason
-    assert trainer.pilot.rest_steps > 0
+    assert "not tried" in trainer.policy.last_reason
+    assert trainer.policy.rest.steps > 0
 
 
 def test_where_moves_can_be_tried_every_window_of_the_warm_up_is_watched() -> None:
     settings = {"audit.time_budget": 1.0, "hybrid.window_steps": 10, "hybrid.warmup_steps": 150}
     run = world(Net(), Regression(), {**settings, "optimizer.learning_rate": 3e-3})
     run.run(lambda: run.position >= 150)
-    assert run.trainer.pilot.predictability.windows == 15
+    assert run.trainer.policy.predictability.windows == 15
 
 
 # --- what is taken back leaves no trace ------------------------------------------------------------------------------
@@ -128,7 +129,7 @@ def before_a_move(run: World, most: int = 400) -> World:
     """Steps until the next one is the first of a move."""
     while run.trainer.phase is not Phase.PREDICT:
         run.step()
-        assert run.position < most, run.trainer.pilot.last_reason
+        assert run.position < most, run.trainer.policy.last_reason
     assert not run.trainer.judging
     return run
 
@@ -145,8 +146,8 @@ def test_a_refused_move_leaves_no_trace(mode: str, how: str, optimizer: str) -> 
     trainer = run.trainer
     before, passes = everything(trainer), trainer.backward_passes
     moved = []
-    inner = trainer.mover._refuse
-    trainer.mover._refuse = lambda reason: (inner(reason), moved.append(everything(trainer)))  # type: ignore[method-assign]
+    inner = trainer.policy._learn_refused
+    trainer.policy._learn_refused = lambda move: (inner(move), moved.append(everything(trainer)))  # type: ignore[method-assign]
     while not run.moves:
         run.step()
     assert run.moves[0].verdict == "refused"
@@ -176,15 +177,33 @@ def test_a_refused_move_and_the_run_goes_on_as_if_it_had_not_been(mode: str) -> 
     assert same_weights(run.trainer.model, other.model)
 
 
+def test_a_step_says_how_many_batches_are_to_be_handed_in_again() -> None:
+    """A rollout is refused later than it began: a loop of one's own that goes back, as `fit` does, loses no data."""
+    settings = {**AUDITED, "hybrid.mode": "rollout", "hybrid.monitor_interval": 3}
+    run = before_a_move(world(Net(dropout=0.2), Regression(), settings, "exploding"))
+    rewound = []
+    while not rewound:
+        at = run.position
+        result = run.step()
+        rewound += [result.rewound] if result.rewound else []
+        run.position -= result.rewound
+        assert run.trainer.position == run.position == at + 1 - result.rewound
+    for _ in range(4):
+        assert run.step().rewound == 0
+    other = plain(Net(dropout=0.2), Regression(), range(run.position), settings)
+    assert same_weights(run.trainer.model, other.model)
+
+
 def hide_harm(trainer: HybridTrainer) -> None:
     """The probe at the end of PREDICT sees none: a rollout that does harm gets through to its validation."""
-    probe, mover = trainer.mover._probe, trainer.mover
+    probes = trainer.policy.tools.probes
+    probe = probes.loss
 
-    def blind(batch: Any = None) -> float:
-        at_its_end = trainer.phase is Phase.PREDICT and mover.open_move.moved > 0 and batch is None
-        return mover.open_move.anchor - 1e-3 if at_its_end else probe(batch)
+    def blind(move: Any, batch: Any = None) -> float:
+        at_its_end = trainer.phase is Phase.PREDICT and move.moved > 0 and batch is None
+        return move.anchor - 1e-3 if at_its_end else probe(move, batch)
 
-    mover._probe = blind  # type: ignore[method-assign]
+    probes.loss = blind  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("mode", ["leap", "rollout"])
@@ -211,12 +230,12 @@ def test_a_rollback_of_an_emergency_keeps_the_data_going() -> None:
     run.run(lambda: run.trainer.global_step >= 100)
     trainer = run.trainer
     weights = [p.detach().clone() for p in trainer.model.parameters()]
-    trainer.mover.safety.take()
+    trainer.policy.tools.snapshots.take()
     for _ in range(20):
         run.step()
     position = trainer.position
     assert trainer.observer.trajectory.steps > 0 or trainer.observer.windows > 0
-    trainer.mover.safety.flee()
+    trainer.policy.recover()
     assert trainer.observer.trajectory.steps == trainer.observer.windows == 0  # what was watched was undone
     assert all(torch.equal(a, b) for a, b in zip(trainer.model.parameters(), weights, strict=True))
     assert trainer.position == position
@@ -263,21 +282,21 @@ def test_an_audit_that_says_worse_leaves_the_plain_run(extra: dict[str, Any]) ->
     assert all(torch.equal(a, b) for a, b in zip(after, other.model.parameters(), strict=True))
 
 
-def test_an_audit_that_says_better_leaves_the_run_with_the_move() -> None:
+def test_an_audit_that_says_better_leaves_the_run_with_the_move(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the move had been made by hand and the same batches had followed."""
     settings = AUDITED
     run = before_a_move(world(Net(dropout=0.2, norm=True), Regression(), settings, "repeat"))
     first = run.position
     trainer = run.trainer
-    trainer.pilot.worth = lambda gain: 3.0  # type: ignore[method-assign]
+    trainer.policy.tools.worth.noisy = lambda gain: 3.0  # type: ignore[method-assign]
     begun: dict[str, Any] = {}
-    inner = trainer.mover._leave_predict
+    inner = Leap.arrive
 
-    def leave() -> None:
-        inner()
+    def arrive(move: Leap, loss: float) -> None:
+        inner(move, loss)
         begun["weights"] = [p.detach().clone() for p in trainer.model.parameters()]
 
-    trainer.mover._leave_predict = leave  # type: ignore[method-assign]
+    monkeypatch.setattr(Leap, "arrive", arrive)
     while not run.moves:
         run.step()
     assert run.moves[0].audited
@@ -300,7 +319,7 @@ def test_audits_are_charged() -> None:
     audit = run.trainer.summary()["audit"]
     assert audit["n"] == 1
     assert audit["gain_percent"] < 0
-    assert run.trainer.pilot.ledger.cost >= 8
+    assert run.trainer.policy.score.ledger.cost >= 8
     assert "not shown to pay" in audit["sentence"]
 
 
@@ -327,7 +346,7 @@ def test_every_step_is_counted_once(way: str, how: str, monkeypatch: pytest.Monk
     last = 0
     while trainer.global_step < trainer.config.max_steps or trainer.judging:
         result = run.step()
-        assert trainer.global_step == sum(trainer.pilot.counts.steps.values())
+        assert trainer.global_step == sum(trainer.policy.score.counts.steps.values())
         assert trainer.global_step <= trainer.config.max_steps
         assert trainer.backward_passes == len(passes)
         assert result.global_step <= trainer.global_step or trainer.global_step < last  # a rollback went back
@@ -336,7 +355,7 @@ def test_every_step_is_counted_once(way: str, how: str, monkeypatch: pytest.Monk
     if way != "short":
         assert run.moves
     verdicts = [move.verdict for move in run.moves]
-    counts = trainer.pilot.counts.moves
+    counts = trainer.policy.score.counts.moves
     assert counts == {name: verdicts.count(name.replace("_", " ")) for name in counts}
 
 
@@ -360,7 +379,7 @@ def test_all_that_was_seen_is_counted_and_nothing_else(way: str) -> None:
     while trainer.global_step < 115:
         trainer.step(data(0 if way == "chain" else position))
         position += 1
-    assert trainer.pilot.counts.tried
+    assert trainer.policy.score.counts.tried
     assert trainer.engine.progress.tokens + trainer.engine.progress.probe_tokens == seen
     assert trainer.engine.progress.tokens <= 16 * trainer.backward_passes
 
@@ -383,7 +402,7 @@ def test_a_move_moves_every_trained_tensor_and_nothing_else(mode: str) -> None:
     trainer = run.trainer
     before = {name: value.clone() for name, value in model.state_dict().items()}
     basis = trainer.observer.trajectory
-    plan = trainer.pilot.plan()
+    plan = trainer.policy.plan()
     expected = [value.clone() for value in basis.displacement(plan.coefficients)]
     while trainer.phase is Phase.PREDICT:
         run.step()
@@ -425,7 +444,7 @@ def rolled(**settings: Any) -> World:
 
 def test_a_rollout_takes_one_predicted_step_at_a_time() -> None:
     run = rolled()
-    plan = run.trainer.pilot.plan()
+    plan = run.trainer.policy.plan()
     assert plan.horizon > 5
     start = [p.detach().clone() for p in run.trainer.model.parameters()]
     for number in range(1, plan.horizon + 1):
@@ -442,10 +461,10 @@ def test_a_rollout_takes_one_predicted_step_at_a_time() -> None:
 @pytest.mark.parametrize("interval", [1, 3, 100])
 def test_monitor_interval_is_how_often_a_forward_pass_looks(interval: int) -> None:
     run = rolled(hybrid__monitor_interval=interval)
-    plan, trainer = run.trainer.pilot.plan(), run.trainer
+    plan, trainer = run.trainer.policy.plan(), run.trainer
     probed: list[int] = []
     inner = trainer.engine.probe
-    trainer.engine.probe = lambda batch: (probed.append(trainer.mover.open_move.moved), inner(batch))[1]  # type: ignore[method-assign]
+    trainer.engine.probe = lambda batch: (probed.append(trainer.policy.move.moved), inner(batch))[1]  # type: ignore[method-assign]
     losses = [run.step().loss for _ in range(plan.horizon)]
     looked = [number for number in range(1, plan.horizon + 1) if number % interval == 0 or number == plan.horizon]
     assert probed == [0, *looked, plan.horizon]  # the anchor first, the same tokens again last
@@ -459,7 +478,7 @@ def test_monitor_interval_is_how_often_a_forward_pass_looks(interval: int) -> No
 def resting(data: Callable[[int], Any], settings: dict[str, Any] | None = None) -> World:
     """A noisy run up to where watching pauses."""
     run = world(Net(), data, {**IDLE, "max_steps": 1500, **(settings or {})}, "repeat")
-    while not run.trainer.pilot.rest_steps > 50:
+    while not run.trainer.policy.rest.steps > 50:
         run.step()
         assert run.position < 1000
     return run
@@ -469,11 +488,11 @@ def test_when_nothing_can_come_of_it_watching_pauses() -> None:
     run = resting(Regression())
     trainer = run.trainer
     windows, told = trainer.observer.trajectory.windows, trainer.observer.predictor.windows
-    rest = trainer.pilot.rest_steps
+    rest = trainer.policy.rest.steps
     assert rest % 5 == 0
     for _ in range(rest):
         run.step()
-    assert trainer.pilot.rest_steps == 0
+    assert trainer.policy.rest.steps == 0
     assert trainer.observer.trajectory.windows == windows
     assert trainer.observer.predictor.windows == told
     for _ in range(5):
@@ -497,14 +516,14 @@ def directions(trainer: HybridTrainer) -> int:
 
 
 def test_directions_are_given_back_for_as_long_as_nothing_will_be_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pilot, "_LONGEST_REST", 12)
+    monkeypatch.setattr(rests, "_LONGEST_REST", 12)
     run = world(Net(), Regression(), {**IDLE, "max_steps": 400}, "repeat")
     trainer, trajectory = run.trainer, run.trainer.observer.trajectory
     assert trajectory.bytes > 0 < directions(trainer)
-    run.run(lambda: trainer.pilot.rest_steps > 0)
+    run.run(lambda: trainer.policy.rest.steps > 0)
     assert trajectory.bytes == directions(trainer) == 0
-    assert trainer.mover.safety.taken is not None  # for emergencies
-    run.run(lambda: trainer.pilot.rest_steps == 0)
+    assert trainer.policy.tools.snapshots.taken is not None  # for emergencies
+    run.run(lambda: trainer.policy.rest.steps == 0)
     assert trajectory.bytes > 0 < directions(trainer)
     assert not trajectory.basis.any()
     run.run(lambda: trajectory.windows == 1)
@@ -515,8 +534,8 @@ def test_directions_are_given_back_for_as_long_as_nothing_will_be_tried(monkeypa
 
 
 def test_a_large_model_keeps_no_directions_only_to_say_how_predictable_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pilot, "NEED_A_REASON", 0)
-    monkeypatch.setattr(pilot, "_LONGEST_REST", 12)
+    monkeypatch.setattr(rests, "NEED_A_REASON", 0)
+    monkeypatch.setattr(rests, "_LONGEST_REST", 12)
     run = world(Net(), Regression(), {**IDLE, "max_steps": 300})
     made: list[int] = []
     run.run(lambda: made.append(run.trainer.observer.trajectory.bytes) or run.trainer.global_step == 300)
@@ -531,7 +550,7 @@ def test_a_large_model_keeps_no_directions_only_to_say_how_predictable_it_is(mon
 
 
 def test_a_large_model_makes_room_for_directions_once_moves_can_be_judged(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pilot, "NEED_A_REASON", 0)
+    monkeypatch.setattr(rests, "NEED_A_REASON", 0)
     run = world(Bowl(), still, {**BOWL, **IDLE, "max_steps": 200})
     assert run.trainer.observer.trajectory.bytes == 0
     run.run()
@@ -543,21 +562,21 @@ def test_where_there_is_no_memory_for_directions_the_run_goes_on_without(monkeyp
     def full(trajectory: Trajectory) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 40.00 GiB.")
 
-    monkeypatch.setattr(pilot, "NEED_A_REASON", 0)
+    monkeypatch.setattr(rests, "NEED_A_REASON", 0)
     run = world(Bowl(), still, {**BOWL, **IDLE, "max_steps": 120})
     monkeypatch.setattr(Trajectory, "hold", full)
     run.run()
     assert run.trainer.observer.trajectory.bytes == 0
     assert run.moves == []
-    assert "there is no memory for directions" in run.trainer.pilot.last_reason
-    assert run.trainer.pilot.rest_steps > 0
+    assert "there is no memory for directions" in run.trainer.policy.last_reason
+    assert run.trainer.policy.rest.steps > 0
 
 
 @pytest.mark.parametrize("reason", [0, 10**9])
 def test_a_run_without_directions_is_resumed_exactly(reason: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """From windows that are watched with and without them, rests, and after waking."""
-    monkeypatch.setattr(pilot, "NEED_A_REASON", reason)
-    monkeypatch.setattr(pilot, "_LONGEST_REST", 4)
+    monkeypatch.setattr(rests, "NEED_A_REASON", reason)
+    monkeypatch.setattr(rests, "_LONGEST_REST", 4)
     settings = {**IDLE, "max_steps": 110, "predictor.beta": 0.5, "evaluation.ema_decay": 0.9}
     whole, kept = world(Net(), Regression(), settings), set()
     again = world(Net(), Regression(), settings)
@@ -737,7 +756,7 @@ def test_a_buffer_that_is_filled_again_and_again_is_not_the_same_batch() -> None
 
     run = world(Net(), refilled, IDLE)
     run.run(lambda: run.position >= 60)
-    assert not run.trainer.pilot.predictability.low_noise
+    assert not run.trainer.policy.predictability.low_noise
 
 
 def test_an_audit_replays_the_batches_as_they_were() -> None:
@@ -751,7 +770,7 @@ def test_an_audit_replays_the_batches_as_they_were() -> None:
         return inputs, targets
 
     run = world(Net(), refilled, AUDITED, "flipped")
-    run.trainer.mover.same_batch = lambda: False  # type: ignore[method-assign]
+    run.trainer.policy.tools.recent.same = lambda: False  # type: ignore[method-assign]
     before_a_move(run)
     first = run.position
     while not run.moves:
@@ -779,10 +798,10 @@ def test_a_predictor_that_keeps_the_tensors_it_is_given_does_not_spoil_the_snaps
 
     run = world(Net(), Regression(), WATCHED, Keeping())
     run.run(lambda: run.position >= 50)
-    run.trainer.mover.safety.take()
+    run.trainer.policy.tools.snapshots.take()
     counts = []
     for _ in range(2):
-        run.trainer.mover.safety.flee()
+        run.trainer.policy.recover()
         counts.append(float(run.trainer.observer.predictor.count))
         for _ in range(20):
             run.step()
@@ -795,6 +814,6 @@ def test_look_ahead_switched_on_at_a_resume_survives_an_emergency() -> None:
     state = first.trainer.state_dict()
     second = world(Net(), Regression(), {**IDLE, "max_steps": 1500, "predictor.beta": 0.5})
     second.trainer.load_state_dict(state)
-    second.trainer.mover.safety.flee()
+    second.trainer.policy.recover()
     assert second.trainer.look_ahead is not None
     second.step()

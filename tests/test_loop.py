@@ -28,7 +28,7 @@ from foretrain import (
 )
 from foretrain.config import from_mapping
 from foretrain.engine import precision
-from foretrain.engine.engine import Engine
+from foretrain.engine.forward import Forward
 from foretrain.events import (
     CheckpointSaved,
     Evaluated,
@@ -141,7 +141,7 @@ def test_progress_is_the_mean_since_the_last_and_the_end_is_always_told(make_tra
 
 def test_best_and_last_held_out_loss(make_trainer: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     values = iter([3.0, 2.0, math.nan, 2.5, 1.5])
-    monkeypatch.setattr(Engine, "evaluate", lambda engine, batches: next(values))
+    monkeypatch.setattr(Forward, "evaluate", lambda forward, batches: next(values))
     trainer, events = make_trainer({"max_steps": 5, "evaluation.interval": 1})
     summary = trainer.fit(batches(), batches(1), progress=False)
     assert [event.best for event in of(events, Evaluated)] == [True, True, False, False, True]
@@ -152,14 +152,14 @@ def test_a_held_out_loss_that_is_no_number_at_first_does_not_stay_the_best(
     make_trainer: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     values = iter([math.nan, 3.0, 4.0])
-    monkeypatch.setattr(Engine, "evaluate", lambda engine, batches: next(values))
+    monkeypatch.setattr(Forward, "evaluate", lambda forward, batches: next(values))
     trainer, _ = make_trainer({"max_steps": 3, "evaluation.interval": 1})
     assert trainer.fit(batches(), batches(1), progress=False)["best_val_loss"] == 3.0
 
 
 def test_early_stopping(make_trainer: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     values = iter([3.0, 2.0, 2.1, 1.9, 2.0, 2.2, 2.1, 9.0])
-    monkeypatch.setattr(Engine, "evaluate", lambda engine, batches: next(values))
+    monkeypatch.setattr(Forward, "evaluate", lambda forward, batches: next(values))
     settings = {"max_steps": 20, "evaluation.interval": 1, "evaluation.early_stopping_patience": 3}
     trainer, events = make_trainer(settings)
     summary = trainer.fit(batches(), batches(1), out=tmp_path / "run", progress=False)
@@ -620,7 +620,8 @@ def test_the_total_time_counts_start_up_and_every_part_of_a_resumed_run(
 ) -> None:
     now = [100.0]
     clock = SimpleNamespace(monotonic=lambda: now[0], perf_counter=time.perf_counter)
-    monkeypatch.setattr("foretrain.loop.time", clock)
+    monkeypatch.setattr("foretrain.loop.run.time", clock)
+    monkeypatch.setattr("foretrain.loop.saver.time", clock)
     monkeypatch.setattr("foretrain.persist.folder.time", clock)
 
     def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:

@@ -99,10 +99,10 @@ def test_early_stopping_ends_a_chain(tmp_path: Path) -> None:
 def test_an_evaluation_of_what_was_taken_back_is_no_record(tmp_path: Path) -> None:
     """The held-out loss is made to be low where the chain is, and the chain to be refused all the same."""
     trainer, events = trainer_of(evaluation__interval=2, checkpoint__interval=5, max_steps=60)
-    evaluate = trainer.evaluate
-    trainer.evaluate = lambda batches: evaluate(batches) - 100 * trainer.chaining  # type: ignore[method-assign]
+    evaluate = trainer.engine.forward.evaluate
+    trainer.engine.forward.evaluate = lambda batches: evaluate(batches) - 100 * trainer.chaining  # type: ignore[method-assign]
     rise = iter(range(1000))
-    trainer.mover.unseen.loss = lambda: float(next(rise))  # type: ignore[method-assign]
+    trainer.policy.tools.unseen.loss = lambda: float(next(rise))  # type: ignore[method-assign]
     trainer.fit([TRAINED], [HELD_OUT], out=tmp_path, progress=False)
     told = [event for event in events if isinstance(event, Evaluated)]
     assert min(event.loss for event in told) < -90
@@ -229,14 +229,14 @@ def test_the_best_weights_make_no_folder_anew(tmp_path: Path) -> None:
     """The run folder is moved away just before they are saved."""
     trainer, events = trainer_of(**PLAIN, max_steps=20)
     out = tmp_path / "run"
-    evaluate = trainer.evaluate
+    evaluate = trainer.engine.forward.evaluate
 
     def moved(batches: Any) -> float:
         if out.exists():
             out.rename(tmp_path / "elsewhere")
         return evaluate(batches)
 
-    trainer.evaluate = moved  # type: ignore[method-assign,assignment]
+    trainer.engine.forward.evaluate = moved  # type: ignore[method-assign,assignment]
     with pytest.raises(checkpoint.SaveError, match="was moved or deleted while the run goes on"):
         trainer.fit([TRAINED], [HELD_OUT], out=out, progress=False)
     assert not out.exists()

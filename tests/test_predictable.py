@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from sklearn.datasets import load_breast_cancer, load_diabetes
+from tests.worlds import leaps_of
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -102,13 +103,13 @@ def test_each_predictor_saves_two_thirds_of_the_work(name: str, predictor: str) 
 def test_so_do_quasi_newton_leaps(name: str) -> None:
     passes, trainer = passes_to_the_plain_loss(name, optimizer__weight_decay=0.0)
     assert 3 * passes <= STEPS
-    assert trainer.mover.chain.secant is not None
+    assert leaps_of(trainer).secant is not None
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_weight_decay_forbids_quasi_newton_leaps(name: str) -> None:
     """They would go where the optimizer's own decay leads away from."""
-    assert not trainer_of(name, SETTINGS[name]).mover.chain.possible
+    assert not leaps_of(trainer_of(name, SETTINGS[name])).possible
 
 
 @each_table

@@ -228,7 +228,7 @@ def made(name: str, mode: str) -> HybridTrainer:
     told = Told("repeat") if mode != "off" else None
     config = from_mapping({**SETTINGS, "hybrid.mode": mode})
     trainer = HybridTrainer(model, optimizer(model.parameters()), config=config, predictor=told)
-    if trainer.pilot is not None:
+    if trainer.policy is not None:
         trust(trainer)
     return trainer
 
@@ -264,7 +264,7 @@ ROLLED = ("complex", "sparse, adam", "two formats", "tied", "dropout and norm", 
 def test_it_is_predicted_saved_and_resumed(name: str, mode: str, tmp_path: Path) -> None:
     straight = made(name, mode)
     run(straight, 0)
-    assert straight.pilot.counts.tried
+    assert straight.policy.score.counts.tried
     first, position = made(name, mode), 0
     while not first.judging:
         first.step(batch(position))
@@ -287,7 +287,7 @@ def test_chains_of_leaps_go_there_too(name: str) -> None:
     first = trainer.step(batch(0)).loss
     while trainer.global_step < 70 or trainer.judging:
         last = trainer.step(batch(0)).loss
-    assert trainer.pilot.exact.chains
+    assert trainer.policy.score.exact.chains
     assert last < first
     trainer.evaluate([batch(0)])
 
@@ -302,7 +302,7 @@ def test_in_host_memory_it_is_the_same(name: str, mode: str, monkeypatch: pytest
     monkeypatch.setitem(SETTINGS, "memory.offload", True)
     there = made(name, mode)
     run(there, 0)
-    assert there.pilot.counts.tried
+    assert there.policy.score.counts.tried
     assert same_weights(here.model, there.model)
 
 
@@ -319,7 +319,7 @@ def test_complex_batches_are_remembered() -> None:
         trainer.step(torch.complex(batch(position), batch(position + 1)).conj())
         position += 1
     states = [snapshot(trainer.state_dict()) for _ in range(2)]
-    assert put_together(states[0])["hybrid"]["mover"]["recent"][0].is_complex()
+    assert put_together(states[0])["hybrid"]["policy"]["recent"]["batches"][0].is_complex()
 
 
 @pytest.mark.parametrize("name", ["complex", "complex128"])

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from foretrain import HybridTrainer
 from foretrain.config import from_mapping
 from foretrain.events import Event, Moved
+from foretrain.hybrid.moves.chain import ChainKind
+from foretrain.hybrid.moves.quasi_newton import QuasiNewton
 from foretrain.motion.predictors.base import Followed, Forecast, Predictor, Situation
 from foretrain.persist.codec import Snapshot, snapshot, take_apart
 
@@ -200,17 +202,23 @@ def world(
     trainer = HybridTrainer(model, config=config, predictor=told)
     events: list[Event] = []
     trainer.bus.subscribe(events.append)
-    if trusted and told is not None and trainer.pilot is not None:
+    if trusted and told is not None and trainer.policy is not None:
         trust(trainer)
     return World(trainer, data, events)
 
 
 def trust(trainer: HybridTrainer) -> None:
     """Whatever the predictor was worth so far: it is believed."""
-    assert trainer.pilot is not None
+    assert trainer.policy is not None
     trainer.observer.quality.trusted = lambda windows: True  # type: ignore[method-assign]
     trainer.observer.quality.cosine = lambda windows: 1.0  # type: ignore[method-assign]
-    trainer.pilot.confidence.estimate = lambda features: 0.9  # type: ignore[method-assign]
+    trainer.policy.confidence.estimate = lambda features: 0.9  # type: ignore[method-assign]
+
+
+def leaps_of(trainer: HybridTrainer) -> QuasiNewton:
+    """The quasi-Newton leaps of its chains."""
+    assert trainer.policy is not None
+    return next(kind for kind in trainer.policy.kinds if isinstance(kind, ChainKind)).leaps
 
 
 def everything(trainer: HybridTrainer) -> Snapshot:
@@ -219,9 +227,9 @@ def everything(trainer: HybridTrainer) -> Snapshot:
     state["buffers"] = list(trainer.model.buffers())
     state["predictor"] = trainer.observer.predictor.state_dict()
     state["look_ahead"] = trainer.look_ahead.state_dict() if trainer.look_ahead is not None else None
-    if trainer.pilot is not None:
-        state["guard"] = trainer.pilot.guard.state_dict()
-        state["steps"] = dict(trainer.pilot.counts.steps)
+    if trainer.policy is not None:
+        state["guard"] = trainer.policy.guard.state_dict()
+        state["steps"] = dict(trainer.policy.score.counts.steps)
     del state["seconds"]
     for spent in ("tokens", "backward_passes", "probe_tokens", "rows"):
         del state["progress"][spent]

@@ -206,11 +206,11 @@ def rarely_slow(random: np.random.Generator, count: int) -> np.ndarray:
     return 0.01 * random.normal(size=count) + (random.random(count) < 0.1) * random.exponential(1.0, size=count)
 
 
-Machine = Callable[[np.random.Generator, int], np.ndarray]
-MACHINES: list[Machine] = [normal, heavy, two_speeds, evenly_two_speeds, drifting, wandering, rarely_slow]
+Cycle = Callable[[np.random.Generator, int], np.ndarray]
+MACHINES: list[Cycle] = [normal, heavy, two_speeds, evenly_two_speeds, drifting, wandering, rarely_slow]
 
 
-def verdicts_on(machine: Machine, slowdown: float, processes: int, trials: int) -> Counter[str]:
+def verdicts_on(machine: Cycle, slowdown: float, processes: int, trials: int) -> Counter[str]:
     """Interleaved A B B A on a simulated machine."""
     random = np.random.default_rng(11)
     counts: Counter[str] = Counter()
@@ -224,7 +224,7 @@ def verdicts_on(machine: Machine, slowdown: float, processes: int, trials: int) 
 class TestSimulatedMachines:
     @pytest.mark.parametrize("processes", [5, 12])
     @pytest.mark.parametrize("machine", MACHINES)
-    def test_same_code(self, machine: Machine, processes: int) -> None:
+    def test_same_code(self, machine: Cycle, processes: int) -> None:
         counts = verdicts_on(machine, 0.0, processes, 100)
         assert counts["regressed"] <= 5
         assert counts["improved"] <= 5
@@ -235,7 +235,7 @@ class TestSimulatedMachines:
         assert counts["equivalent"] == counts["improved"] == 0
 
     @pytest.mark.parametrize("machine", MACHINES)
-    def test_a_slowdown_of_ten_percent_is_never_called_equivalent(self, machine: Machine) -> None:
+    def test_a_slowdown_of_ten_percent_is_never_called_equivalent(self, machine: Cycle) -> None:
         counts = verdicts_on(machine, 0.1, 10, 60)
         assert counts["equivalent"] == 0
         assert counts["improved"] <= 3

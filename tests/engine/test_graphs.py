@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from foretrain import HybridTrainer
 from foretrain.config import from_mapping
-from foretrain.engine import engine as loop
+from foretrain.engine import execution
 from foretrain.engine.graphs import WARMUP_STEPS, GraphedGradient, GraphedLoss, GraphedStep, _same_form, launch_bound
 from foretrain.engine.step import FullStep
 from foretrain.errors import ConfigError
@@ -99,21 +99,21 @@ def test_without_a_recorded_step_gradients_are_taken_as_they_come() -> None:
     trainer = HybridTrainer(model, loss_fn=loss, config=from_mapping({"device": "cpu"}))
     trainer.step(torch.ones(4, 3))
     assert torch.equal(trainer.engine.gradient(torch.ones(4, 3)), trainer.engine.full_step.gradient(torch.ones(4, 3)))
-    assert trainer.engine._run_gradient is None
+    assert trainer.engine.execution._gradient is None
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_dropout_that_is_drawn_again_is_not_recorded(
     dropout: float, make_model: Make, make_batch: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop, "GraphedStep", lambda step: "recorded")
+    monkeypatch.setattr(execution, "GraphedStep", lambda step: "recorded")
     chosen: dict[Any, Any] = {}
     for wanted in ("auto", True):
         model = make_model(options={"activation_checkpointing": 0.5}, dropout=dropout)
         trainer = HybridTrainer(model, config=from_mapping({"device": "cpu", "engine.cuda_graph": wanted}))
-        trainer.engine.device = torch.device("cuda")  # where steps this small are recorded
+        trainer.engine.execution.device = torch.device("cuda")  # where steps this small are recorded
         try:
-            chosen[wanted] = trainer.engine._choose_step(make_batch())
+            chosen[wanted] = trainer.engine.execution.step_for(make_batch())
         except ConfigError as error:
             chosen[wanted] = str(error)
     if dropout:
@@ -162,5 +162,5 @@ def test_a_step_that_cannot_be_recorded_is_run_as_it_is() -> None:
     trainer = HybridTrainer(nn.Linear(3, 1), loss_fn=lambda model, batch: model(batch).mean(), config=config)
     recording = Shortage("1.00 GiB", f"the forward pass of {RECORDING}", "here")
     assert trainer.rescue.shrink(recording, "out of memory")
-    assert trainer.engine.cuda_graph is False
+    assert trainer.engine.execution.cuda_graph is False
     assert trainer.engine.full_step.accumulation == 1

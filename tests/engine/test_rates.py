@@ -265,14 +265,14 @@ def test_a_rollback_takes_the_scheduler_back_but_not_a_number_of_the_users() -> 
         data = Regression()
         batch = data.inputs[:100], data.targets[:100]
         trainer.step(batch)
-        trainer.mover.safety.take()
+        trainer.policy.tools.snapshots.take()
         there = trainer.optimizer.param_groups[0]["lr"]
         for _ in range(3):
             trainer.step(batch)
             if own_loop:
                 scheduler.step()
         now = trainer.optimizer.param_groups[0]["lr"]
-        trainer.mover.safety.rewind()
+        trainer.policy.tools.snapshots.rewind()
         assert now == pytest.approx(there / 8)
         assert trainer.global_step == 1
         assert trainer.optimizer.param_groups[0]["lr"] == (now if own_loop else there)

@@ -116,7 +116,7 @@ def test_a_full_disk_in_its_own_words(step: int, name: str, workshop: Any, monke
 
 
 def test_a_stop_that_cannot_be_saved_is_an_error(workshop: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from foretrain import loop as fit
+    from foretrain.loop import fit
 
     monkeypatch.setattr(fit.StopRequest, "requested", "SIGTERM", raising=False)
     monkeypatch.setattr(fit.StopRequest, "__init__", lambda self: setattr(self, "_before", {}))

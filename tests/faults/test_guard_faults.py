@@ -218,7 +218,7 @@ def test_auto_tune_keeps_the_lower_rate_of_a_rollback() -> None:
     assert tuned[0].step < 100
     assert tuned[0].change == {"optimizer.learning_rate": pytest.approx(0.07), "optimizer.gradient_clip_norm": 1.0}
     assert run.trainer.global_step == 150
-    assert run.trainer.pilot.recovery.rate_factor == 1.0
+    assert run.trainer.policy.recovery.rate_factor == 1.0
     assert run.trainer.engine.rate_factor <= 0.1
     assert run.trainer.engine.clip_limit == 1.0
     assert DATA.held_out(run.trainer.model) < 1.0
@@ -273,7 +273,7 @@ def test_a_vanishing_gradient_stops_prediction() -> None:
     event = next(event for event in run.events if isinstance(event, Recovered))
     assert event.action == "force_full"
     assert "gradient norm" in event.text
-    assert run.trainer.pilot.guard.recent_divergence
+    assert run.trainer.policy.guard.recent_divergence
     run.run()
     assert run.trainer.engine.rate_factor == 1.0
     assert ends_well(run)
@@ -297,7 +297,7 @@ def test_a_slow_drift_lengthens_the_full_steps() -> None:
     event = next(event for event in run.events if isinstance(event, Recovered))
     assert event.action == "force_full"
     assert "rose by" in event.text
-    assert run.trainer.pilot.machine.full_steps_needed > 10
+    assert run.trainer.policy.cycle.full_steps_needed > 10
     assert ends_well(run)
 
 
@@ -339,10 +339,10 @@ def loss_of(run: World) -> float:
 
 def test_a_divergence_loop_doubles_the_full_steps() -> None:
     run = same_batch(UNGUARDED, "flipped")
-    run.run(lambda: run.trainer.pilot.counts.moves["rolled_back"] == 2)
+    run.run(lambda: run.trainer.policy.score.counts.moves["rolled_back"] == 2)
     event = next(event for event in run.events if isinstance(event, Recovered) and event.action == "force_full")
     assert "2 moves undone within 3 cycles" in event.text
-    assert run.trainer.pilot.machine.full_steps_needed > 20
+    assert run.trainer.policy.cycle.full_steps_needed > 20
     run.run()
     assert loss_of(run) <= 1.01 * plain_loss()
 
@@ -373,9 +373,9 @@ def test_a_predictor_that_leads_to_nan_is_reset_and_stays_so() -> None:
 def test_a_prediction_error_ends_a_rollout_and_shortens_the_next() -> None:
     run = same_batch({"hybrid.mode": "rollout"}, Saying(1.0, expected=0.4))
     run.run(lambda: bool(run.moves))
-    pilot = run.trainer.pilot
-    assert pilot.counts.recoveries["shorten_horizon"] >= 1
-    assert pilot.bandit.allowed <= 20
+    policy = run.trainer.policy
+    assert policy.score.counts.recoveries["shorten_horizon"] >= 1
+    assert policy.bandit.allowed <= 20
     assert "above its prediction" in run.moves[0].reason or run.moves[0].horizon < 20
     run.run()
     assert loss_of(run) <= 1.05 * plain_loss()
@@ -384,12 +384,12 @@ def test_a_prediction_error_ends_a_rollout_and_shortens_the_next() -> None:
 def test_a_diverging_rollout_is_undone_and_must_be_surer_next_time() -> None:
     run = same_batch({"hybrid.mode": "rollout"}, Saying(-30.0))
     run.run(lambda: bool(run.moves))
-    recovery, pilot = run.trainer.pilot.recovery, run.trainer.pilot
+    recovery, policy = run.trainer.policy.recovery, run.trainer.policy
     assert run.moves[0].verdict == "refused"
     assert recovery.threshold > run.trainer.config.hybrid.confidence_threshold
-    assert pilot.counts.recoveries["raise_threshold"] >= 1
-    assert pilot.counts.recoveries["shorten_horizon"] >= 1
-    assert pilot.counts.recoveries["roll_back"] >= 1
+    assert policy.score.counts.recoveries["raise_threshold"] >= 1
+    assert policy.score.counts.recoveries["shorten_horizon"] >= 1
+    assert policy.score.counts.recoveries["roll_back"] >= 1
     assert run.trainer.engine.rate_factor == 1.0  # no fault of the learning rate
     run.run()
     assert loss_of(run) <= 1.01 * plain_loss()
@@ -401,7 +401,7 @@ def test_lost_confidence_undoes_a_rollout() -> None:
     run.step()
     run.step()
     assert run.trainer.judging
-    run.trainer.pilot.confidence.estimate = lambda features: 0.1  # type: ignore[method-assign]
+    run.trainer.policy.confidence.estimate = lambda features: 0.1  # type: ignore[method-assign]
     run.step()
     assert run.moves[0].verdict == "refused"
     assert "confidence" in run.moves[0].reason
@@ -409,26 +409,26 @@ def test_lost_confidence_undoes_a_rollout() -> None:
 
 def test_want_of_confidence_postpones_prediction() -> None:
     run = same_batch({}, "repeat")
-    run.trainer.pilot.confidence.estimate = lambda features: 0.1  # type: ignore[method-assign]
+    run.trainer.policy.confidence.estimate = lambda features: 0.1  # type: ignore[method-assign]
     run.run()
     assert run.moves == []
-    assert run.trainer.pilot.machine.earliest_predict_step > 40
+    assert run.trainer.policy.cycle.earliest_predict_step > 40
     assert loss_of(run) == plain_loss()
 
 
 def test_a_rising_anchor_is_drift() -> None:
     """Each move does a little harm that its own judgement does not see."""
     run = same_batch({}, "repeat")
-    pilot = run.trainer.pilot
+    policy = run.trainer.policy
     run.run(lambda: run.trainer.phase is Phase.PREDICT)
-    now = pilot.guard.losses.fast
-    pilot.guard.anchors = [now * (0.90 + 0.02 * index) for index in range(7)]
+    now = policy.guard.losses.fast
+    policy.guard.anchors = [now * (0.90 + 0.02 * index) for index in range(7)]
     inner = run.trainer.engine.probe
-    run.trainer.engine.probe = lambda batch: inner(batch) + (0.04 * now if len(pilot.guard.anchors) == 7 else 0.0)
-    needed = pilot.machine.full_steps_needed
+    run.trainer.engine.probe = lambda batch: inner(batch) + (0.04 * now if len(policy.guard.anchors) == 7 else 0.0)
+    needed = policy.cycle.full_steps_needed
     run.step()
-    assert pilot.counts.recoveries["force_full"] >= 1
-    assert pilot.machine.full_steps_needed >= 2 * needed
+    assert policy.score.counts.recoveries["force_full"] >= 1
+    assert policy.cycle.full_steps_needed >= 2 * needed
 
 
 # --- giving up -------------------------------------------------------------------------------------------------------
@@ -476,10 +476,10 @@ def test_what_goes_wrong_again_and_again_is_given_up_with_a_checkpoint(
         assert math.isfinite(resumed.step(healthy(position, *DATA(position))).loss)
     again = HybridTrainer(Tampered(), config=trainer.config)
     again.load_state_dict(loaded.state)
-    assert again.pilot is not None
-    assert again.pilot.recovery.rollbacks > trainer.config.guard.max_rollbacks
+    assert again.policy is not None
+    assert again.policy.recovery.rollbacks > trainer.config.guard.max_rollbacks
     again.start_counting_anew()  # as `fit` does when it resumes
-    assert again.pilot.recovery.rollbacks == 0
+    assert again.policy.recovery.rollbacks == 0
 
 
 def test_a_caution_changes_nothing() -> None:

@@ -117,8 +117,8 @@ def test_a_retry_at_random_points_ends_at_the_right_loss(name: str, seed: int, t
     one = case(name, **{"memory.on_out_of_memory": "retry"})
     trainer, events, _ = fit(one, tmp_path, *(draw.randrange(operations) for _ in range(2)))
     assert trainer.global_step == one.steps
-    assert trainer.pilot is not None
-    assert sum(trainer.pilot.counts.steps.values()) == one.steps
+    assert trainer.policy is not None
+    assert sum(trainer.policy.score.counts.steps.values()) == one.steps
     told = [event.text for event in events if isinstance(event, Recovered) and event.action == "out_of_memory"]
     told += [event.message for event in events if isinstance(event, Notice) and event.level != "info"]
     assert len(told) >= 2
@@ -126,8 +126,8 @@ def test_a_retry_at_random_points_ends_at_the_right_loss(name: str, seed: int, t
     expected = end["progress"]["last_val_loss"]
     assert trainer.engine.progress.last_val_loss is not None
     assert trainer.engine.progress.last_val_loss <= 1.25 * expected + 1e-3
-    moves = end["hybrid"]["pilot"]["counts"]["moves"]
-    if trainer.pilot.counts.moves == moves:  # windows begin elsewhere afterwards, so others may have been made
+    moves = end["hybrid"]["policy"]["score"]["counts"]["moves"]
+    if trainer.policy.score.counts.moves == moves:  # windows begin elsewhere afterwards, so others may have been made
         assert trainer.engine.progress.last_val_loss == pytest.approx(expected, rel=0.25, abs=1e-3)
 
 
@@ -246,20 +246,20 @@ def test_a_look_that_was_begun_with_the_step_is_made_when_the_run_goes_on(what: 
     whole.fit(Batches(rows), progress=False)
     trainer, _ = tight(Tight() if what == "look" else Tight((what, 12)), **settings)
     if what == "look":
-        begin = trainer.checkup.look.begin
+        begin = trainer.checkup.layers.begin
 
         def short() -> None:
             if trainer.global_step == 12:
                 raise shortage()
             begin()
 
-        trainer.checkup.look.begin = short  # type: ignore[method-assign]
+        trainer.checkup.layers.begin = short  # type: ignore[method-assign]
     with pytest.raises(OutOfMemory, match="The state after step 12 is saved"):
         trainer.fit(Batches(rows), out=tmp_path, progress=False)
     resumed, events = tight(Tight(), **settings)
     resumed.fit(Batches(rows), out=tmp_path, resume=True, progress=False)
     assert [event.step for event in events if isinstance(event, HealthMeasured)] == [12, 18]
-    assert resumed.checkup.looks == whole.checkup.looks == 4
+    assert resumed.checkup.measurements == whole.checkup.measurements == 4
     assert_same_state(saved(resumed), saved(whole))
 
 
@@ -489,7 +489,7 @@ def test_a_move_that_does_not_fit_is_taken_back(trained: bool, mode: str, tmp_pa
     assert all("; the move is taken back" in text for text in texts)
     assert "nothing is predicted any more" in texts[-1]
     assert summary["out_of_memory"]["prediction"] == "off"
-    assert trainer.mover.safety.taken is None
+    assert trainer.policy.tools.snapshots.taken is None
     assert trainer.observer.trajectory.bytes == 0
     plain, _ = moving(Probed(trained, 0), **{"hybrid.mode": "off"})
     plain.fit(Batches(CASES["leap, noisy"].batch), progress=False)

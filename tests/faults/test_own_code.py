@@ -307,8 +307,8 @@ def test_a_mended_predictor_under_another_name_is_tried_again(tmp_path: Path) ->
                 fitted(trainer, tmp_path, most=13, resume=tmp_path.joinpath("checkpoints").exists())
         else:
             fitted(trainer, tmp_path, resume=True)
-        assert trainer.pilot is not None
-        assert trainer.pilot.off is off
+        assert trainer.policy is not None
+        assert trainer.policy.off is off
     assert trainer.observer.predictor.windows == 1  # type: ignore[attr-defined]
     assert same_end(trainer)
 
@@ -320,8 +320,8 @@ def test_a_predictor_that_cannot_start_anew_is_off_at_once(tmp_path: Path) -> No
 
     events, trainer = ends_as_plain(lambda: Stubborn("observe", raises(ValueError)), tmp_path)
     assert actions(events) == ["reset_predictor", "prediction_off"]
-    assert trainer.pilot is not None
-    assert trainer.pilot.off
+    assert trainer.policy is not None
+    assert trainer.policy.off
 
 
 @pytest.mark.parametrize("deed", RAISED)
@@ -645,9 +645,9 @@ def moving(mode: str, deed: Callable[..., Any]) -> tuple[HybridTrainer, list[Eve
     model.deed = deed
     changes = {"hybrid__confidence_threshold": 0.0, "hybrid__warmup_steps": 10, "evaluation__interval": 0}
     trainer = made(Ordinary(), model, hybrid__mode=mode, max_steps=120, checkpoint__interval=15, **changes)
-    if trainer.pilot is not None:
+    if trainer.policy is not None:
         trainer.observer.quality.trusted = lambda windows: True  # type: ignore[method-assign]
-        trainer.pilot.confidence.estimate = lambda features: 0.9  # type: ignore[method-assign]
+        trainer.policy.confidence.estimate = lambda features: 0.9  # type: ignore[method-assign]
     return trainer, heard(trainer)
 
 

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 
 from foretrain import CheckpointStore, HybridTrainer
 from foretrain.config import from_mapping
+from foretrain.engine.step import StepOutput
 from foretrain.events import Event, Moved, PhaseChanged, Recovered, Resumed
-from foretrain.hybrid.mover import Mover
+from foretrain.hybrid.moves.rollout import Rollout
 from foretrain.motion.predictors.base import Followed, Forecast, Predictor, Situation
 from foretrain.persist.codec import Snapshot, put_together, take_apart
 
@@ -218,7 +219,7 @@ def without_times(tree: Any) -> Any:
 
 
 def assert_same_state(one: Any, other: Any) -> None:
-    """Every tensor bit for bit, every number and word: weights, optimizer, average, random states, pilot, open move."""
+    """Every tensor bit for bit, every number and word: weights, optimizer, average, random states, the open move."""
     parts = [take_apart(state) for state in (one, other)]
     assert without_times(parts[0].tree) == without_times(parts[1].tree)
     for name, tensor in parts[0].tensors.items():
@@ -281,7 +282,7 @@ def test_the_run_goes_through_what_it_is_there_for(name: str) -> None:
     verdicts = {move.verdict.replace("shrunk", "kept") for move in run.moves}
     assert case.verdicts <= verdicts
     assert any(move.audited for move in run.moves) == case.audited
-    counts = run.end["hybrid"]["pilot"]["counts"]["steps"]
+    counts = run.end["hybrid"]["policy"]["score"]["counts"]["steps"]
     assert sum(counts.values()) == run.end["progress"]["global_step"] == case.steps
 
 
@@ -391,7 +392,7 @@ def test_a_lowered_rate_and_a_clip_are_resumed(stop: int) -> None:
         if position % 3 == 1:  # 199 among them
             assert_same_state(saved(resumed), states[position + 1])
     assert resumed.engine.clip_limit == straight.engine.clip_limit
-    assert resumed.engine.rate_factor == straight.engine.rate_factor == straight.pilot.recovery.rate_factor == 1.0
+    assert resumed.engine.rate_factor == straight.engine.rate_factor == straight.policy.recovery.rate_factor == 1.0
 
 
 def broken(position: int) -> Tensor:
@@ -483,8 +484,8 @@ def fit(
         lambda: Scripted(factor),
     )
     trainer, events = case.trainer()
-    assert trainer.pilot is not None
-    trainer.pilot.gate.prior = (1.0, 0.01, 100.0)  # moves are taken to pay, so that they are made without an audit
+    assert trainer.policy is not None
+    trainer.policy.gate.prior = (1.0, 0.01, 100.0)  # moves are taken to pay, so that they are made without an audit
     steps = 0
     step = trainer.step
 
@@ -579,16 +580,16 @@ def test_a_move_undone_while_predicting_leaves_no_trace(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("steps", [1, 2, 3])
 def test_however_soon_it_is_undone(steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    roll = Mover.roll
+    predict = Rollout.predict
 
-    def undone(mover: Mover, batch: Any) -> float | None:
-        loss = roll(mover, batch)
-        if mover.move is None or mover.move.moved < steps:
-            return loss
-        mover._refuse("the test wants it")
+    def undone(move: Rollout, batch: Any) -> StepOutput | None:
+        output = predict(move, batch)
+        if move.refused or move.moved < steps:
+            return output
+        move.refuse("the test wants it")
         return None
 
-    monkeypatch.setattr(Mover, "roll", undone)
+    monkeypatch.setattr(Rollout, "predict", undone)
     trainer, summary, _ = fit(tmp_path / "run", "rollout", "seek")
     assert summary["moves"]["refused"] >= 2
     assert trainer.model.positions == list(range(FIT_STEPS))

@@ -143,8 +143,8 @@ def test_auto_tune_makes_safe_changes_by_itself(name: str) -> None:
 def test_auto_tune_lengthens_full_phases_for_good() -> None:
     tuned = hasty(**{"guard.auto_tune": True})
     assert next(event.change for event in tuned.events if isinstance(event, Tuned)) == {"hybrid.full_steps": 20}
-    assert tuned.trainer.pilot is not None
-    assert tuned.trainer.pilot.machine.full_steps >= 20
+    assert tuned.trainer.policy is not None
+    assert tuned.trainer.policy.cycle.full_steps >= 20
 
 
 def test_what_is_not_safe_is_never_done() -> None:

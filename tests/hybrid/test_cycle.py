@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 
 from foretrain.config.schema import HybridConfig
 from foretrain.events import Phase
-from foretrain.hybrid.cycle import LEGAL, Machine, View
+from foretrain.hybrid.cycle import LEGAL, Cycle, View
 
 CONFIG = HybridConfig(warmup_steps=20, full_steps=5, max_predict_steps=12, correct_steps=3)
 GOOD = View(step=1000, loss_stable=True, baseline_recorded=True, confidence=0.9, gate_open=True)
 
 
-def machine_in(phase: Phase, steps: int = 0, config: HybridConfig = CONFIG) -> Machine:
+def machine_in(phase: Phase, steps: int = 0, config: HybridConfig = CONFIG) -> Cycle:
     """A machine that came into a phase the ordinary way."""
-    machine = Machine(config)
+    machine = Cycle(config)
     if phase is not Phase.WARMUP:
         machine.next(GOOD)
     if phase in (Phase.PREDICT, Phase.CORRECT):
@@ -35,17 +35,17 @@ def machine_in(phase: Phase, steps: int = 0, config: HybridConfig = CONFIG) -> M
 
 
 def test_warmup_needs_steps_a_settled_loss_and_a_baseline() -> None:
-    machine = Machine(CONFIG)
+    machine = Cycle(CONFIG)
     assert "19 of 20" in machine.next(replace(GOOD, step=19)).reason
     assert "settled" in machine.next(replace(GOOD, step=20, loss_stable=False)).reason
     assert "gradient norm" in machine.next(replace(GOOD, step=20, baseline_recorded=False)).reason
     assert machine.phase is Phase.WARMUP
     assert machine.next(replace(GOOD, step=20)).phase is Phase.FULL
-    assert machine.cycle == 1
+    assert machine.number == 1
 
 
 def test_warmup_does_not_last_for_ever() -> None:
-    machine = Machine(CONFIG)
+    machine = Cycle(CONFIG)
     assert not machine.next(replace(GOOD, step=59, loss_stable=False)).changed
     gone = machine.next(replace(GOOD, step=60, loss_stable=False))
     assert gone.phase is Phase.FULL
@@ -84,7 +84,7 @@ def test_full_needs_its_steps() -> None:
 
 def test_an_exact_loss_needs_neither_warm_up_nor_confidence() -> None:
     """Each leap is judged at once. But the gate may be shut, and there are full steps in between."""
-    machine = Machine(CONFIG)
+    machine = Cycle(CONFIG)
     unknown = View(3, exact=True, recent_divergence=True)
     assert not machine.next(replace(unknown, exact=False)).changed
     assert "same loss" in machine.next(unknown).reason
@@ -193,7 +193,7 @@ def test_force_full_and_postpone() -> None:
     full = machine_in(Phase.FULL, 5)
     assert full.force_full("doubt").undo is False
     assert not full.next(GOOD).changed
-    assert Machine(CONFIG).force_full("doubt").phase is Phase.WARMUP
+    assert Cycle(CONFIG).force_full("doubt").phase is Phase.WARMUP
 
 
 views = st.builds(
@@ -217,7 +217,7 @@ moves = st.tuples(st.integers(0, 20), views | st.just(GOOD), st.integers(0, 9))
 @settings(max_examples=300, deadline=None)
 @given(st.lists(moves, max_size=60))
 def test_only_legal_transitions_happen_whatever_is_seen(story: list[tuple[int, View, int]]) -> None:
-    machine = Machine(CONFIG)
+    machine = Cycle(CONFIG)
     step = 0
     for steps, view, extra in story:
         if machine.phase is Phase.PREDICT:
@@ -242,6 +242,6 @@ def test_only_legal_transitions_happen_whatever_is_seen(story: list[tuple[int, V
         if extra == 0:
             machine.force_full("chance")
             assert machine.phase in (Phase.WARMUP, Phase.FULL)
-        restored = Machine(CONFIG)
+        restored = Cycle(CONFIG)
         restored.load_state_dict(json.loads(json.dumps(machine.state_dict())))
         assert restored.state_dict() == machine.state_dict()

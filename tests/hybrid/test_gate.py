@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from foretrain.hybrid.gate import PRIORS, Ask, Gate
+from foretrain.hybrid.judges.judgement import Judgement, Trusted
+from foretrain.hybrid.ledger import Audit
+from foretrain.hybrid.scorekeeper import Scorekeeper
 
 NOISY = Ask(horizon=20, steps_left=800, needed_after=20, trusted=True, low_noise=False, decaying=False, cost=25.0)
 EXACT = replace(NOISY, low_noise=True)
@@ -241,22 +246,35 @@ def test_an_exact_gain_pays_in_full() -> None:
     assert made.spent == pytest.approx(25.0)
 
 
+def credit(made: Gate, moved: int) -> int:
+    """Of a move that was not audited."""
+    move: Any = SimpleNamespace(moved=moved, plan=SimpleNamespace(least_worth=made.interval()[0]))
+    return Trusted().credit(move)
+
+
+def audited_credit(made: Gate, moved: int, gain: float) -> int:
+    keeper: Any = SimpleNamespace(appraiser=SimpleNamespace(gate=made))
+    move: Any = SimpleNamespace(moved=moved, chained=False, plan=SimpleNamespace(low_noise=False))
+    judgement = Judgement(True, gain, 1.0, audit=Audit(100, moved, 1.0, 1.1, gain, 0.0))
+    return Scorekeeper.audited_credit(keeper, move, judgement)
+
+
 def test_credit_is_what_a_move_is_worth_with_confidence() -> None:
-    assert gate().credit(60) == 0
+    assert credit(gate(), 60) == 0
     made = proven(0.5)
-    assert made.credit(60) == int(made.interval()[0] * 60)
-    assert 0 < made.credit(60) < 30
-    assert proven(2.0, audits=200).credit(60) == 60  # never more than the move itself
+    assert credit(made, 60) == int(made.interval()[0] * 60)
+    assert 0 < credit(made, 60) < 30
+    assert credit(proven(2.0, audits=200), 60) == 60  # never more than the move itself
 
 
 def test_credit_of_an_audited_move_is_bounded_by_everything_known() -> None:
     made = proven(0.5)
     likely = int(made.posterior()[0] * 60)
-    assert made.audited_credit(60, 1000.0) == likely
-    assert made.audited_credit(60, 3.0) == 3
+    assert audited_credit(made, 60, 1000.0) == likely
+    assert audited_credit(made, 60, 3.0) == 3
     for nothing in (-5.0, math.nan, math.inf):
-        assert made.audited_credit(60, nothing) == 0
-    assert proven(2.0, audits=200).audited_credit(60, 1000.0) == 60
+        assert audited_credit(made, 60, nothing) == 0
+    assert audited_credit(proven(2.0, audits=200), 60, 1000.0) == 60
 
 
 def test_posterior_is_prior_and_audits_by_weight() -> None:

@@ -25,7 +25,7 @@ def started(monkeypatch: pytest.MonkeyPatch, lane: type[SlowLane] = SlowLane) ->
 
 def test_weights_may_change_after_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     run = started(monkeypatch)
-    safety, before = run.trainer.mover.safety, everything(run.trainer)
+    safety, before = run.trainer.policy.tools.snapshots, everything(run.trainer)
     safety.take()
     safety.wait()
     for _ in range(3):
@@ -38,14 +38,14 @@ def test_weights_may_change_after_waiting(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_rewind_finds_a_snapshot_that_is_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
     run = started(monkeypatch)
     before = everything(run.trainer)
-    run.trainer.mover.safety.take()
-    run.trainer.mover.safety.rewind()
+    run.trainer.policy.tools.snapshots.take()
+    run.trainer.policy.tools.snapshots.rewind()
     assert differences(everything(run.trainer), before) == []
 
 
 def test_snapshots_beside_a_move_are_complete_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     run = started(monkeypatch)
-    safety = run.trainer.mover.safety
+    safety = run.trainer.policy.tools.snapshots
     weights = [p.detach().clone() for p in run.trainer.model.parameters()]
     safety.take(for_move=False)
     for saved, own in zip(safety.weights(), weights, strict=True):
@@ -58,7 +58,7 @@ def test_snapshots_beside_a_move_are_complete_at_once(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("lane", [SlowLane, LaneForHost])
 def test_a_snapshot_on_its_way_is_saved_whole(lane: type[SlowLane], monkeypatch: pytest.MonkeyPatch) -> None:
     run = started(monkeypatch, lane)
-    safety = run.trainer.mover.safety
+    safety = run.trainer.policy.tools.snapshots
     expected = snapshot(safety.state())
     safety.take()
     safety.wait()
@@ -67,10 +67,10 @@ def test_a_snapshot_on_its_way_is_saved_whole(lane: type[SlowLane], monkeypatch:
 
 def test_a_snapshot_that_was_saved_comes_back_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     run = started(monkeypatch)
-    safety = run.trainer.mover.safety
+    safety = run.trainer.policy.tools.snapshots
     saved = snapshot(safety.state())
     safety.take()  # on its way into memory that is given back
-    safety.load_state_dict({"safe": put_together(saved), "safe_step": 3}, torch.device("cpu"))
+    safety.load_state_dict({"safe": put_together(saved), "safe_step": 3, "best": None})
     assert safety.taken is not None
     assert differences(safety.taken, saved) == []
 

@@ -34,7 +34,7 @@ def test_no_feature_is_constant_over_a_run(monkeypatch: pytest.MonkeyPatch) -> N
     while trainer.global_step < 1000 or trainer.judging:
         rows = torch.randint(0, 2000, (32,), generator=generator)
         trainer.step((inputs[rows], targets[rows]))
-    assert trainer.pilot is not None
-    assert trainer.pilot.counts.tried
+    assert trainer.policy is not None
+    assert trainer.policy.score.counts.tried
     values = np.stack(states)
     assert [feature.name for feature in FEATURES if values[:, feature.index].std() == 0] == []

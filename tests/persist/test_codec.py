@@ -15,17 +15,8 @@ from tests.worlds import Net
 from torch import nn
 
 from foretrain.errors import CheckpointError
-from foretrain.persist.codec import (
-    Snapshot,
-    checksum,
-    put_together,
-    random_state,
-    restore_model,
-    restore_optimizer,
-    restore_random_state,
-    snapshot,
-    take_apart,
-)
+from foretrain.persist.codec import Snapshot, put_together, random_state, restore_random_state, snapshot, take_apart
+from foretrain.persist.model_state import checksum, restore_model, restore_optimizer
 from foretrain.trainer import HybridTrainer
 
 Make = Callable[..., Any]
@@ -170,7 +161,7 @@ def test_going_back_to_a_snapshot_is_exact_and_in_place(trainer: HybridTrainer, 
     places = {
         name: tensor.data_ptr()
         for name, tensor in take_apart(trainer.state_dict()).tensors.items()
-        if name.startswith(("model", "optimizer", "average", "precision", "hybrid.pilot.observer.trajectory"))
+        if name.startswith(("model", "optimizer", "average", "precision", "hybrid.policy.observer.trajectory"))
     }
     losses = [trainer.step(make_batch(seed=number)).loss for number in range(3, 6)]
     end = frozen(trainer.state_dict())

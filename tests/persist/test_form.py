@@ -87,10 +87,10 @@ def changed(state: Any, path: str, value: Any) -> Any:
     ("path", "value"),
     [
         ("progress.global_step", [1]),
-        ("hybrid.pilot.bandit.targets", ["x"]),
-        ("hybrid.pilot.observer.encoder.mean", [0.0] * 63),
-        ("hybrid.pilot.guard.losses.count", "many"),
-        ("hybrid.mover", []),
+        ("hybrid.policy.bandit.targets", ["x"]),
+        ("hybrid.policy.observer.encoder.mean", [0.0] * 63),
+        ("hybrid.policy.guard.losses.count", "many"),
+        ("hybrid.policy.snapshots", []),
         ("rescue.settings", 5),
     ],
 )

@@ -97,9 +97,9 @@ def test_directions_and_snapshots_are_exact(
     planned = planned_for(trainer).phases["full"]
     trajectory = trainer.observer.trajectory
     assert planned["basis"] == trajectory.bytes + size_of([trajectory.layout._membership])
-    trainer.mover.safety.take(for_move=False)
-    assert trainer.mover.safety.taken is not None
-    taken = trainer.mover.safety.taken.tensors.items()
+    trainer.policy.tools.snapshots.take(for_move=False)
+    assert trainer.policy.tools.snapshots.taken is not None
+    taken = trainer.policy.tools.snapshots.taken.tensors.items()
     kept = [tensor for name, tensor in taken if name.startswith(("model.", "optimizer.state", "average."))]
     assert planned["snapshot"] == size_of(kept)
     assert trainer.engine.average is not None

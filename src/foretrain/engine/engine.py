@@ -5,47 +5,37 @@ from __future__ import annotations
 import gc
 import math
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, overload
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from foretrain.config import Config, given
-from foretrain.engine import own
+from foretrain.engine import own, state
 from foretrain.engine.average import WeightAverage
-from foretrain.engine.batch import count, map_tensors, part_weights, rows_of, split
+from foretrain.engine.batch import count, map_tensors, rows_of
 from foretrain.engine.described import is_configured
-from foretrain.engine.fence import Failure, Fence, OwnCodeError, failure_of, same_model
-from foretrain.engine.graphs import GraphedGradient, GraphedLoss, GraphedStep, launch_bound
+from foretrain.engine.execution import Execution, switch
+from foretrain.engine.fence import Fence
+from foretrain.engine.forward import Forward
 from foretrain.engine.hooks import StepHook
 from foretrain.engine.memory.offload import OptimizerParking
 from foretrain.engine.meters import StepMeter, Stopwatch
-from foretrain.engine.metrics import measured
 from foretrain.engine.optim import build as optim
 from foretrain.engine.precision import Precision, choose_device
 from foretrain.engine.progress import RunProgress
 from foretrain.engine.rates import FollowedRates, Rates, RateSource, ScheduledRates, check_scheduler
 from foretrain.engine.sparse import check_sparse
 from foretrain.engine.step import FullStep, LossFunction, StepOutput
-from foretrain.engine.trained import Change, TrainedWeights, arranged
+from foretrain.engine.trained import Change, TrainedWeights
 from foretrain.engine.world import World
-from foretrain.errors import CheckpointError, ConfigError, InputError, is_out_of_memory
+from foretrain.errors import ConfigError
 from foretrain.persist.codec import (
-    changing_state,
-    check_groups,
-    check_model,
-    checksum,
-    left_out,
-    random_state,
-    restore_model,
-    restore_optimizer,
-    restore_random_state,
     seed_random,
 )
 from foretrain.persist.form import FORMAT
-from foretrain.persist.stateful import StateError, entry
 
 
 class Engine:
@@ -63,7 +53,7 @@ class Engine:
         self.world = world or World()
         optimizer, config = own.with_named_optimizer(optimizer, config)
         self.config = config
-        self._max_steps_given = "max_steps" in config.model_fields_set
+        self.max_steps_given = "max_steps" in config.model_fields_set
         self.has_end = bool({"max_steps", "schedule"} & config.model_fields_set) and config.epochs is None
         """Somebody said how long the run is: else it goes on for as long as steps are made, and no rate decays."""
         self.device = choose_device(config.device)
@@ -80,7 +70,7 @@ class Engine:
         )
         check_sparse(self.model, self.optimizer)
         self.loss_fn: LossFunction = own_loss if loss_fn is None else own.as_loss(loss_fn, self.device)
-        self._float_type = own.float_type(self.model)
+        self.float_type = own.float_type(self.model)
         self.precision = Precision(config.precision, self.device)
         self.rate = self._rates(scheduler)
         self.clip = config.optimizer.gradient_clip_norm
@@ -97,7 +87,7 @@ class Engine:
             clip=self.clip,
             accumulation=config.accumulation_steps,
             nan_check=config.guard.nan_check,
-            compile_loss=_switch(config.engine.compile, auto=self.device.type == "cuda"),
+            compile_loss=switch(config.engine.compile, auto=self.device.type == "cuda"),
             update_in_backward=config.engine.update_in_backward,
             parameters=self.trained.parameters,
         )
@@ -110,23 +100,24 @@ class Engine:
         self.rate_sources: tuple[RateSource, ...] = ()
         """All that changes the scheduled learning rate and the configured clipping."""
         self._steady: tuple[float, float] | None = None
-        self.cuda_graph = config.engine.cuda_graph
-        self._run_step: Callable[[Any], StepOutput] | None = None
-        self._run_gradient: GraphedGradient | None = None
-        self._run_loss: GraphedLoss | None = None
-        self._loss_takes_derivatives = False
+        fixed = self.away is None  # a graph is bound to addresses: its tensors cannot leave
+        recordable = fixed and (not self.own_optimizer or optim.can_be_recorded(self.optimizer))
+        self.execution = Execution(self.full_step, config.engine.cuda_graph, recordable)
         self.meter = StepMeter(lagging=self.device.type == "cuda")
         self.clock = Stopwatch()
         self.progress = RunProgress()
         self.unit = "tokens" if is_configured(self.model) else "samples"
         """What `progress.tokens` counts."""
         self.fence = Fence()
+        self.forward = Forward(
+            self.full_step, self.execution, self.average, self.progress, self.fence, self.to_device, self.count
+        )
         self.first_trained: Callable[[dict[str, nn.Parameter]], None] = lambda weights: None
         """Called with weights that are about to be trained for the first time in this run, which nobody saved so far.
         Set by `fit`."""
         self.on_cover: list[Callable[[], None]] = []
         """Called when other weights are trained than before."""
-        self._frozen: tuple[list[str], str] | None = None
+        self._fingerprint = state.Fingerprint()
 
     # --- how far the run is, as others ask for it -------------------------------------------------------------------
 
@@ -184,7 +175,7 @@ class Engine:
             self.average.cover(self.trained.ever, self.trained.names)
         if self.full_step.in_backward is not None:
             self.full_step.in_backward.cover(self.trained.parameters)
-        self._run_step = self._run_gradient = self._run_loss = None  # recorded with others
+        self.execution.forget()
         for cover in self.on_cover:
             cover()
 
@@ -261,11 +252,9 @@ class Engine:
         curious = [hook for hook in hooks if hook.wants_gradients]
         with self._rate_of_update():
             if curious:
-                output = self.full_step(batch, curious, self.gradient)
+                output = self.full_step(batch, curious, self.execution.gradient)
             else:
-                if self._run_step is None:
-                    self._run_step = self._choose_step(batch)
-                output = self._run_step(batch)
+                output = self.execution.step_for(batch)(batch)
         self.count_step(batch, output)
         for hook in reversed(hooks):
             hook.after_step(output)
@@ -288,16 +277,8 @@ class Engine:
         limit = self.clip_limit
         if limit != self.full_step.clip:
             self.full_step.clip = limit
-            self._run_step = None  # a recorded graph has the old value in it
+            self.execution.forget_step()  # a recorded graph has the old value in it
         return self.rate.during(self.progress.global_step, self.rate_factor)
-
-    def gradient(self, batch: Any) -> Tensor:
-        """Forward and backward alone: the loss, and gradients on the parameters. Recorded where whole steps are."""
-        if self._run_gradient is None:
-            if not (isinstance(self._run_step, GraphedStep) and self._run_step.recorded):
-                return self.full_step.gradient(batch)
-            self._run_gradient = GraphedGradient(self.full_step)
-        return self._run_gradient(batch)
 
     def count(self, batch: Any) -> int:
         """Tokens of a batch of token numbers where tokens are counted; else its rows."""
@@ -316,7 +297,7 @@ class Engine:
 
     def to_device(self, batch: Any) -> Any:
         """The batch as tensors where the model is."""
-        batch = own.as_tensors(batch, self._float_type)
+        batch = own.as_tensors(batch, self.float_type)
         if self.device.type == "cpu":
             return batch
         return map_tensors(batch, lambda tensor: tensor.to(self.device, non_blocking=True))
@@ -327,28 +308,6 @@ class Engine:
             torch.cuda.synchronize(self.device)
         return self.clock.paused()
 
-    def _choose_step(self, batch: Any) -> Callable[[Any], StepOutput]:
-        """The step as it is, or recorded as a CUDA graph where launches dominate."""
-        possible = self.check_recording()
-        parameters = sum(p.numel() for p in self.full_step.parameters)
-        if possible and _switch(self.cuda_graph, auto=launch_bound(parameters, batch)):
-            return GraphedStep(self.full_step)
-        return self.full_step
-
-    def check_recording(self) -> bool:
-        """Whether a step can be recorded as a CUDA graph; refuses where it cannot, and must."""
-        draws_again = getattr(self.model, "draws_again", False)
-        possible = self.device.type == "cuda" and self.full_step.device_skip and not draws_again
-        possible = possible and self.away is None  # a graph is bound to addresses: its tensors cannot leave
-        possible = possible and (not self.own_optimizer or optim.can_be_recorded(self.optimizer))
-        if self.cuda_graph is True and not possible:
-            raise ConfigError(
-                "engine.cuda_graph = true needs a CUDA GPU, a fused optimizer (adamw, adam, sgd or muon; one of your "
-                "own with lr=torch.tensor(...) on the GPU and capturable=True), no dropout in blocks that "
-                "engine.activation_checkpointing recomputes, and memory.offload = false; use 'auto'"
-            )
-        return possible
-
     # --- memory ------------------------------------------------------------------------------------------------------
 
     def release(self) -> None:
@@ -356,7 +315,7 @@ class Engine:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # a step that failed may have left work on another stream
         self.optimizer.zero_grad(set_to_none=True)
-        self._run_step = self._run_gradient = self._run_loss = None
+        self.execution.forget()
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -364,135 +323,24 @@ class Engine:
     def use(self, settings: Config) -> None:
         """Go on with other settings of how a step is executed."""
         self.full_step.accumulation = settings.accumulation_steps
-        self.cuda_graph = settings.engine.cuda_graph
+        self.execution.cuda_graph = settings.engine.cuda_graph
         if hasattr(self.model, "activation_checkpointing"):
             setattr(self.model, "activation_checkpointing", settings.engine.activation_checkpointing)  # noqa: B010
-        self._run_step = self._run_gradient = self._run_loss = None  # recorded as they were before
+        self.execution.forget()
 
-    # --- forward only ------------------------------------------------------------------------------------------------
+    # --- forward passes that moves ask for ---------------------------------------------------------------------------
 
-    @overload
-    def evaluate(self, batches: Iterable[Any]) -> float: ...
-
-    @overload
-    def evaluate(self, batches: Iterable[Any], metrics: Mapping[str, own.Measure]) -> dict[str, float]: ...
-
-    @torch.no_grad()
-    def evaluate(
-        self, batches: Iterable[Any], metrics: Mapping[str, own.Measure] | None = None
-    ) -> float | dict[str, float]:
-        """Mean loss over `batches`, each weighed by what it counts; at averaged weights if there is an average.
-
-        metrics: functions of (model, batch) or (output, target) by name; then the result is a dict of the loss and
-        their means over all rows.
-        """
-        if metrics is not None:
-            own.check_metrics(metrics)
-            batches = list(batches)
-            return {"loss": self.evaluate(batches), **self.measure(batches, metrics)}
-        batches = [own.as_tensors(batch, self._float_type) for batch in batches]
-        if not batches:
-            raise InputError("evaluation needs at least one held-out batch")
-        if not isinstance(self._run_step, GraphedStep):
-            self.optimizer.zero_grad(set_to_none=True)  # the next step makes gradients anew
-        with self.averaged_weights():
-            return float(self.forward_loss(batches))
-
-    @torch.no_grad()
-    def measure(
-        self,
-        batches: Iterable[Any],
-        metrics: Mapping[str, own.Measure],
-        failed: Callable[[str, Failure], None] | None = None,
-    ) -> dict[str, float]:
-        """Mean of each metric over all rows of `batches`, at the weights that evaluations are made at, which no metric
-        changes.
-
-        failed: is told the name of a metric that fails, which is then no number; without it InputError is raised.
-        """
-        if not metrics:
-            return {}
-        total, rows, running = dict.fromkeys(metrics, 0.0), 0, dict(metrics)
-        derivatives = torch.set_grad_enabled(self._loss_takes_derivatives)
-        with self.averaged_weights(), same_model(self.model) as changed, self.evaluating(), derivatives:
-            for batch in map(self.to_device, batches):
-                with self.precision.autocast():
-                    for name, value in measured(running, self.model, batch, self.fence if failed else None):
-                        if not isinstance(value, Failure):
-                            total[name] += rows_of(batch) * value
-                        elif failed is not None:
-                            failed(name, value)
-                            del running[name]
-                rows += rows_of(batch)
-        if changed and failed is not None:
-            names = " or ".join(f"the metric {name!r}" for name in metrics)
-            text = f"it changed weights, {changed[0]} among them; they are put back"
-            failed("", Failure(names, text, ""))
-        return {name: total[name] / max(1, rows) if name in running else math.nan for name in metrics}
+    def gradient(self, batch: Any) -> Tensor:
+        """Forward and backward alone: the loss, and gradients on the parameters."""
+        return self.execution.gradient(batch)
 
     def probe(self, batch: Any) -> float:
         """Loss of a training batch at the weights as they are, forward only, in the parts that a full step has."""
-        self.progress.probe_tokens += self.count(batch)
-        pieces = self.full_step.accumulation
-        parts = [batch] if pieces == 1 else [split(batch, pieces, index) for index in range(pieces)]
-        with self._probing():
-            return float(self.forward_loss([part for part in parts if rows_of(part)]))
+        return self.forward.probe(batch)
 
     def probe_all(self, batches: list[Any]) -> float:
         """Mean loss over several batches, each as it is."""
-        self.progress.probe_tokens += sum(self.count(batch) for batch in batches)
-        with self._probing():
-            return float(self.forward_loss(batches))
-
-    @contextmanager
-    def _probing(self) -> Iterator[None]:
-        """A loss that fails here, though steps are made with it, costs the move and not the run."""
-        try:
-            with self.precision.predicting():
-                yield
-        except Exception as error:
-            if is_out_of_memory(error) or self.progress.backward_passes == 0:
-                raise
-            raise OwnCodeError(failure_of("the loss function, forward only on a probe,", error)) from error
-
-    @torch.no_grad()
-    def forward_loss(self, batches: list[Any]) -> Tensor:
-        """Mean loss over `batches` on the device; neither weights nor buffers nor random states change."""
-        weights = part_weights(batches, self.device)
-        total = torch.zeros((), device=self.device)
-        with self.evaluating():
-            for batch, weight in zip(batches, weights, strict=True):
-                total = total + self._loss_alone(self.to_device(batch)).float() * weight.to(self.device)
-        return total
-
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """The model evaluates inside the block. What a user has set to evaluate by himself stays so after it."""
-        training = [module for module in self.model.modules() if module.training]
-        self.model.eval()
-        try:
-            yield
-        finally:
-            for module in training:
-                module.training = True
-
-    def _loss_alone(self, batch: Any) -> Tensor:
-        """A loss that itself takes derivatives, as in physics-informed networks, needs its graph also here."""
-        if not self._loss_takes_derivatives:
-            if self._run_loss is None and isinstance(self._run_step, GraphedStep) and self._run_step.recorded:
-                self._run_loss = GraphedLoss(self.full_step, self._run_step.pool)
-            try:
-                return (self._run_loss or self.full_step.loss)(batch)
-            except RuntimeError as error:
-                if "does not require grad" not in str(error):
-                    raise
-                self._loss_takes_derivatives = True
-        with torch.enable_grad():
-            return self.full_step.loss(batch).detach()
-
-    def averaged_weights(self) -> AbstractContextManager[None]:
-        """The model at averaged weights inside the block, if `evaluation.ema_decay` is set."""
-        return self.average.applied() if self.average is not None else nullcontext()
+        return self.forward.probe_all(batches)
 
     # --- the whole state ---------------------------------------------------------------------------------------------
 
@@ -500,129 +348,44 @@ class Engine:
         """Everything that decides how the run goes on. Tensors are referred to, not copied."""
         return self.changing_state_dict() | {"frozen": self.frozen, "format": FORMAT}
 
-    def check_optimizer_state(self) -> None:
-        """That it can be saved and taken back. Asked after the first step, when there is one, and not hours later."""
-        optim.plain_state(self.optimizer)
-
     def changing_state_dict(self) -> dict[str, Any]:
         """The same without the fingerprint of frozen weights, which takes long: enough to go back in the same run."""
-        return {
-            "model": changing_state(self.model, self.trained.never()),
-            "trained": self.trained.state_dict(),
-            "optimizer": optim.plain_state(self.optimizer),
-            "average": self.average.state_dict() if self.average is not None else None,
-            "precision": self.precision.state_dict(),
-            "rates": self.rate.state_dict(),
-            "random": random_state(),
-            "progress": self.progress.state_dict(),
-            "meter": self.meter.state_dict(),
-            "seconds": self.clock.seconds,
-        }
+        return state.of_run(self)
 
     def weights_state_dict(self) -> dict[str, Any]:
         """What was learned, and nothing of how: enough for `load_weights`."""
-        average = self.average.state_dict() if self.average is not None else None
-        model = changing_state(self.model, self.trained.never())
-        return {"model": model, "average": average, "frozen": self.frozen}
+        return state.of_weights(self) | {"frozen": self.frozen}
 
-    def load_weights(self, state: dict[str, Any], origin: str = "the given state") -> None:
+    def load_weights(self, weights: dict[str, Any], origin: str = "the given state") -> None:
         """Weights, buffers and averages of a state, in place; all else stays."""
-        with as_checkpoint_error(origin):
-            constant = self._checked(state, origin)
-            self.trained.learned(self._names_in(state["model"]))
-            if self.average is not None:
-                self.average.cover(self.trained.ever, self.trained.names)
-            self._put_back_weights(state, origin, constant)
+        with state.as_checkpoint_error(origin):
+            state.load_weights(self, weights, origin)
 
-    def rewind(self, state: dict[str, Any]) -> None:
+    def put_back(self, saved: dict[str, Any], origin: str) -> None:
+        """What `state_dict` gave, in place. `freeze_as_saved` follows when all else is there."""
+        state.put_back(self, saved, origin)
+
+    def freeze_as_saved(self, saved: dict[str, Any]) -> None:
+        """What was frozen or unfrozen just before the state was saved: the next step notices, as it would have then."""
+        self.trained.want(saved["trained"]["wanted"])
+
+    def rewind(self, snapshot: dict[str, Any]) -> None:
         """Back to an earlier state of this run, bit for bit; what was spent in between stays spent."""
-        self.full_step.changing = True
-        rates = self.rate.own_numbers()
-        constant = left_out(self.model, state["model"])  # what was unfrozen since may have been added to the snapshot
-        saved, now = state["trained"], self.trained.groups()
-        state = {**state, "optimizer": arranged(state["optimizer"], saved["groups"], self.optimizer, now)}
-        self._put_back_training(state, "the snapshot", constant)
-        self.rate.put_back(rates)
-        self.full_step.changing = False
-        if not state["optimizer"]["state"]:  # of before the first step: its tensors are made anew
-            self._run_step = self._run_gradient = self._run_loss = None
-        self.progress.global_step, self.progress.position = (
-            int(state["progress"][name]) for name in ("global_step", "position")
-        )
+        state.rewind(self, snapshot)
 
-    def _put_back_training(self, state: dict[str, Any], origin: str, constant: Collection[str]) -> None:
-        """Weights, optimizer, average, loss scale and random states. constant: weights that it does not hold."""
-        if self.away is not None:
-            self.away.back()
-        self._put_back_weights(state, origin, constant)
-        keep = not self.own_optimizer and isinstance(self.rate, ScheduledRates)
-        restore_optimizer(self.optimizer, state["optimizer"], origin, keep_settings=keep)
-        self.precision.load_state_dict(state["precision"])
-        restore_random_state(state["random"])
-        self.rate.load_state_dict(state["rates"])
-        self.rate.forget()
-
-    def _put_back_weights(self, state: dict[str, Any], origin: str, constant: Collection[str]) -> None:
-        restore_model(self.model, state["model"], origin, constant)
-        if (self.average is None) != (state["average"] is None):
-            raise CheckpointError(f"{origin}: evaluation.ema_decay was switched on or off since; use the same setting")
-        if self.average is not None:
-            self.average.load_state_dict(state["average"])
-
-    def _names_in(self, saved: Mapping[str, Any]) -> list[str]:
-        """Of the parameters that a state holds, in the model's order."""
-        return [name for name, _ in self.model.named_parameters() if name in saved]
+    def check_optimizer_state(self) -> None:
+        """That it can be saved and taken back. Asked after the first step, when there is one, and not hours later."""
+        optim.plain_state(self.optimizer)
 
     @property
     def frozen(self) -> str:
         """What the weights are that this run does not train, so that it goes on with the same ones only; empty if there
         are none."""
-        weights = self.trained.never()
-        if self._frozen is None or self._frozen[0] != list(weights):
-            self._frozen = (list(weights), checksum(weights) if weights else "")
-        return self._frozen[1]
+        return self._fingerprint.of(self.trained.never())
 
-    def _checked(self, state: dict[str, Any], origin: str) -> Collection[str]:
-        """Refuse a state of another model, or of other weights that are not trained; the names of these."""
-        constant = left_out(self.model, state["model"]) if state["frozen"] else {}
-        if state["frozen"] and state["frozen"] != (checksum(constant) if constant else ""):
-            raise CheckpointError(
-                f"{origin}: its frozen weights are not those of this model; start from the same weights, and freeze "
-                "the same ones"
-            )
-        check_model(self.model, state["model"], origin, constant)
-        return constant
-
-    def put_back(self, state: dict[str, Any], origin: str) -> None:
-        """What `state_dict` gave, in place. `freeze_as_saved` follows when all else is there."""
-        constant = self._checked(state, origin)
-        saved = entry(state, "trained", "Engine")
-        self.trained.hold(saved["groups"], state["optimizer"]["param_groups"])
-        check_groups(self.optimizer, state["optimizer"]["param_groups"], origin)
-        if self.trained.put_back(saved, self._names_in(state["model"])):
-            self.cover_trained()
-        self._put_back_training(state, origin, constant)
-        self.clock = Stopwatch(float(entry(state, "seconds", "Engine")))
-        self.meter.load_state_dict(entry(state, "meter", "Engine"))
-        self.progress.load_state_dict(entry(state, "progress", "Engine"))
-
-    def freeze_as_saved(self, state: dict[str, Any]) -> None:
-        """What was frozen or unfrozen just before the state was saved: the next step notices, as it would have then."""
-        self.trained.want(state["trained"]["wanted"])
-
-
-@contextmanager
-def as_checkpoint_error(origin: str) -> Iterator[None]:
-    """Whatever a state that does not fit leads to is told as one kind of error."""
-    try:
-        yield
-    except (StateError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
-        if is_out_of_memory(error):
-            raise
-        raise CheckpointError(
-            f"{origin}: it does not hold the state of such a trainer ({type(error).__name__}: {error}); "
-            "use the settings it was saved with, or start a new run"
-        ) from error
+    def averaged_weights(self) -> AbstractContextManager[None]:
+        """The model at averaged weights inside the block, if `evaluation.ema_decay` is set."""
+        return self.forward.averaged_weights()
 
 
 def own_loss(model: nn.Module, batch: Any) -> Tensor:
@@ -631,7 +394,3 @@ def own_loss(model: nn.Module, batch: Any) -> Tensor:
         raise ConfigError(f"{type(model).__name__} has no method loss(batch); pass a loss_fn to HybridTrainer")
     value: Tensor = loss(batch)
     return value
-
-
-def _switch(setting: bool | str, auto: bool) -> bool:
-    return auto if setting == "auto" else bool(setting)

@@ -60,6 +60,7 @@ class Fence:
     def __init__(self) -> None:
         self.order: BaseException | None = None
         """Own code wants the program to end; to be obeyed when the run is saved."""
+        self._postponed = False
         self.interruptible = False
         """A signal to stop may leave what runs now: it will be done again."""
 
@@ -101,6 +102,20 @@ class Fence:
         """Keep an order; where a signal is its cause, that is known already."""
         if not isinstance(order, Interrupted):
             self.order = self.order or order
+
+    @contextmanager
+    def postponed(self) -> Iterator[None]:
+        """Inside the block somebody else sees to it that the run is saved before an order is obeyed."""
+        self.order, self._postponed = None, True
+        try:
+            yield
+        finally:
+            self._postponed = False
+
+    def obey(self) -> None:
+        """End the program if own code wants that, unless it is postponed. To be called where the run can go on from."""
+        if not self._postponed and (order := self.taken()) is not None:
+            raise order
 
     def taken(self) -> BaseException | None:
         """The order, to be obeyed now."""

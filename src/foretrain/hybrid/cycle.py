@@ -74,11 +74,11 @@ LEGAL: frozenset[tuple[Phase, Phase]] = frozenset(
 )
 
 
-class Machine(Stateful):
-    """`count` the steps done, then ask `next` what follows. Nothing else changes the phase but `force_full`."""
+class Cycle(Stateful):
+    """`count` the steps done, then ask `next` what follows. Only its own methods change it."""
 
     saved = (
-        *("phase", "steps_in_phase", "cycle", "full_steps", "full_steps_needed", "earliest_predict_step"),
+        *("phase", "steps_in_phase", "number", "full_steps", "full_steps_needed", "earliest_predict_step"),
         *("kept_moves", "undone_moves"),
     )
 
@@ -86,8 +86,8 @@ class Machine(Stateful):
         self.config = config
         self.phase = Phase.WARMUP
         self.steps_in_phase = 0
-        self.cycle = 0
-        """FULL phases begun."""
+        self.number = 0
+        """Cycles begun: FULL phases, with a move at their end or without."""
         self.full_steps = config.full_steps
         """Full steps between two predicted phases of a run that goes well."""
         self.full_steps_needed = config.full_steps
@@ -173,6 +173,19 @@ class Machine(Stateful):
         self._judge(undo=False, diverged=False)
         self._enter(Phase.FULL)
         return Transition(Phase.FULL, reason, changed=True)
+
+    def begin_anew(self, steps: int = 0) -> None:
+        """Count the full steps of this FULL phase from here on. steps: of them that are taken as done."""
+        self.steps_in_phase = max(0, steps)
+
+    def next_cycle(self) -> None:
+        """A FULL phase that does not end in a move is a cycle too."""
+        self.steps_in_phase = 0
+        self.number += 1
+
+    def use_full_steps(self, steps: int) -> None:
+        """From now on so many full steps lie between two predicted phases of a run that goes well."""
+        self.full_steps = steps
 
     def lengthen_full(self, factor: float) -> None:
         """More full steps before the next move, up to 8 times `full_steps`; a kept move brings them back to normal."""
@@ -268,4 +281,4 @@ class Machine(Stateful):
     def _enter(self, phase: Phase) -> None:
         self.phase = phase
         self.steps_in_phase = 0
-        self.cycle += phase is Phase.FULL
+        self.number += phase is Phase.FULL

@@ -5,48 +5,44 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from foretrain.engine.engine import Engine
 from foretrain.engine.fence import Failure
 from foretrain.events import Phase
 from foretrain.health.advise import RunStatus
-from foretrain.hybrid.mover import Mover
-from foretrain.hybrid.policy import Pilot
+from foretrain.hybrid.policy import Policy
 
 
 class Emergencies:
     """The moves of a run, as out-of-memory handling and health see them."""
 
-    def __init__(self, engine: Engine, pilot: Pilot, mover: Mover) -> None:
-        self.engine = engine
-        self.pilot = pilot
-        self.mover = mover
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
 
     @property
     def phase(self) -> Phase:
-        return self.pilot.machine.phase
+        return self.policy.cycle.phase
 
     def abandon(self, reason: str) -> Any:
-        return self.mover.abandon(reason)
+        return self.policy.abandon(reason)
 
     def fail(self, failure: Failure) -> None:
-        self.mover.fail(failure)
+        self.policy.fail(failure)
 
     def give_up_window(self, reason: str) -> None:
-        if self.pilot.machine.phase is Phase.PREDICT:
-            self.pilot.machine.force_full(reason)
-        self.pilot.observer.restart()
+        if self.policy.cycle.phase is Phase.PREDICT:
+            self.policy.cycle.force_full(reason)
+        self.policy.observer.restart()
 
     def forget_snapshots(self) -> None:
-        self.mover.safety.forget()
+        self.policy.tools.snapshots.forget()
 
     def switch_off(self) -> None:
-        self.mover.safety.on = False
-        self.pilot.observer.trajectory.release()
-        self.pilot.rest_steps = max(self.pilot.rest_steps, self.engine.planned_steps)
+        self.policy.tools.snapshots.on = False
+        self.policy.observer.trajectory.release()
+        self.policy.rest.steps = max(self.policy.rest.steps, self.policy.tools.engine.planned_steps)
 
     def add_to(self, situation: RunStatus) -> RunStatus:
         """What health has to know of moves."""
-        counts, recovery = self.pilot.counts, self.pilot.recovery
+        counts, recovery = self.policy.score.counts, self.policy.recovery
         return replace(
             situation,
             loops=recovery.loops,
@@ -55,5 +51,5 @@ class Emergencies:
             distrusts=recovery.distrusts,
             confidence=recovery.lacking,
             threshold=recovery.threshold,
-            leaps=self.pilot.exact.chains > 0,
+            leaps=self.policy.score.exact.chains > 0,
         )

@@ -163,14 +163,10 @@ class Gate(Stateful):
         half = _QUANTILE * deviation / math.sqrt(weight)
         return mean - half, mean + half
 
-    def credit(self, horizon: int) -> int:
-        """Virtual steps that an unaudited move over `horizon` may count: what it is worth with confidence."""
-        return int(min(1.0, max(0.0, self.interval()[0])) * horizon)
-
-    def audited_credit(self, horizon: int, gain_steps: float) -> int:
-        """Virtual steps that an audited move may count: what it gained, but one audit alone is no proof."""
-        likely = max(0.0, self.posterior()[0]) * horizon
-        return int(max(0.0, min(gain_steps, likely, float(horizon)))) if math.isfinite(gain_steps) else 0
+    @property
+    def likely_worth(self) -> float:
+        """Full steps that a predicted step is worth, by prior and audits together."""
+        return max(0.0, self.posterior()[0])
 
     # --- learning ----------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""What the audits of a run say together: time saved in percent, with an interval."""
+"""What a run counts, and what its audits say together: time saved in percent, with an interval."""
 
 from __future__ import annotations
 
@@ -6,9 +6,43 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from foretrain.events import Phase
+from foretrain.health.act import Kind
 from foretrain.persist.stateful import Stateful
 
 _TWO_SIDED_95 = 0.975
+"""Quantile of Student's distribution for an interval of 95 %. This is mathematics."""
+
+
+@dataclass
+class Counts(Stateful):
+    """What the summary counts."""
+
+    saved = ("steps", "moves", "predicted_steps", "recoveries", "rollbacks", "undone_steps")
+
+    steps: dict[str, int] = field(default_factory=lambda: {phase.value: 0 for phase in Phase})
+    """Virtual steps per phase; together `global_step`."""
+    moves: dict[str, int] = field(default_factory=lambda: {"kept": 0, "shrunk": 0, "refused": 0, "rolled_back": 0})
+    predicted_steps: int = 0
+    """Steps ahead that all kept moves went, whatever they turned out to be worth."""
+    recoveries: dict[str, int] = field(default_factory=lambda: {kind.value: 0 for kind in Kind if kind != "continue"})
+    rollbacks: int = 0
+    """In an emergency; a move that is undone is none."""
+    undone_steps: int = 0
+    """Steps that they made necessary once more."""
+
+    def recovered(self, kind: Kind) -> None:
+        """An action of recovery is taken."""
+        self.recoveries[kind.value] = self.recoveries.get(kind.value, 0) + 1
+
+    @property
+    def tried(self) -> int:
+        """Moves so far."""
+        return sum(self.moves.values())
+
+    @property
+    def acceptance_rate(self) -> float:
+        return (self.moves["kept"] + self.moves["shrunk"] + 1) / (self.tried + 2)
 
 
 @dataclass(frozen=True, slots=True)

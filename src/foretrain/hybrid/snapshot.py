@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,8 +12,6 @@ from foretrain.engine.engine import Engine
 from foretrain.engine.memory.host import host_like
 from foretrain.engine.memory.offload import HostSnapshots
 from foretrain.engine.progress import HELD_OUT_RECORD
-from foretrain.hybrid.moves.lookahead import LookAhead
-from foretrain.hybrid.policy import Pilot
 from foretrain.persist.codec import Snapshot, put_together, snapshot
 
 _ON_HOST = ("random.", "loader.", "predictor.")
@@ -22,16 +20,27 @@ _EVERY = 500
 """Full steps between snapshots that an emergency can return to."""
 
 
-class Safety:
-    """One snapshot: of the beginning of a move while one is open, of a healthy run otherwise."""
+class Covered(NamedTuple):
+    """A part of the run, beside the engine, that a snapshot holds."""
 
-    def __init__(self, engine: Engine, pilot: Pilot, look_ahead: LookAhead | None = None) -> None:
+    save: Callable[[], Any]
+    load: Callable[[Any], None]
+    in_emergencies: bool
+    """Snapshots for emergencies hold it too."""
+    of_weights: bool
+    """It belongs to the weights that are trained: it is of no use where others are trained since."""
+
+
+class Snapshots:
+    """One snapshot: of the beginning of a move while one is open, of a healthy run otherwise. It holds the engine's
+    state and what `cover` registers."""
+
+    def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.look_ahead = look_ahead
-        self.pilot = pilot
+        self.covered: dict[str, Covered] = {}
         self.host: HostSnapshots | None = None
         """Snapshots are in host memory."""
-        if pilot.config.memory.snapshots == "pinned":
+        if engine.config.memory.snapshots == "pinned":
             self.host = HostSnapshots(engine.device, _ON_HOST)
         self.taken: Snapshot | None = None
         self.taken_at = 0
@@ -44,6 +53,18 @@ class Safety:
         """Of the point in the open chain where the held-out loss was lowest."""
         self._other: Snapshot | None = None
         """Host memory of the second snapshot, used over and over."""
+
+    def cover(
+        self,
+        name: str,
+        save: Callable[[], Any],
+        load: Callable[[Any], None],
+        *,
+        in_emergencies: bool = True,
+        of_weights: bool = False,
+    ) -> None:
+        """Snapshots taken from now on also hold what `save` returns; a rollback gives it to `load`."""
+        self.covered[name] = Covered(save, load, in_emergencies, of_weights)
 
     @property
     def due(self) -> bool:
@@ -100,17 +121,14 @@ class Safety:
     def state(self, for_move: bool = True) -> dict[str, Any]:
         """All that a rollback brings back; what was learned from the move is not among it.
 
-        Of an emergency the predictor takes no harm, and its state can be larger than all else.
+        A predictor takes no harm in an emergency, and its state can be larger than all else: it is not in then.
         """
         state = self.engine.changing_state_dict()
         names = ("global_step", "position", *HELD_OUT_RECORD)
         state["progress"] = {name: state["progress"][name] for name in names}
         del state["meter"], state["seconds"]  # what was spent stays spent
-        state["look_ahead"] = self.look_ahead.state_dict() if self.look_ahead is not None else None
-        predictor = self.pilot.observer.guarded
-        state["predictor"] = {"name": predictor.name, "state": predictor.state()} if for_move else None
-        state["guard"] = self.pilot.guard.state_dict()
-        state["steps"] = dict(self.pilot.counts.steps)
+        for name, part in self.covered.items():
+            state[name] = part.save() if for_move or part.in_emergencies else None
         state["loader"] = self.loader_state()
         return state
 
@@ -119,7 +137,7 @@ class Safety:
         """Of the trained weights in a snapshot."""
         return [f"model.{name}" for name in self.engine.trained.names]
 
-    def cover(self) -> None:
+    def cover_trained(self) -> None:
         """Others are trained from now on. What is trained for the first time has not changed since the snapshot: it
         becomes a part of it, so that there is a way back until the next one, which is due now."""
         trained = self.engine.trained
@@ -133,8 +151,8 @@ class Safety:
                     place = host_like(weight, weight.device) if self.host is not None else torch.empty_like(weight)
                     one.tensors[key] = place.copy_(weight.detach())
                     one.tree["model"][name] = {"$tensor": key}
-            one.tree["look_ahead"] = None
-            one.tree["predictor"] = None
+            for name in (name for name, part in self.covered.items() if part.of_weights):
+                one.tree[name] = None
         self._other = None
         self.taken_at = min(self.taken_at, self.engine.backward_passes - _EVERY)
 
@@ -152,17 +170,12 @@ class Safety:
         self.engine.rewind(state)
         for name in HELD_OUT_RECORD:
             setattr(self.engine.progress, name, state["progress"][name])
-        if self.look_ahead is not None and state["look_ahead"] is not None:  # else switched on when it was resumed
-            self.look_ahead.load_state_dict(state["look_ahead"])
-        predictor = self.pilot.observer.guarded
-        saved = state["predictor"]
-        if saved is not None and predictor.name == saved["name"]:  # else another one took over when the run was resumed
-            predictor.load(saved["state"])
-        self.pilot.guard.load_state_dict(state["guard"])
-        self.pilot.counts.steps = dict(state["steps"])
+        for name, part in self.covered.items():
+            if state.get(name) is not None:  # else it was switched on since, or is not held in emergencies
+                part.load(state[name])
 
-    def flee(self) -> None:
-        """Emergency: the weights of the snapshot; data goes on, so that bad data is not met again."""
+    def recover(self) -> None:
+        """Go back to the snapshot in an emergency. Data goes on, so that bad data is not met again."""
         if self.taken is not None:
             position = self.engine.position
             record = {name: getattr(self.engine.progress, name) for name in HELD_OUT_RECORD}
@@ -172,7 +185,6 @@ class Safety:
                 setattr(self.engine.progress, name, value)
             self.engine.meter.fetch()
             self.engine.meter.skipped_in_a_row = 0  # they were steps of other weights
-            self.pilot.observer.restart()
 
     def weights(self) -> list[Tensor]:
         """The trained weights of the snapshot, in host memory or not."""
@@ -199,7 +211,8 @@ class Safety:
         safe = None if self.taken is None else put_together(self.taken)
         return {"safe": safe, "safe_step": self.taken_at, "best": best}
 
-    def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        device = self.engine.device
         self.taken_at = int(state["safe_step"])
         if self.host is not None:
             self.host.lane.finish()  # the memory of the one before is given back

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -57,5 +58,7 @@ class _Still:
 
 def hold_still(trainer: HybridTrainer) -> None:
     """All phases, probes and decisions as before, all displacements zero: what is left is the overhead."""
-    if trainer.pilot is not None:
-        trainer.mover.trajectory = _Still(trainer.mover.trajectory)  # type: ignore[assignment]
+    if trainer.policy is not None:
+        still: Any = _Still(trainer.observer.trajectory)
+        for kind in trainer.policy.kinds:
+            kind.tools = replace(kind.tools, trajectory=still)

@@ -17,7 +17,6 @@ import torch
 
 from foretrain.config import Config, changed, to_mapping
 from foretrain.engine.batch import count, rows_of, tensors_of
-from foretrain.engine.graphs import GraphedStep
 from foretrain.errors import CheckpointError, ConfigError, DataError, ForetrainError, SaveError
 from foretrain.events import Bus, Evaluated, Event, Listener, Moved, Notice, PhaseChanged, Progress
 from foretrain.measure.controls import RepeatLast, hold_still
@@ -98,7 +97,7 @@ def carry_out(
     if summary["reason"] == "interrupted":
         raise KeyboardInterrupt
     test_loss = trainer.evaluate(job.test)
-    graphed = isinstance(trainer.engine._run_step, GraphedStep)  # inside a graph nobody can count
+    graphed = trainer.engine.execution.records  # inside a graph nobody can count
     account = {
         "drawn_tokens": drawn.tokens,
         "updates": None if graphed else updates[0],
@@ -164,13 +163,13 @@ def _warm_up(task: Task, config: Config, warmed: set[str]) -> None:
     longer = config.model_copy(update={"max_steps": config.max_steps + _WARM_STEPS + 2 * config.hybrid.window_steps})
     trainer = HybridTrainer(job.model, None, job.loss_fn, longer, probe=_probe(job, config))
     with closing(iter(job.loader)) as batches:  # type: ignore[type-var]
-        windows = 2 * config.hybrid.window_steps if trainer.pilot is not None else 0  # the second one scores a forecast
+        windows = 2 * config.hybrid.window_steps if trainer.policy is not None else 0  # the second scores a forecast
         if _WARM_STEPS + windows > config.max_steps:
             trainer.end_at(_WARM_STEPS + windows)
         for _ in range(_WARM_STEPS + windows):
             batch = next(batches)
             trainer.step(batch)
-        if trainer.pilot is not None:
+        if trainer.policy is not None:
             trainer.engine.probe(trainer.engine.to_device(batch))
     trainer.evaluate(job.held_out[:1])
     warmed.add(key)

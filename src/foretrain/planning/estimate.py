@@ -13,7 +13,7 @@ from foretrain.engine.graphs import LAUNCH_BOUND_FLOPS
 from foretrain.engine.precision import choose_device, choose_precision
 from foretrain.hybrid.gate import no_audit_is_affordable
 from foretrain.hybrid.moves.obstacles import FEWEST_PAIRS
-from foretrain.hybrid.policy import NEED_A_REASON
+from foretrain.hybrid.resting import NEED_A_REASON
 from foretrain.models.gpt2 import GPT2Shape
 from foretrain.motion.hosted import HOSTED_ROWS, elements_at_once
 from foretrain.motion.records import DIRECTIONS
@@ -48,7 +48,7 @@ class PlanTarget:
     length: int
     """Tokens per sequence."""
     adapters: bool = False
-    """Only adapters are trained, as `foretrain finetune` does."""
+    """Whether only adapters are trained, as `foretrain finetune` does."""
     evaluated_rows: int = 0
     """Sequences per held-out batch; 0: as many as in a micro-batch."""
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.worlds import Net, Regression, World, differences, everything, same_weights, world
+from tests.worlds import Net, Regression, World, differences, everything, leaps_of, same_weights, world
 from torch import Tensor, nn
 
 from foretrain import HybridTrainer
@@ -285,5 +285,5 @@ def test_a_hybrid_run_has_the_same_phases_moves_and_bits() -> None:
 
 def test_there_are_no_quasi_newton_leaps() -> None:
     off, on = (hybrid(how, 1).trainer for how in (OFF, ON))
-    assert off.mover.chain.possible
-    assert not on.mover.chain.possible
+    assert leaps_of(off).possible
+    assert not leaps_of(on).possible

@@ -9,18 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from foretrain.hybrid.judges.audit import Forks
+from foretrain.hybrid.judges.audit import Audited
+from foretrain.hybrid.judges.exact import Exact
+from foretrain.hybrid.judges.judgement import Trusted
 from foretrain.hybrid.ledger import Audit
 
 
 def judged(with_move: list[float], without: list[float], low_noise: bool = False) -> Audit:
     """A step is worth 0.1 of loss; where the loss is exact, a fall counts by its ratio."""
-    forks: Any = object.__new__(Forks)
-    forks.engine = SimpleNamespace(global_step=70)
-    forks.pilot = SimpleNamespace(worth=lambda gain: 10 * gain)
-    move: Any = SimpleNamespace(moved=20, plan=SimpleNamespace(low_noise=low_noise))
-    audit: Audit = forks._judge(move, np.asarray(with_move), np.asarray(without), lambda a, b: 100 * math.log(a / b))
-    return audit
+    tools = SimpleNamespace(engine=SimpleNamespace(global_step=70), worth=SimpleNamespace(noisy=lambda gain: 10 * gain))
+    move: Any = SimpleNamespace(moved=20, tools=tools, exact_worth=lambda a, b: 100 * math.log(a / b))
+    return Audited(Exact() if low_noise else Trusted()).weigh(move, with_move, without)
 
 
 def test_a_lower_loss_with_the_move_is_a_gain() -> None:

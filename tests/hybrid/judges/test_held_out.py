@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.faults.test_resume_hybrid import assert_same_state, saved
 from tests.hybrid.moves.test_chain import CHAINED, DATA
-from tests.worlds import Net, World, world
+from tests.worlds import Net, World, leaps_of, world
 from torch import Tensor, nn
 
 from foretrain.events import Notice, Phase
@@ -45,7 +45,7 @@ def held_out(run: World) -> float:
 
 
 def unseen_of(run: World) -> Unseen:
-    return run.trainer.mover.unseen
+    return run.trainer.policy.tools.unseen
 
 
 def chaining(run: World) -> World:
@@ -89,7 +89,7 @@ def test_a_chain_goes_back_to_where_its_held_out_loss_was_lowest() -> None:
 def test_the_gate_does_not_begin_the_next_chain_at_once() -> None:
     run = chaining(run_of(max_steps=400))
     run.run(lambda: bool(run.moves))
-    gate = run.trainer.pilot.gate
+    gate = run.trainer.policy.gate
     assert gate.wait == 4
     after = run.trainer.global_step
     run.run(lambda: len(run.moves) > 1 or run.trainer.global_step >= 400)
@@ -99,7 +99,7 @@ def test_the_gate_does_not_begin_the_next_chain_at_once() -> None:
 
 def test_a_chain_that_only_raises_it_is_undone() -> None:
     run = run_of()
-    run.run(lambda: run.trainer.phase is Phase.PREDICT and run.trainer.mover.chain.ready)
+    run.run(lambda: run.trainer.phase is Phase.PREDICT and leaps_of(run.trainer).ready)
     losses = iter([1.0] + [2.0 + step for step in range(100)])
     unseen_of(run).loss = lambda: next(losses)  # type: ignore[method-assign]
     before, step = [p.detach().clone() for p in run.trainer.model.parameters()], run.trainer.global_step
@@ -117,7 +117,7 @@ def test_a_chain_that_only_raises_it_is_undone() -> None:
 def judge(losses: list[float], training: list[float]) -> list[bool]:
     """Whether the chain is over after each look; the first loss is where it begins."""
     unseen = unseen_of(run_of())
-    unseen.safety.take_best = lambda: None  # type: ignore[method-assign]
+    unseen.snapshots.take_best = lambda: None  # type: ignore[method-assign]
     given = iter(losses)
     unseen.loss = lambda: next(given)  # type: ignore[method-assign]
     unseen.begin(training[0])
@@ -173,13 +173,13 @@ def test_looks_are_charged() -> None:
     """To the tokens of probes, and to what the move cost."""
     with_looks, without = chaining(run_of()), chaining(run_of(judged=False))
     for run in (with_looks, without):
-        run.run(lambda run=run: run.trainer.mover.open_move.moved == 9)
+        run.run(lambda run=run: run.trainer.policy.move.moved == 9)
     price = unseen_of(with_looks).price(TRAINED)
     assert price == pytest.approx(70 / 90)
     assert (
         with_looks.trainer.engine.progress.probe_tokens == without.trainer.engine.progress.probe_tokens + 2 * 70
     )  # where it began, and after 8 leaps
-    assert with_looks.trainer.mover.open_move.cost == pytest.approx(without.trainer.mover.open_move.cost + 2 * price)
+    assert with_looks.trainer.policy.move.cost == pytest.approx(without.trainer.policy.move.cost + 2 * price)
 
 
 def test_the_run_ends_where_its_held_out_loss_was_lowest() -> None:
@@ -192,7 +192,7 @@ def test_the_run_ends_where_its_held_out_loss_was_lowest() -> None:
     (said,) = [event.message for event in run.events if isinstance(event, Notice)]
     assert said.startswith("the run ends with the weights of its lowest held-out loss, ")
     assert f"{after:.4g} (" in said
-    assert run.trainer.mover.end_loss == pytest.approx(run.trainer.engine.probe(TRAINED))
+    assert run.trainer.policy.end_loss == pytest.approx(run.trainer.engine.probe(TRAINED))
 
 
 def test_also_where_an_evaluation_found_it() -> None:
@@ -230,7 +230,7 @@ def test_a_move_that_raises_it_is_not_kept(mode: str, rise: float, verdict: str)
     move = run.moves[-1]
     assert move.verdict.replace("shrunk", "kept") == verdict
     assert ("the held-out loss rose" in move.reason) == (rise > 0)
-    assert (run.trainer.pilot.gate.wait >= 4) == (rise > 0)
+    assert (run.trainer.policy.gate.wait >= 4) == (rise > 0)
     assert not move.audited  # an audit would judge by what is trained on, and claim to have saved time
 
 

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from tests.worlds import QUICK, Net, Regression, World, world
+from tests.worlds import QUICK, Net, Regression, World, leaps_of, world
 from torch import Tensor, nn
 
 from foretrain import HybridTrainer
 from foretrain.config import from_mapping
 from foretrain.events import Moved, Phase
 from foretrain.health.act import Action, Kind
-from foretrain.hybrid.moves.chain import Chain
+from foretrain.hybrid.moves.quasi_newton import QuasiNewton
 from foretrain.motion.losses import WindowLosses
 from foretrain.persist.codec import put_together, snapshot
 
@@ -77,11 +77,11 @@ def test_a_full_batch_is_chained(data: Callable[[int], Any]) -> None:
 def test_a_loss_that_is_not_exact_is_not_chained(model: nn.Module, data: Callable[[int], Any]) -> None:
     run = run_of(model, data)
     begun: list[bool] = []
-    begin = run.trainer.mover.chain.begin
+    begin = leaps_of(run.trainer).begin
     # whatever noise was measured: the check alone decides
-    type_of = type(run.trainer.pilot.predictability)
-    run.trainer.pilot.predictability.__class__ = type("Low", (type_of,), {"low_noise": True})
-    run.trainer.mover.chain.begin = lambda batch: begun.append(begin(batch)) or begun[-1]  # type: ignore[method-assign]
+    type_of = type(run.trainer.policy.predictability)
+    run.trainer.policy.predictability.__class__ = type("Low", (type_of,), {"low_noise": True})
+    leaps_of(run.trainer).begin = lambda batch: begun.append(begin(batch)) or begun[-1]  # type: ignore[method-assign]
     run.run()
     assert begun
     assert not any(begun)
@@ -90,7 +90,7 @@ def test_a_loss_that_is_not_exact_is_not_chained(model: nn.Module, data: Callabl
 
 def test_a_noisy_run_keeps_no_pairs() -> None:
     run = run_of(Net(), DATA).run()
-    assert run.trainer.mover.chain.secant is None
+    assert leaps_of(run.trainer).secant is None
     assert chained(run) == []
 
 
@@ -98,7 +98,7 @@ def test_the_check_changes_nothing() -> None:
     run = ready()
     before = [p.detach().clone() for p in run.trainer.model.parameters()]
     passes = run.trainer.backward_passes
-    assert run.trainer.mover.chain.begin(same(0))
+    assert leaps_of(run.trainer).begin(same(0))
     assert all(torch.equal(a, b) for a, b in zip(before, run.trainer.model.parameters(), strict=True))
     assert run.trainer.backward_passes == passes
 
@@ -135,7 +135,7 @@ def falling(share: float) -> WindowLosses:
 
 
 def test_the_length_follows_from_success() -> None:
-    chain = ready().trainer.mover.chain
+    chain = leaps_of(ready().trainer)
     first = chain.length
     chain.start_loss, chain.loss, chain.cost = 1.0, 0.5, 2.0
     chain.longest = 10 * first
@@ -154,7 +154,7 @@ def test_the_length_follows_from_success() -> None:
 
 
 def test_losses_below_zero_are_compared_by_their_fall() -> None:
-    chain = ready().trainer.mover.chain
+    chain = leaps_of(ready().trainer)
     first = chain.length
     chain.start_loss, chain.loss, chain.cost, chain.longest = -1.0, -2.0, 2.0, 10 * first
     slow, fast = WindowLosses(), WindowLosses()
@@ -167,7 +167,7 @@ def test_losses_below_zero_are_compared_by_their_fall() -> None:
 
 
 def test_a_chain_ends_at_its_length_or_when_it_is_slow() -> None:
-    chain = ready().trainer.mover.chain
+    chain = leaps_of(ready().trainer)
     slope = falling(0.1)
     chain.loss, chain.length, chain.leaps, chain.rate = 1.0, 10, 3, 0.0
     assert not chain.over(slope)  # too early to tell
@@ -193,14 +193,14 @@ def test_no_chain_is_longer_than_the_rest_of_the_run_allows() -> None:
 def ready(**settings: Any) -> World:
     """A run that is about to begin a chain."""
     run = run_of(Net(), **settings)
-    run.run(lambda: run.trainer.phase is Phase.PREDICT and run.trainer.mover.chain.ready)
+    run.run(lambda: run.trainer.phase is Phase.PREDICT and leaps_of(run.trainer).ready)
     return run
 
 
-def begun(**settings: Any) -> tuple[HybridTrainer, Chain]:
+def begun(**settings: Any) -> tuple[HybridTrainer, QuasiNewton]:
     trainer = ready(**settings).trainer
-    assert trainer.mover.chain.begin(same(0))
-    return trainer, trainer.mover.chain
+    assert leaps_of(trainer).begin(same(0))
+    return trainer, leaps_of(trainer)
 
 
 def test_a_leap_lowers_the_loss_and_costs_one_backward_pass() -> None:
@@ -258,7 +258,7 @@ def test_a_direction_uphill_is_not_even_tried() -> None:
 def test_a_refused_chain_leaves_the_run_as_it_was() -> None:
     """The step that was to be a leap becomes a full step, and the run goes on."""
     run = ready()
-    chain = run.trainer.mover.chain
+    chain = leaps_of(run.trainer)
     assert chain.secant is not None
     chain.secant.leap = lambda scales: (torch.ones_like(chain.secant.weights), 1.0)  # type: ignore[method-assign,union-attr]
     length, step = chain.length, run.trainer.global_step
@@ -272,8 +272,8 @@ def test_all_backward_passes_are_counted() -> None:
     """By counting them where they happen."""
     run = run_of(Net(), max_steps=120)
     step, taken = run.trainer.engine.full_step, []
-    accumulate = step._accumulate
-    step._accumulate = lambda batch: taken.append(1) or accumulate(batch)  # type: ignore[method-assign]
+    backward = step._backward
+    step._backward = lambda loss: taken.append(1) or backward(loss)  # type: ignore[method-assign]
     run.run()
     assert chained(run)
     assert run.trainer.backward_passes == len(taken)
@@ -294,7 +294,7 @@ def test_leaps_need_no_warm_up(data: Callable[[int], Any]) -> None:
 def test_comparing_batches_changes_nothing(model: nn.Module) -> None:
     """Neither the weights nor what the generators give next."""
     run = run_of(model)
-    trainer, chain = run.trainer, run.trainer.mover.chain
+    trainer, chain = run.trainer, leaps_of(run.trainer)
     run.run(lambda: chain.ready)
     before, random = [p.detach().clone() for p in trainer.model.parameters()], torch.get_rng_state()
     chain.compare(drawn(1.0)(0))
@@ -313,11 +313,11 @@ def test_any_other_loss_does(data: Callable[[int], Any]) -> None:
 def test_neither_does_one_that_turned_out_not_to_be_exact() -> None:
     """Dropout in every step of the same batch: found out at the first try, and never taken for exact again."""
     run = run_of(Net(dropout=0.1), hybrid__warmup_steps=40, max_steps=120)
-    pilot, asked = run.trainer.pilot, []
-    decide = pilot.machine.decide
-    pilot.machine.decide = lambda view: asked.append(view.exact) or decide(view)  # type: ignore[method-assign]
+    policy, asked = run.trainer.policy, []
+    decide = policy.cycle.decide
+    policy.cycle.decide = lambda view: asked.append(view.exact) or decide(view)  # type: ignore[method-assign]
     run.run()
-    assert run.trainer.mover.chain.exact is False
+    assert leaps_of(run.trainer).exact is False
     assert not any(asked[len(asked) // 2 :])
 
 
@@ -332,22 +332,22 @@ def test_the_optimizers_own_steps_cannot_spoil_what_leaps_have_gained(rate: floa
     """At the end of the run the weights are where the loss was lowest at the end of a chain, or at a lower loss."""
     run = run_of(Net(), optimizer__learning_rate=rate, max_steps=150)
     ends: list[float] = []
-    end = run.trainer.mover.chain.end
-    run.trainer.mover.chain.end = (  # type: ignore[method-assign]
-        lambda slope, **how: ends.append(run.trainer.mover.chain.loss) or end(slope, **how)
+    end = leaps_of(run.trainer).end
+    leaps_of(run.trainer).end = (  # type: ignore[method-assign]
+        lambda slope, **how: ends.append(leaps_of(run.trainer).loss) or end(slope, **how)
     )
     run.run()
     assert ends
     assert run.trainer.engine.probe(same(0)) <= min(ends) * (1 + 1e-5)
 
 
-def after_a_chain() -> tuple[World, Chain]:
+def after_a_chain() -> tuple[World, QuasiNewton]:
     """A run whose first chain was kept, and whose weights were spoilt since."""
     run = ready()
     run.run(lambda: bool(run.moves) and run.trainer.phase is Phase.FULL)
     assert run.moves[-1].chained
     assert run.moves[-1].verdict == "kept"
-    chain = run.trainer.mover.chain
+    chain = leaps_of(run.trainer)
     with torch.no_grad():
         for p in run.trainer.model.parameters():
             p.add_(0.3)
@@ -411,9 +411,9 @@ def test_it_stays_where_it_is_if_that_is_lower() -> None:
 def test_validating_steps_that_go_astray_do_not_undo_a_chain() -> None:
     run = ready()
     run.run(lambda: run.trainer.phase is Phase.CORRECT)
-    end = run.trainer.mover.open_move.loss
+    end = run.trainer.policy.move.loss
     undo = [Action(Kind.ROLL_BACK, "the loss is far too high")]
-    run.trainer.pilot.check_validation = lambda readings: undo  # type: ignore[method-assign]
+    run.trainer.policy.check_validation = lambda readings: undo  # type: ignore[method-assign]
     with torch.no_grad():
         for p in run.trainer.model.parameters():
             p.add_(10.0)
@@ -448,19 +448,19 @@ def test_nothing_is_told_of_before_a_chain_as_if_it_were_now() -> None:
     assert [progress["confidence"] for progress in told[1:-2]] == [None] * (len(told) - 3)
     run.run(lambda: run.trainer.observer.windows == 1)
     after = run.trainer.prediction_progress()
-    assert after["smoothed_loss"] < 2 * run.trainer.mover.chain.loss  # not the mean of before
+    assert after["smoothed_loss"] < 2 * leaps_of(run.trainer).loss  # not the mean of before
     assert after["predicted_loss"] is None  # nothing was said of this window
 
 
 # --- where it is impossible ------------------------------------------------------------------------------------------
 
 
-def make(pairs: int = 50, memory: float = 256.0, scaled: bool = False, decay: float = 0.0) -> Chain:
+def make(pairs: int = 50, memory: float = 256.0, scaled: bool = False, decay: float = 0.0) -> QuasiNewton:
     model = nn.Linear(64, 64)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, weight_decay=decay)
     trainer = HybridTrainer(model, optimizer, lambda model, batch: model(batch).square().mean())
     trainer.engine.precision.scaled = scaled
-    return Chain(trainer.engine, pairs, memory, 60)
+    return QuasiNewton(trainer.engine, pairs, memory, 60)
 
 
 def test_weight_decay_never_chains() -> None:
@@ -490,13 +490,13 @@ def test_memory_limits_the_pairs(memory: float, pairs: int) -> None:
 @pytest.mark.parametrize("settings", [{"hybrid__secant_pairs": 0}, {"hybrid__secant_memory_mb": 0.001}])
 def test_without_room_for_pairs_there_is_no_chain(settings: dict[str, Any]) -> None:
     run = run_of(Net(), max_steps=120, **settings).run()
-    assert run.trainer.mover.chain.secant is None
+    assert leaps_of(run.trainer).secant is None
     assert run.moves
     assert chained(run) == []
 
 
 def test_rollouts_do_not_chain() -> None:
-    assert not run_of(Net(), hybrid__mode="rollout").trainer.mover.chain.possible
+    assert not leaps_of(run_of(Net(), hybrid__mode="rollout").trainer).possible
 
 
 # --- state -----------------------------------------------------------------------------------------------------------
@@ -514,7 +514,7 @@ def test_a_chain_goes_on_bit_for_bit(leaps: int) -> None:
     other.position = one.position
     plain = (bool, int, float, type(None))
     before, after = (
-        {name: repr(value) for name, value in vars(each.trainer.mover.chain).items() if isinstance(value, plain)}
+        {name: repr(value) for name, value in vars(leaps_of(each.trainer)).items() if isinstance(value, plain)}
         for each in (one, other)
     )
     assert before == after
@@ -522,4 +522,4 @@ def test_a_chain_goes_on_bit_for_bit(leaps: int) -> None:
         assert one.step().loss == other.step().loss
     for mine, theirs in zip(one.trainer.model.parameters(), other.trainer.model.parameters(), strict=True):
         assert torch.equal(mine, theirs)
-    assert one.trainer.mover.chain.length == other.trainer.mover.chain.length
+    assert leaps_of(one.trainer).length == leaps_of(other.trainer).length

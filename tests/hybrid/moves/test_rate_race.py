@@ -15,6 +15,7 @@ from foretrain.config.schema import FIRST_RATE
 from foretrain.engine.memory import offload
 from foretrain.events import Event, Notice, RateTrial, RateTried
 from foretrain.hybrid.moves.rate_race import FACTOR, MOST, with_short_warmup
+from foretrain.hybrid.summary import optimizer_in_words
 
 GENERATOR = torch.Generator().manual_seed(3)
 INPUTS = torch.randn(40, 16, 8, generator=GENERATOR)
@@ -70,7 +71,7 @@ def test_the_rate_that_ends_lowest_goes_on(scale: float, best: int) -> None:
     assert [event.loss for event in told] == list(race.tried.values())
     trials = [event for event in tried if isinstance(event, RateTrial)]
     assert (trials[0].learning_rate, trials[0].step, trials[0].others) == (FIRST_RATE, 0, 20)
-    assert trials[0].others <= race.spent
+    assert trials[0].others <= race.cost
     assert list(dict.fromkeys(event.learning_rate for event in trials)) == [event.learning_rate for event in told]
     assert [event.done for event in trials[1:10]] == list(range(1, 10))
     # from there on it is the run that has this rate from the start, bit for bit
@@ -78,8 +79,8 @@ def test_the_rate_that_ends_lowest_goes_on(scale: float, best: int) -> None:
     plain = make(scale, **{"optimizer.learning_rate": rate, "hybrid.mode": "off"})
     assert all(torch.allclose(a, b, rtol=1e-6) for a, b in zip(weights, train(plain, scale), strict=True))
     assert trainer.global_step == trainer.position == sum(trainer.summary()["steps"].values()) == 40
-    assert trainer.backward_passes == 40 + race.spent
-    assert race.spent == 10 * (len(race.tried) - 1)
+    assert trainer.backward_passes == 40 + race.cost
+    assert race.cost == 10 * (len(race.tried) - 1)
     assert trainer.engine.progress.probe_tokens == 4 * len(race.tried)
 
 
@@ -101,7 +102,7 @@ def test_what_is_told_after_a_race_is_of_the_rate_that_goes_on() -> None:
     assert max(rates[9:]) <= FIRST_RATE  # not the last rate that was tried
     (said,) = [event.message for event in events if isinstance(event, Notice)]
     assert said == f"the run goes on with a learning rate of {FIRST_RATE:.3g}, the best of 3"
-    assert "lr auto" in trainer.optimizer_in_words
+    assert "lr auto" in optimizer_in_words(trainer.engine)
 
 
 @pytest.mark.parametrize("stop", [3, 9, 10, 11, 25])
@@ -128,7 +129,7 @@ def test_losses_of_rates_that_lost_are_no_progress() -> None:
 def test_a_rate_that_is_no_number_loses() -> None:
     trainer = make(1.0)
     trainer.race.tried[0], trainer.race.best = float("nan"), 0
-    assert trainer.race._judge(1)
+    assert trainer.race._measure(1)
     assert trainer.race.best == 1
 
 

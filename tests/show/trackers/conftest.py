@@ -16,6 +16,7 @@ from torch import nn
 
 from foretrain.config import Config, from_mapping
 from foretrain.events import Bus, Event, HealthFound, Notice, Progress
+from foretrain.hybrid.summary import settings_of
 from foretrain.show.trackers.entries import hyperparameters
 from foretrain.trainer import HybridTrainer
 
@@ -133,7 +134,9 @@ def tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[
                 fit(config, tmp_path / "mine", crash=True)
             changed = tiny_config(log__trackers=[tracker], checkpoint__keep=3)
             summary = fit(changed, tmp_path / "mine", resume=True)
-            settings = [hyperparameters(HybridTrainer(Line(), config=one).settings()) for one in (config, changed)]
+            settings = [
+                hyperparameters(settings_of(HybridTrainer(Line(), config=one).engine)) for one in (config, changed)
+            ]
             return Story(tmp_path / "mine", summary, settings, len(outside) + _waiting(proxy))
 
         yield run

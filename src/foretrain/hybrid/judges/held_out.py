@@ -1,12 +1,10 @@
-"""Held-out data as a second judge of moves whose loss is exact: the training loss alone would let them learn by heart.
-
-Not used where batches differ, nor where a move's own probes are made on held-out examples already.
-"""
+"""Held-out data as a judge: alone, where probes are made on it, or beside an exact loss, which alone would let moves
+learn by heart."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,9 +12,14 @@ from torch import Tensor
 from foretrain.engine.batch import count
 from foretrain.engine.engine import Engine
 from foretrain.hybrid.gate import FORWARD
-from foretrain.hybrid.policy import Pilot
-from foretrain.hybrid.snapshot import Safety
+from foretrain.hybrid.judges.exact import Exact
+from foretrain.hybrid.judges.probes import Probes
+from foretrain.hybrid.snapshot import Snapshots
 from foretrain.persist.codec import random_state, restore_random_state
+from foretrain.persist.stateful import Stateful
+
+if TYPE_CHECKING:
+    from foretrain.hybrid.moves.judged import JudgedMove
 
 _FEWEST_LEAPS = 4
 """Leaps between two looks of a chain, at the least."""
@@ -31,16 +34,28 @@ _OVERFITTING_RISE = 0.05
 physics-informed networks."""
 _BY_HEART = 0.1
 """Share of the training loss by which the held-out loss is then above it, too."""
-_SAVED = ("lowest", "leaps", "training_loss", "last", "last_training_loss", "looked_at", "since")
 
 
-class Unseen:
+class HeldOut(Exact):
+    """Every probe is made on held-out examples, always the same ones: they alone say what a move is worth."""
+
+    def worth(self, move: JudgedMove, before: float, after: float) -> float:
+        return move.tools.worth.held_out(before - after, move.moved)
+
+
+class Unseen(Stateful):
     """Where in a chain the held-out loss was lowest, and the way back to there. `fit` gives it the held-out batches."""
 
-    def __init__(self, engine: Engine, pilot: Pilot, safety: Safety) -> None:
+    saved = (
+        *("lowest", "leaps", "training_loss", "last", "last_training_loss", "looked_at", "since", "evaluated", "step"),
+        "_weights",
+    )
+    _weights: list[Tensor]
+
+    def __init__(self, engine: Engine, probes: Probes, snapshots: Snapshots) -> None:
         self.engine = engine
-        self.pilot = pilot
-        self.safety = safety
+        self.probes = probes
+        self.snapshots = snapshots
         self.batches: list[Any] = []
         self.lowest = math.nan
         """Of the open chain, the point where it began included."""
@@ -58,12 +73,12 @@ class Unseen:
         """Lowest held-out loss of an evaluation outside of moves."""
         self.step = 0
         """When that was."""
-        self._weights: list[Tensor] = []
+        self._weights = []
         """There."""
 
     @property
     def active(self) -> bool:
-        return bool(self.batches) and not self.pilot.held_out
+        return bool(self.batches) and not self.probes.held_out
 
     def loss(self) -> float:
         """Of the weights as they are. Random generators go on as if it had not been."""
@@ -124,7 +139,7 @@ class Unseen:
             self.since += 1
             return False
         self.lowest, self.leaps, self.training_loss, self.since = self.last, leaps, training_loss, 0
-        self.safety.take_best()
+        self.snapshots.take_best()
         return True
 
     @property
@@ -148,14 +163,5 @@ class Unseen:
         """Where the chain ends: there, or back at the lowest."""
         return self.lowest if self.risen else self.last
 
-    # --- state -------------------------------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        state = {name: getattr(self, name) for name in _SAVED}
-        return state | {"evaluated": self.evaluated, "step": self.step, "weights": list(self._weights)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name in _SAVED:
-            setattr(self, name, state[name])
-        self.evaluated, self.step = float(state["evaluated"]), int(state["step"])
-        self._weights = [tensor.clone().to(self.engine.device) for tensor in state["weights"]]
+    def after_load(self) -> None:
+        self._weights = [tensor.to(self.engine.device) for tensor in self._weights]

@@ -1,320 +1,276 @@
-"""A chain of quasi-Newton leaps, for losses that are exact: each goes to where the gradient should vanish, takes the
-next gradient there, and is judged by the loss that comes with it."""
+"""A chain of quasi-Newton leaps: where the loss is exact, each is judged by the loss that it leads to."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from foretrain.engine.engine import Engine
+from foretrain.engine.fence import OwnCodeError
 from foretrain.engine.hooks import StepHook
-from foretrain.engine.optim.moments import read_moment
+from foretrain.engine.memory.host import copy_each
 from foretrain.engine.step import StepOutput
-from foretrain.hybrid.moves.obstacles import obstacles
-from foretrain.hybrid.moves.secant import Secant
-from foretrain.motion.losses import WindowLosses
-from foretrain.motion.samples import bias_corrections
-from foretrain.persist.codec import random_state, restore_random_state
+from foretrain.events import Notice, Phase
+from foretrain.hybrid.cycle import View
+from foretrain.hybrid.gate import FORWARD
+from foretrain.hybrid.judges.audit import Audited
+from foretrain.hybrid.judges.judgement import Judgement
+from foretrain.hybrid.judges.worth import MOST_PER_STEP
+from foretrain.hybrid.moves.base import MoveKind, MoveTools
+from foretrain.hybrid.moves.judged import JudgedMove
+from foretrain.hybrid.moves.obstacles import in_words, not_repeatable
+from foretrain.hybrid.moves.quasi_newton import EXACT, QuasiNewton, same_random_numbers
+from foretrain.hybrid.plan import FORECAST, Decision, Plan
+from foretrain.motion.predictability import Predictability
 
-EXACT = 1e-5
-"""Largest relative difference of two batches' losses at the same weights that still counts as the same loss. Full
-batches differ by up to 2e-7 when shuffled; 90 % of the data already by 2e-4."""
-LEAST_PAIRS = 4
-_ARMIJO = 1e-4
-_MOST_BACKTRACKS = 4
-_REACH = 10.0
-"""A leap goes no further than this many times the longest step that its pairs were taken from."""
-_FIRST_LENGTH = 512
-"""Every leap is judged by itself and takes a gradient, so a chain need not be short at first."""
-_SHORTEST_LENGTH = 4
-_FADE = 0.7
-_SAVED = ("length", "loss", "leaps", "start_loss", "rate", "cost", "returned", "lowest", "exact")
-_SAVED_LATER = ("lowest_unseen", "stopped")
-"""Not there in older checkpoints."""
+_LONGEST = 10
+"""Times `max_predict_steps` that a chain may be long. Chosen: its leaps take a gradient each and are judged one by one,
+so a long chain risks no more than a short one."""
 
 
-class Chain(StepHook):
-    """Leaps, their length and their success. `length` adapts to how they do beside the optimizer's own steps."""
+class Chain(JudgedMove):
+    """Leaps to where the gradient should vanish, for as long as they beat the optimizer's own steps. Held-out data may
+    end it, and takes it back to where the held-out loss was lowest."""
 
-    def __init__(self, engine: Engine, pairs: int, memory_mb: float, longest: int) -> None:
-        self.engine = engine
-        self.parameters = engine.full_step.parameters
-        self._most_pairs = pairs
-        self._memory_mb = memory_mb
-        self.cover()
-        self.longest = longest
-        self.length = min(_FIRST_LENGTH, longest)
-        self.loss = math.nan
-        """At the point of the last gradient."""
-        self.leaps = 0
-        self.start_loss = math.nan
-        self.rate = math.nan
-        """Fading fall of the logarithm of the loss per full step, in this chain."""
-        self.cost = 0.0
-        self.returned = False
-        """This chain began at the end of an earlier one, because the optimizer's own steps had led uphill since."""
-        self.lowest = math.nan
-        """Loss at the marked point: the lowest end of a chain so far, by the held-out loss where there is one."""
-        self.lowest_unseen = math.nan
-        """Held-out loss there."""
-        self.stopped = False
-        """It is to end with its next leap, whatever that brings."""
-        self.exact: bool | None = None
-        """Whether two batches gave the same loss at the same weights when they were last compared."""
+    kind = "chain"
+    chained = True
 
-    def cover(self) -> None:
-        """Others are trained: pairs and points of before are forgotten."""
-        elements = sum(p.numel() for p in self.parameters)
-        most = self._most_pairs
-        self.pairs = min(most, int(self._memory_mb * 2**20 / (8 * elements)) if elements else 0)
-        self.obstacles = obstacles(self.engine, self.pairs, elements)
-        """What keeps leaps off, each with what to set."""
-        self.possible = not self.obstacles
-        self.secant: Secant | None = None
-        """Made when it is first needed: most runs are noisy and never do."""
-        self._last: Tensor | None = None
-        self.lowest = self.lowest_unseen = math.nan
+    def __init__(self, tools: MoveTools, plan: Plan, leaps: QuasiNewton) -> None:
+        steps = tools.engine.config.hybrid.correct_steps  # without noise there is nothing to average away
+        super().__init__(tools, replace(plan, correct_steps=steps))
+        self.leaps = leaps
 
-    # --- full steps of the optimizer ---------------------------------------------------------------------------------
+    def look_before(self) -> None:
+        """A chain begins at the point of a gradient."""
+        unseen = self.tools.unseen
+        if not unseen.active:
+            return
+        self.cost += unseen.price(self.batch)
+        with self.leaps.at_start():
+            unseen.begin(self.leaps.loss)
+        if self.leaps.secant is not None:
+            self.leaps.secant.best = self.leaps.secant.point()
 
-    wants_gradients = True
+    def offload(self) -> None:
+        """A chain takes gradients: the optimizer's state stays."""
 
-    def before_step(self) -> None:
-        if self.secant is None:
-            self.secant = Secant(self.parameters, self.pairs, _REACH)
-        self.secant.at()
+    def predict(self, batch: Any) -> StepOutput | None:
+        engine, checkup, leaps, before = self.tools.engine, self.tools.checkup, self.leaps, self.moved
+        checkup.before_step()
+        engine.full_step.changing = True
+        output = leaps.leap(batch)
+        undone = 0
+        if output is None and leaps.leaps == 0 and not leaps.returned:
+            leaps.end(self.tools.worth.slope, refused=True)
+            self.cost += leaps.cost
+            self.refuse("no quasi-Newton leap lowers the loss")
+        else:
+            if output is not None:
+                self.went(1)
+                self.tools.count(1)  # it took a gradient and an update
+            undone = self._look_and_end(output is None)
+        if output is not None and self.moved > before:
+            checkup.after_step(output)
+        else:
+            checkup.undone(undone)
+        return None if self.refused else output
 
-    def gradients_ready(self) -> None:
-        if self.secant is not None:
-            self.secant.gradient_known([p.grad for p in self.parameters])
+    def _look_and_end(self, exhausted: bool) -> int:
+        """End the chain if it is over, or if held-out data says so. Returns how many leaps that undid."""
+        engine, unseen, leaps = self.tools.engine, self.tools.unseen, self.leaps
+        room = engine.planned_steps - engine.global_step - self.plan.correct_steps
+        over = exhausted or leaps.over(self.tools.worth.slope) or room <= 0
+        if unseen.active:
+            if unseen.look_due(leaps.leaps, self.batch, over):
+                self.cost += unseen.price(self.batch)
+                if unseen.look(leaps.leaps, leaps.loss) and leaps.secant is not None:
+                    leaps.secant.best = leaps.secant.point()
+            over = unseen.over or over
+        return self._end(exhausted) if over else 0
 
-    def after_step(self, output: StepOutput) -> None:
-        self._last = output.loss
+    def _end(self, exhausted: bool) -> int:
+        """End where the chain is, or back where its held-out loss was lowest; if that is where it began, all of it is
+        undone. Returns how many leaps are."""
+        tools, unseen, leaps = self.tools, self.tools.unseen, self.leaps
+        spent, judged, back, undone = leaps.cost, None, False, 0
+        if unseen.active:
+            judged, back, self.overfits = unseen.at_end, unseen.risen, unseen.overfits
+        if back:
+            undone = leaps.leaps - unseen.leaps
+            leaps.go_back(unseen.leaps, unseen.training_loss)
+        leaps.end(tools.worth.slope, refused=exhausted or self.overfits, unseen=judged)
+        self.cost += spent
+        if back and unseen.leaps == 0:
+            position = tools.engine.position
+            self.refuse("the held-out loss only rose")
+            tools.engine.position = position  # data goes on: every batch gives the same loss
+        else:
+            if back:
+                tools.snapshots.go_to_best()
+                self.moved = unseen.leaps
+            view = View(tools.engine.global_step, confidence=1.0, horizon_reached=True, overfits=back)
+            self.arrive(leaps.loss, view)
+        tools.snapshots.drop_best()
+        return undone
 
-    def forget(self) -> None:
-        """The loss is too noisy for pairs, for now at least. A marked point stays: it is compared before it is used."""
-        if self.secant is not None:
-            self.secant.forget()
-        self._last = None
+    def end_soon(self) -> None:
+        self.leaps.stopped = True
+
+    def end_now(self) -> None:
+        if self.leaps.leaps and self.phase is Phase.PREDICT:
+            self._end(exhausted=True)
+
+    @property
+    def stays_if_stopped(self) -> bool:
+        """Each of its leaps was judged by itself."""
+        return bool(self.leaps.leaps) and self.loss < self.anchor
+
+    # --- its judgement -----------------------------------------------------------------------------------------------
+
+    def judge(self) -> Judgement:
+        """The optimizer's own steps after a chain may be too long: then the run goes on from where the chain ended."""
+        if self.loss < self.anchor and not self._validated_well():
+            self.leaps.return_to_end()
+        judge = self.judge_of_move
+        if isinstance(judge, Audited) and not self.overfits:
+            return judge.compared(self)
+        after = self.probe()
+        self.cost += 2 * self.tools.probes.price(self.batch)
+        kept = after < self.anchor
+        worth = self.exact_worth(self.start_loss, self.loss)
+        if not kept:
+            self.cost += self.steps
+        reason = "the held-out loss rose; " if self.overfits else ""
+        return Judgement(kept, worth, self.cost, reason, after, overfits=self.overfits)
+
+    @property
+    def start_loss(self) -> float:
+        return min(self.anchor, self.leaps.start_loss)
+
+    def exact_worth(self, before: float, after: float) -> float:
+        """Full steps, as far as the optimizer's own steps would have got there at all."""
+        steps, most = self.tools.worth.exact(before, after), MOST_PER_STEP * max(1, self.moved)
+        uphill = after < before and not steps > 0
+        return most if uphill else min(steps, most)
+
+    def _validated_well(self) -> bool:
+        """The optimizer's own steps after the chain lowered what judges it further."""
+        if not self.probe() < self.loss:
+            return False
+        unseen = self.tools.unseen
+        if not unseen.active:
+            return True
+        self.cost += unseen.price(self.batch)
+        return not unseen.loss() > unseen.at_end
+
+
+class ChainKind(MoveKind):
+    """Makes chains where every batch gives the same loss, and remembers gradients for them."""
+
+    name = Chain.kind
+    saved = ("leaps",)
+
+    def __init__(self, tools: MoveTools, predictability: Predictability) -> None:
+        super().__init__(tools)
+        self.predictability = predictability
+        hybrid = tools.engine.config.hybrid
+        pairs = hybrid.secant_pairs if hybrid.mode == "leap" else 0
+        self.leaps = QuasiNewton(tools.engine, pairs, hybrid.secant_memory_mb, _LONGEST * hybrid.max_predict_steps)
+
+    # --- when it applies ---------------------------------------------------------------------------------------------
+
+    @property
+    def possible(self) -> bool:
+        """Gradients are worth remembering."""
+        exact = self.predictability.low_noise or self.predictability.same_batch
+        return exact and self.tools.engine.config.hybrid.search is not False and not self.tools.probes.held_out
 
     @property
     def ready(self) -> bool:
-        return self.secant is not None and len(self.secant.order) >= LEAST_PAIRS and self._last is not None
+        """There are enough pairs for a leap."""
+        return self.leaps.ready and self.predictability.low_noise
 
     @property
-    def marked(self) -> bool:
-        """There was a chain, and there is a point of it to come back to."""
-        return self.secant is not None and self.secant.mark is not None
+    def exact(self) -> bool:
+        """A chain could begin now, and each of its leaps would be judged by an exact loss."""
+        known = self.leaps.exact
+        return self.ready and (self.predictability.same_batch if known is None else known)
 
-    # --- leaps -------------------------------------------------------------------------------------------------------
+    def watching(self) -> tuple[StepHook, ...]:
+        """What watches the next full step: where noise is low its gradient is remembered for later leaps."""
+        if self.possible:
+            return (self.leaps,) if self.leaps.possible else ()
+        self.leaps.forget()
+        return ()
 
-    def compare(self, batch: Any) -> None:
-        """Find out whether another batch gives the same loss at the same weights, with one forward pass."""
-        if self.secant is None or self._last is None:
-            return
-        random = random_state()
-        try:
-            with self.at_start():
-                self.exact = _same(self.engine.probe(batch), float(self._last))
-        finally:
-            restore_random_state(random)
+    def applies(self, decision: Decision, batch: Any) -> tuple[bool, float]:
+        """One probe tells whether this batch gives the same loss as the last one did at the same weights."""
+        if decision.kind not in (self.name, FORECAST) or not (self.possible and self.ready):
+            return False, 0.0
+        return self.leaps.begin(batch), FORWARD
 
-    @contextmanager
-    def at_start(self) -> Iterator[None]:
-        """The weights of the last gradient, where a chain begins, inside the block."""
-        now = [p.detach().clone() for p in self.parameters]
-        if self.secant is not None:
-            self.secant.place()
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                torch._foreach_copy_([p.detach() for p in self.parameters], now)
+    def make(self, plan: Plan) -> Chain:
+        return Chain(self.tools, plan, self.leaps)
 
-    def begin(self, batch: Any) -> bool:
-        """Whether another batch gives the same loss at the same weights. Costs one forward pass, or two.
-
-        The chain begins at the point of the last gradient, or at the end of an earlier chain where that was lower.
-        """
-        if self.secant is None or self._last is None:
-            return False
-        secant, now = self.secant, [p.detach().clone() for p in self.parameters]
-        self.loss = self.start_loss = float(self._last)
-        self.leaps, self.cost, self.rate, self.returned, self.stopped = 0, 0.0, math.nan, False, False
-        secant.place()
-        self.exact = _same(self.engine.probe(batch), self.loss)
-        if self.exact and self._probe_mark(batch) < self.loss and secant.mark is not None:
-            secant.go_to(secant.mark)
-            self.loss, self.start_loss, self.returned = self.lowest, self.lowest, True
-        with torch.no_grad():
-            torch._foreach_copy_([p.detach() for p in self.parameters], now)
-        return self.exact
-
-    def _probe_mark(self, batch: Any) -> float:
-        """Loss at the marked point; nan if there is none, or it is another by now: then the mark is of no use any more.
-
-        The weights stay there.
-        """
-        if self.secant is None or self.secant.mark is None or not self.lowest < math.inf:
-            return math.nan
-        with torch.no_grad():
-            views = self.secant.layout.views(self.secant.mark[0])
-            torch._foreach_copy_(self.secant.parameters, views)
-        loss = self.engine.probe(batch)
-        if _same(loss, self.lowest):
-            return loss
-        self.secant.mark, self.lowest, self.lowest_unseen = None, math.nan, math.nan
-        return math.nan
-
-    def finish(self, batch: Any, unseen: Callable[[], float] | None = None) -> tuple[float, float] | None:
-        """The end of a run: at the lowest point that is known. unseen: the held-out loss of the weights as they are, if
-        it is to judge.
-
-        Returns what the judging loss was where the run came to, and what it is where it goes back to; None if it stays.
-        """
-        if not self.marked:
-            return None
-        now = [p.detach().clone() for p in self.parameters]
-        judge = unseen or partial(self.engine.probe, batch)
-        here, there = judge(), self._probe_mark(batch)
-        if unseen is not None and not math.isnan(there):
-            there = unseen()
-        if math.isnan(there) or there >= here:  # false where the run ended at no number
-            with torch.no_grad():
-                torch._foreach_copy_([p.detach() for p in self.parameters], now)
-            return None
-        return here, there
-
-    def leap(self, batch: Any) -> StepOutput | None:
-        """One leap and the gradient there; None when no length of it lowers the loss: the optimizer's step stands."""
-        secant = self.secant
-        if secant is None:
-            return None
-        engine, before = self.engine, [p.detach().clone() for p in self.parameters]
-        direction, slope = secant.leap(self._scales(secant))
-        share, probes, loss = self._accept(batch, direction, slope)
-        if share == 0:
-            with torch.no_grad():
-                torch._foreach_copy_([p.detach() for p in self.parameters], before)
-            self.cost += 1 + probes / 3
-            return None
-        secant.at()
-        secant.gradient_known([p.grad for p in self.parameters])
-        output = engine.update(loss)
-        secant.place()  # the optimizer has learned from the gradient; its own step is not wanted
-        engine.count_step(batch, output)
-        cost, new = 1 + probes / 3, float(loss)
-        fall = _fall(self.loss, new) / cost
-        self.rate = fall if math.isnan(self.rate) else _FADE * self.rate + (1 - _FADE) * fall
-        self.loss, self._last = new, output.loss
-        self.cost += cost
-        self.leaps += 1
-        return output
-
-    def _accept(self, batch: Any, direction: Tensor, slope: float) -> tuple[float, float, Tensor]:
-        """Share of the direction that lowers the loss enough (0: none), probes in forward passes, and the loss there.
-
-        The gradient at the whole leap is taken at once: nearly always it is accepted, and its loss is the probe.
-        """
-        secant, engine = self.secant, self.engine
-        nothing = torch.tensor(math.nan)
-        if secant is None or not slope < 0:
-            return 0.0, 0, nothing
-        secant.place(direction, 1.0)
-        loss = engine.gradient(batch)
-        value, share, probes = float(loss), 1.0, 0
-        if value <= self.loss + _ARMIJO * slope:
-            return 1.0, 0, loss
-        engine.backward_passes += 1  # this gradient is of no use
-        engine.probe_tokens += engine.count(batch)
-        wasted = 3
-        for _ in range(_MOST_BACKTRACKS):
-            bend = value - self.loss - slope * share
-            best = -slope * share * share / (2 * bend) if math.isfinite(bend) and bend > 0 else 0.1 * share
-            share = min(max(best, 0.1 * share), 0.5 * share)
-            secant.place(direction, share)
-            value = engine.probe(batch)
-            probes += 1
-            if value <= self.loss + _ARMIJO * share * slope:
-                return share, probes + wasted, engine.gradient(batch)
-        return 0.0, probes + wasted, nothing
-
-    def _scales(self, secant: Secant) -> Tensor | None:
-        """The optimizer's own scale per weight, where it has one: it makes the first guess of the curvature."""
-        states = [self.engine.optimizer.state.get(p, {}) for p in self.parameters]
-        moments = [read_moment(state, "exp_avg_sq") for state in states]
-        step = float(states[0].get("step", 1)) if states else 1.0
-        _, correction = bias_corrections(self.engine.optimizer, max(1, int(step)))
-        return secant.scales(moments, correction, 1e-8)
-
-    def over(self, slope: WindowLosses) -> bool:
-        """Long enough, or no better than the optimizer's own steps."""
-        whole = _fall(self.start_loss, self.loss) / max(self.cost, 1.0)
-        slow = self.leaps >= _SHORTEST_LENGTH and not (self.rate > self._usual(slope) or whole > self._usual(slope))
-        return self.leaps >= self.length or slow or self.stopped
-
-    def go_back(self, leaps: int, loss: float) -> None:
-        """To the point that was remembered as the best, where the loss was this."""
-        if self.secant is not None and self.secant.best is not None:
-            self.secant.go_to(self.secant.best)
-            self.leaps, self.loss = leaps, loss
-            self._last = torch.full((), loss, device=self.engine.device)
-
-    def end(self, slope: WindowLosses, refused: bool, unseen: float | None = None) -> None:
-        """Longer chains while leaps beat the optimizer's own steps, shorter ones otherwise. unseen: the held-out loss
-        at the end, if it judges."""
-        if self.secant is not None and (self.leaps or unseen is not None):
-            here, lowest = (self.loss, self.lowest) if unseen is None else (unseen, self.lowest_unseen)
-            if not here >= lowest:
-                self.secant.mark = self.secant.point()
-                self.lowest, self.lowest_unseen = self.loss, math.nan if unseen is None else unseen
-            self.secant.best = None
-        fall = _fall(self.start_loss, self.loss)
-        good = self.cost > 0 and fall / self.cost > self._usual(slope) and not refused
-        self.length = min(2 * self.length, self.longest) if good else max(self.length // 2, _SHORTEST_LENGTH)
-
-    def _usual(self, slope: WindowLosses) -> float:
-        """Fall per full step of the optimizer alone, in the window before; 0 where it only made up for its own rise."""
-        if self.returned:
+    def prepare(self) -> float:
+        """Batches may hold the same samples in another order: one probe tells, and chains need no warm-up there."""
+        batches, known = self.tools.recent.batches, self.predictability
+        untold = self.leaps.exact is None and known.low_noise and not known.same_batch and len(batches) > 1
+        if not (untold and self.possible and self.leaps.ready):
             return 0.0
-        usual = slope.last_log_fall if self.loss > 0 else slope.last_fall
-        return max(usual, 0.0) if math.isfinite(usual) else 0.0
+        self.leaps.compare(batches[-2])  # the last gradient is of the one after it
+        return FORWARD
 
-    def return_to_end(self) -> None:
-        """Put the weights back to where the last leap ended."""
-        if self.secant is not None:
-            self.secant.place()
+    def obstacle(self) -> str | None:
+        """Where the loss is exact and no leaps will be tried: why, in words, with what to set."""
+        known, found = self.predictability, self.leaps.obstacles
+        if self.tools.probes.held_out or not known.low_noise:
+            return None
+        if found:
+            return in_words(found) if known.same_batch or self._same_loss() else ""
+        return not_repeatable() if known.same_batch and self.leaps.exact is False else None
 
-    def state_dict(self) -> dict[str, Any]:
-        secant = self.secant.state_dict() if self.secant is not None else None
-        names = (*_SAVED, *_SAVED_LATER)
-        return {name: getattr(self, name) for name in names} | {"secant": secant, "last": self._last}
+    def _same_loss(self) -> bool:
+        """Whether the last two batches give the same loss at the same weights, as if only their order differed."""
+        batches = self.tools.recent.batches
+        if len(batches) < 2:
+            return False
+        with same_random_numbers():
+            one, other = (self.tools.engine.probe(batch) for batch in batches[-2:])
+        return abs(one - other) <= EXACT * abs(other)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name in _SAVED:
-            setattr(self, name, state[name])
-        for name in _SAVED_LATER:
-            setattr(self, name, state.get(name, getattr(self, name)))
-        self.length = min(self.length, self.longest)
-        last = state["last"]
-        self._last = None if last is None else last.clone().to(self.engine.device)
-        if self.possible and state["secant"] is not None:
-            self.secant = self.secant or Secant(self.parameters, self.pairs, _REACH)
-            self.secant.load_state_dict(state["secant"])
-        else:
-            self.secant = None
+    def cover(self) -> None:
+        self.leaps.cover()
+        self.tools.unseen.forget()
 
+    # --- the lowest point that is known ------------------------------------------------------------------------------
 
-def _same(loss: float, other: float) -> bool:
-    return abs(loss - other) <= EXACT * max(abs(other), 1e-30)
+    def evaluated(self, loss: float) -> None:
+        """Chains lead far, so the run may come back here in the end."""
+        exact = self.predictability.same_batch if self.leaps.exact is None else self.leaps.exact
+        if self.leaps.possible and exact:
+            self.tools.unseen.note(loss)
 
+    def finish(self, batch: Any) -> float | None:
+        """Where the loss is exact the run ends at the lowest point that is known, by the held-out loss if there is
+        one."""
+        if not self.leaps.marked:  # without chains a run ends as the plain loop does
+            return None
+        parameters = self.tools.trajectory.parameters
+        now = [p.detach().clone() for p in parameters]
+        try:
+            return self._go_to_lowest(batch)
+        except OwnCodeError:  # nobody knows which point is the lowest: the run ends where it is
+            copy_each(parameters, now)
+            raise
 
-def _fall(before: float, after: float) -> float:
-    """Of the logarithm of a loss; of the loss itself where it is not positive."""
-    return math.log(before / after) if before > 0 and after > 0 else before - after
+    def _go_to_lowest(self, batch: Any) -> float | None:
+        unseen = self.tools.unseen
+        judged = unseen.loss if unseen.active else None
+        to_chain, to_evaluation = self.leaps.finish(batch, judged), unseen.finish()
+        went = [losses for losses in (to_chain, to_evaluation) if losses is not None]
+        loss = self.tools.engine.probe(batch) if went else None
+        if went and judged is not None:
+            where = "at the end of its last chain" if to_evaluation is None else f"at step {unseen.step}"
+            text = f"{went[-1][1]:.4g} ({where}) instead of {went[0][0]:.4g}"
+            self.tools.emit(Notice(f"the run ends with the weights of its lowest held-out loss, {text}", level="info"))
+        return loss

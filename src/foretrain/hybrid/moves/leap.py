@@ -1,78 +1,94 @@
-"""Making a move: how far, and whether at all, by forward passes on the same tokens before and after."""
+"""A leap: the whole forecast displacement at once, or as much of it as probes allow."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import Any
 
-_SHRINK = (0.5, 0.25)
-SHORTER = (0.5, 0.25, 0.125, 0.0625)
-"""Shares of a move that are tried where the whole of it does not lower the loss."""
-_LONGEST = 2.0**9
+import torch
 
+from foretrain.engine.step import StepOutput
+from foretrain.hybrid.moves import search
+from foretrain.hybrid.moves.base import MoveKind
+from foretrain.hybrid.moves.judged import JudgedMove
+from foretrain.hybrid.moves.products import Products
+from foretrain.hybrid.plan import FORECAST, Decision, Plan
 
-@dataclass(frozen=True, slots=True)
-class Leap:
-    """What was tried and what remained. The weights stand where this says."""
-
-    share: float
-    """Of the displacement that was asked for; 0 when refused."""
-    loss: float
-    """Probe loss where the weights stand now."""
-    probes: int
-
-    @property
-    def verdict(self) -> str:
-        return "refused" if self.share == 0 else "kept" if self.share >= 1 else "shrunk"
+_FIRST_HELD_OUT = 0.25
+"""Share with which a search on held-out examples begins. Chosen: where not even that helps the rate is good, and two
+probes are all that is lost."""
 
 
-Place = Callable[[float], None]
-"""Puts the weights at this share of the move."""
+class Leap(JudgedMove):
+    """Goes to the horizon in one step. `products`: low-rank factors that move as their product does."""
+
+    kind = "leap"
+    products: Products | None = None
+
+    def predict(self, batch: Any) -> StepOutput | None:
+        tools, plan = self.tools, self.plan
+        if plan.coefficients is None:
+            raise RuntimeError("nothing is forecast")  # a leap is planned with a forecast only
+        start = tools.snapshots.weights()
+        displacement = tools.trajectory.displacement(plan.coefficients)
+        moved, probes = False, 0
+
+        def place(share: float) -> None:
+            nonlocal moved
+            tools.trajectory.place(start if moved else None, displacement, share)
+            moved = True
+            if self.products is not None and share:
+                self.products.place(start, displacement, share)
+
+        def probe() -> float:
+            nonlocal probes
+            probes += 1
+            if probes > plan.searched:  # a search hardly ends with its first probe; any other may be the last
+                tools.probes.bring_back(0)
+            return self.probe()
+
+        if plan.searched and tools.probes.held_out:
+            found = search.search(place, probe, self.anchor, _FIRST_HELD_OUT, shorter=())
+        elif plan.searched:
+            found = search.search(place, probe, self.anchor)
+        else:
+            found = search.careful(place, probe, plan.disaster_limit(self.anchor))
+        self.cost += tools.probes.price(self.batch) * found.probes
+        if found.share == 0:
+            self.refuse("no length of the move lowers the loss" if plan.searched else "the loss rose beyond noise")
+            return None
+        if tools.engine.average is not None:
+            tools.engine.average.follow(start)
+        self.share = found.share
+        self.went(max(1, min(round(found.share * plan.horizon), plan.longest)))
+        self.arrive(found.loss)
+        return forward_only(found.loss)
 
 
-def careful(place: Place, probe: Callable[[], float], limit: float) -> Leap:
-    """The whole move, or half, or a quarter of it: the first that does not lift the loss above `limit`.
+class LeapKind(MoveKind):
+    """Makes leaps where `hybrid.mode` asks for them."""
 
-    With noisy gradients the loss right after a move says nothing about its worth; it only shows disasters.
-    """
-    probes = 0
-    for share in (1.0, *_SHRINK):
-        place(share)
-        probes += 1
-        loss = probe()
-        if loss <= limit:  # false for NaN
-            return Leap(share, loss, probes)
-    return _refuse(place, probes)
+    name = Leap.kind
 
+    def applies(self, decision: Decision, batch: Any) -> tuple[bool, float]:
+        wanted = decision.kind == FORECAST and self.tools.engine.config.hybrid.mode == "leap"
+        return wanted or decision.kind == self.name, 0.0
 
-def search(
-    place: Place, probe: Callable[[], float], anchor: float, first: float = 1.0, shorter: Sequence[float] = SHORTER
-) -> Leap:
-    """From `first` on double the move while the loss falls; where it does not fall at all, the first of `shorter` that
-    lowers it. For losses that can be trusted."""
-    probes, best, best_loss = 0, 0.0, anchor
+    def make(self, plan: Plan) -> Leap:
+        move = Leap(self.tools, plan)
+        move.products = self.products
+        return move
 
-    def lowers(share: float) -> bool:
-        nonlocal probes, best, best_loss
-        place(share)
-        loss = probe()
-        probes += 1
-        if loss < best_loss:
-            best, best_loss = share, loss
-        return best == share
+    def __init__(self, tools: Any) -> None:
+        super().__init__(tools)
+        self.products: Products | None = None
+        self.cover()
 
-    share = first
-    while lowers(share) and share < _LONGEST:
-        share *= 2
-    if best == 0:
-        any(lowers(share) for share in shorter)
-    if best == 0:
-        return _refuse(place, probes)
-    place(best)
-    return Leap(best, best_loss, probes)
+    def cover(self) -> None:
+        engine = self.tools.engine
+        if engine.config.hybrid.space == "product":
+            self.products = Products.of(engine.model, self.tools.trajectory.parameters)
 
 
-def _refuse(place: Place, probes: int) -> Leap:
-    place(0.0)
-    return Leap(0.0, math.nan, probes)
+def forward_only(loss: float) -> StepOutput:
+    """The output of a step without a gradient."""
+    return StepOutput(torch.tensor(loss), torch.tensor(torch.nan), torch.zeros(()))

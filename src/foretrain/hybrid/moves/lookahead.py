@@ -12,15 +12,25 @@ import torch
 from torch import Tensor
 
 from foretrain.engine.hooks import StepHook
-from foretrain.engine.memory.host import copy_each
 from foretrain.engine.step import StepOutput
+from foretrain.events import Phase
+from foretrain.hybrid.judges.judgement import Judgement
+from foretrain.hybrid.moves.base import Move
+from foretrain.persist.stateful import Buffer
 
 
-class LookAhead(StepHook):
-    """`m` is the average displacement per `stride` steps. Two buffers of the size of the weights, no host waits.
+class LookAhead(StepHook, Move):
+    """An excursion around `stride` full steps, over and over; it costs no step, and a step that fails undoes it.
 
-    share: how much of the full look-ahead the next step moves ahead by; 0 only measures the motion.
+    `m` is the average displacement per `stride` steps. Two buffers of the size of the weights, no host waits.
+    share: how much of the full look-ahead the next excursion moves ahead by; 0 only measures the motion.
     """
+
+    kind = "look-ahead"
+    phase = Phase.FULL
+    saved = ("m", "_before", "steps")
+    m: list[Buffer]
+    _before: list[Buffer]
 
     def __init__(
         self,
@@ -46,43 +56,51 @@ class LookAhead(StepHook):
         self._ahead = False
         """Moved ahead for a step that is not done yet."""
 
-    @torch.no_grad()
     def before_step(self) -> None:
-        if self.steps:
-            return
+        if self.over:
+            self.begin()
+
+    @torch.no_grad()
+    def begin(self, batch: Any = None) -> None:
         share = self.share()
         torch._foreach_copy_(self._before, self.parameters)
         self._ahead = True
         if share > 0:
             torch._foreach_add_(self.parameters, self.m, alpha=self.beta * share)
 
-    @torch.no_grad()
     def after_step(self, output: StepOutput) -> None:
+        self.advance()
+
+    @torch.no_grad()
+    def advance(self, batch: Any = None) -> StepOutput | None:
+        """A full step of the excursion is done."""
         self.steps += 1
         self._ahead = False
-        if self.steps < self.stride:
-            return
+        if self.steps == self.stride:
+            self.judge()
+        return None
+
+    @property
+    def over(self) -> bool:
+        return self.steps == 0
+
+    def judge(self) -> Judgement:
+        """It always stays: what is measured is the motion, for the next one."""
         self.steps = 0
         torch._foreach_sub_(self._before, self.parameters)
         torch._foreach_mul_(self.m, self.g)
         torch._foreach_sub_(self.m, self._before, alpha=1 - self.g)
+        return Judgement(kept=True, worth_steps=0.0, cost_steps=0.0)
 
     @torch.no_grad()
-    def take_back(self) -> None:
+    def undo(self) -> None:
         if self._ahead:
             torch._foreach_copy_(self.parameters, self._before)
         self._ahead = False
 
+    def take_back(self) -> None:
+        self.undo()
+
     def restart(self) -> None:
         """Something else moved the weights: these steps do not show their motion."""
         self.steps = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"m": list(self.m), "before": list(self._before), "steps": self.steps}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        copy_each(self.m, state["m"])
-        before = state.get("before")
-        self.steps = int(state["steps"]) if before is not None else 0
-        if before is not None:
-            copy_each(self._before, before)

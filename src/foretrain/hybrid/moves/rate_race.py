@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from foretrain.config import Config, changed
 from foretrain.config.schema import FIRST_RATE
 from foretrain.engine.batch import map_tensors
-from foretrain.engine.fence import OwnCodeError
+from foretrain.engine.fence import Failure, OwnCodeError
 from foretrain.engine.step import StepOutput
-from foretrain.events import Notice, RateTrial, RateTried
-from foretrain.hybrid.mover import Mover
+from foretrain.events import Notice, Phase, RateTrial, RateTried
+from foretrain.hybrid.judges.judgement import Judgement
+from foretrain.hybrid.moves.base import Move, MoveTools
+from foretrain.persist.codec import Snapshot
 
 FACTOR = math.sqrt(10.0)
 """Between two rates that are tried."""
@@ -39,28 +41,40 @@ def _steps(config: Config) -> int:
     return max(2, min(max(_SHORTEST, config.max_steps // 10), _LONGEST, config.max_steps // 2))
 
 
-class RateRace:
+class RateRace(Move):
     """Tries rates on the same first batches from the same first weights; held-out examples say which is best.
 
     The rate rises by `FACTOR` as long as that ends lower, else it falls as long as that does. The run goes on from
     where the best one ended: only what the others computed is spent, and charged.
     """
 
-    def __init__(self, mover: Mover, config: Config) -> None:
-        self.mover = mover
+    kind = "rate race"
+    phase = Phase.WARMUP
+    saved = ("open", "begun", "tried", "best", "cost", "batches")
+    tried: dict[int, float]
+    batches: list[Any]
+
+    clip = math.inf
+    """As a source of the learning rate, it wants no clipping."""
+
+    def __init__(self, tools: MoveTools, fail: Callable[[Failure], None]) -> None:
+        """fail: is told where a probe failed."""
+        config = tools.engine.config
+        self.tools = tools
+        self.fail = fail
         self.steps = _steps(config)
         self.open = config.optimizer.learning_rate == "auto"
-        self.tried: dict[int, float] = {}
+        self.tried = {}
         """Held-out loss at the end, by how many factors the rate is above the first."""
         self.best = 0
-        self.spent = 0
+        self.cost = 0.0
         """Full steps of rates that lost."""
         self.begun = False
         """There is a snapshot of the beginning, from which all rates start."""
-        self.batches: list[Any] = []
+        self.batches = []
+        self._at_work: int | None = None
+        """Exponent of the rate that runs now; None: the best."""
         self._told = False
-        self._trying: int | None = None
-        """The rate that runs now, by how many factors it is above the first."""
 
     def begin_anew(self) -> None:
         """Others are trained: rates are compared from here on, all on the same steps."""
@@ -74,74 +88,91 @@ class RateRace:
     @property
     def rate_factor(self) -> float:
         """The factor of the rate that runs now."""
-        return self.factor if self._trying is None else float(FACTOR**self._trying)
+        return self.factor if self._at_work is None else float(FACTOR**self._at_work)
 
-    clip = math.inf
+    def begin(self, batch: Any) -> None:
+        self.tools.snapshots.take()
+        self.tools.snapshots.wait()  # full steps follow, not probes
+        self.batch = map_tensors(batch, lambda tensor: tensor.clone())
+        self.begun = True
 
-    def step(self, batch: Any, full_step: Callable[[Any], StepOutput]) -> StepOutput:
-        """A step at the first rate; after the last one all other rates run."""
+    def advance(self, batch: Any) -> StepOutput:
+        """A step at the first rate."""
         if not self._told:  # at least two others follow: one that is higher, and one beyond the better of the two
             self._told = True
             self._tell(0, len(self.batches), 2 * self.steps)
         if not self.begun:
-            self.mover.safety.take()
-            self.mover.safety.wait()  # full steps follow, not probes
-            self.begun = True
-        output = full_step(batch)
+            self.begin(batch)
+        output = self.tools.engine.full(batch)
         self.batches.append(map_tensors(batch, lambda tensor: tensor.clone()))
-        if len(self.batches) >= self.steps:
-            try:
-                self._run_others(full_step)
-            finally:
-                self._trying = None
         return output
 
-    def _run_others(self, full_step: Callable[[Any], StepOutput]) -> None:
-        engine, safety = self.mover.engine, self.mover.safety
-        rows, position, counts = engine.meter.state_dict(), engine.position, self.mover.pilot.counts
-        counted = dict(counts.steps)
-        self._judge(0)
-        end = safety.take_other()
+    @property
+    def over(self) -> bool:
+        return self.open and len(self.batches) >= self.steps
+
+    def undo(self) -> None:
+        self.tools.snapshots.rewind()
+        self.begin_anew()
+
+    def judge(self) -> Judgement:
+        """Run all other rates on the same batches. Afterwards the run stands where the best one ended."""
+        engine, snapshots, counts = self.tools.engine, self.tools.snapshots, self.tools.counts
+        rows, position, counted = engine.meter.state_dict(), engine.position, dict(counts.steps)
+        self._measure(0)
+        try:
+            end = self._run_others()
+        finally:
+            self._at_work = None
+        snapshots.rewind(end)
+        engine.position, counts.steps = position, counted
+        engine.meter.load_state_dict(rows)  # what others did is no progress of this run
+        self.batches, self.open = [], False
+        text = f"the run goes on with a learning rate of {FIRST_RATE * self.factor:.3g}, the best of {len(self.tried)}"
+        self.tools.emit(Notice(text, level="info"))
+        return Judgement(self.best == 0, 0.0, self.cost, text, self.tried[self.best])
+
+    def _run_others(self) -> Snapshot:
+        """Returns where the best rate ended."""
+        snapshots = self.tools.snapshots
+        end = snapshots.take_other()
         for direction in (1, -1):
             exponent = direction
             while self.best == exponent - direction and abs(exponent) <= MOST:
-                safety.rewind()
-                self._trying = exponent
-                for done, batch in enumerate(self.batches, start=1):
-                    if done % max(1, self.steps // _TOLD) == 1 or self.steps < 2 * _TOLD:
-                        self._tell(exponent, done)
-                    full_step(batch)
-                self.spent += len(self.batches)
-                if self._judge(exponent):
-                    end = safety.take_other()
+                snapshots.rewind()
+                self._run(exponent)
+                if self._measure(exponent):
+                    end = snapshots.take_other()
                 exponent += direction
             if self.best:
                 break
-        safety.rewind(end)
-        engine.position, counts.steps = position, counted
-        engine.meter.load_state_dict(rows)  # what others did is no progress of this run
-        self._trying = None
-        self.batches, self.open = [], False
-        text = f"the run goes on with a learning rate of {FIRST_RATE * self.factor:.3g}, the best of {len(self.tried)}"
-        self.mover.emit(Notice(text, level="info"))
+        return end
+
+    def _run(self, exponent: int) -> None:
+        self._at_work = exponent
+        for done, batch in enumerate(self.batches, start=1):
+            if done % max(1, self.steps // _TOLD) == 1 or self.steps < 2 * _TOLD:
+                self._tell(exponent, done)
+            self.tools.engine.full(batch)
+        self.cost += len(self.batches)
 
     def _tell(self, exponent: int, done: int, others: int = 0) -> None:
         rate = FIRST_RATE * FACTOR**exponent
-        self.mover.emit(RateTrial(self.mover.engine.global_step, rate, done, self.steps, others))
+        self.tools.emit(RateTrial(self.tools.engine.global_step, rate, done, self.steps, others))
 
-    def _judge(self, exponent: int) -> bool:
+    def _measure(self, exponent: int) -> bool:
         """Whether this rate ended lowest so far."""
-        engine, mover = self.mover.engine, self.mover
+        engine = self.tools.engine
         try:
-            loss = engine.probe_all(mover.probes.held_out)
+            loss = engine.probe_all(self.tools.probes.held_out)
         except OwnCodeError as error:  # then the first rate stays
             loss = math.nan
-            mover.fail(error.failure)
+            self.fail(error.failure)
         first = not self.tried
         self.tried[exponent] = loss
         best = first or loss < self.tried[self.best] or (math.isnan(self.tried[self.best]) and not math.isnan(loss))
         self.best = exponent if best else self.best
-        mover.emit(RateTried(engine.global_step, FIRST_RATE * FACTOR**exponent, self.steps, loss, best))
+        self.tools.emit(RateTried(engine.global_step, FIRST_RATE * FACTOR**exponent, self.steps, loss, best))
         return best
 
     def summary(self) -> dict[str, Any]:
@@ -150,23 +181,9 @@ class RateRace:
             "chosen": FIRST_RATE * self.factor,
             "tried": {f"{FIRST_RATE * FACTOR**exponent:.3g}": loss for exponent, loss in sorted(self.tried.items())},
             "steps": self.steps,
-            "extra_steps": self.spent,
+            "extra_steps": round(self.cost),
         }
 
-    # --- state -------------------------------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "open": self.open,
-            "begun": self.begun,
-            "tried": [[exponent, loss] for exponent, loss in self.tried.items()],
-            "best": self.best,
-            "spent": self.spent,
-            "batches": self.batches,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.open, self.begun = bool(state["open"]), bool(state["begun"])
-        self.best, self.spent = int(state["best"]), int(state["spent"])
-        self.tried = {int(exponent): float(loss) for exponent, loss in state["tried"]}
-        self.batches = [self.mover.own(batch) for batch in state["batches"]]
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.batches = [self.tools.engine.to_device(batch) for batch in self.batches]

@@ -41,7 +41,7 @@ YOUNG = 8.0
 """Windows' worth of evidence below which the share left unexplained is refined twice per window, not once.
 Chosen: five windows are to be enough in exact motion (its tests)."""
 _PLACES = np.interp(np.arange(LONGEST + 1), np.array([0, *HORIZONS]), np.arange(len(HORIZONS) + 1.0))
-"""Of each number of windows between the horizons."""
+"""The place of each number of windows between the horizons."""
 
 
 class LinearPredictor(Stateful, Predictor):

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from foretrain.hybrid.moves import leap
-from foretrain.hybrid.moves.leap import Leap
+from foretrain.hybrid.moves import search
+from foretrain.hybrid.moves.search import Found
 from foretrain.motion.trajectory import Trajectory
 
 Place = tuple[Trajectory, list[Tensor], list[Tensor]]
@@ -25,7 +25,7 @@ def at(direction: float = 0.1) -> Place:
     return Trajectory(parameters), start, displacement
 
 
-def placing(place: Place) -> leap.Place:
+def placing(place: Place) -> search.Place:
     trajectory, start, displacement = place
     return lambda share: trajectory.place(start, displacement, share)
 
@@ -71,7 +71,7 @@ def test_careful_takes_the_first_length_that_is_no_disaster(
 ) -> None:
     place = at()
     probe, asked = losses(place, table)
-    found = leap.careful(placing(place), probe, limit=2.0)
+    found = search.careful(placing(place), probe, limit=2.0)
     assert (found.share, found.verdict, found.probes) == (share, verdict, len(tried))
     assert asked == tried
     assert_stands(place, share)
@@ -83,8 +83,8 @@ def test_careful_takes_the_first_length_that_is_no_disaster(
 def test_careful_does_not_ask_for_a_lower_loss() -> None:
     """The loss right after a move says nothing about its worth where batches differ."""
     place = at()
-    found = leap.careful(placing(place), losses(place, lambda s: 1.9)[0], limit=2.0)
-    assert found == Leap(1.0, 1.9, 1)
+    found = search.careful(placing(place), losses(place, lambda s: 1.9)[0], limit=2.0)
+    assert found == Found(1.0, 1.9, 1)
 
 
 # --- search ----------------------------------------------------------------------------------------------------------
@@ -93,7 +93,7 @@ def test_careful_does_not_ask_for_a_lower_loss() -> None:
 def test_search_doubles_while_the_loss_falls() -> None:
     place = at()
     probe, asked = losses(place, lambda s: (s - 9.0) ** 2)
-    found = leap.search(placing(place), probe, anchor=81.0)
+    found = search.search(placing(place), probe, anchor=81.0)
     assert (found.share, found.verdict, found.probes) == (8.0, "kept", 5)
     assert asked == [1.0, 2.0, 4.0, 8.0, 16.0]
     assert found.loss == pytest.approx(1.0, abs=1e-3)
@@ -103,7 +103,7 @@ def test_search_doubles_while_the_loss_falls() -> None:
 def test_search_halves_until_the_loss_falls() -> None:
     place = at()
     probe, asked = losses(place, lambda s: (s - 0.2) ** 2)
-    found = leap.search(placing(place), probe, anchor=0.04)
+    found = search.search(placing(place), probe, anchor=0.04)
     assert asked == [1.0, 0.5, 0.25]
     assert (found.share, found.verdict, found.probes) == (0.25, "shrunk", 3)
     assert_stands(place, 0.25)
@@ -113,7 +113,7 @@ def test_search_halves_until_the_loss_falls() -> None:
 def test_search_refuses_what_lowers_no_loss(table: Callable[[float], float]) -> None:
     place = at()
     probe, asked = losses(place, table)
-    found = leap.search(placing(place), probe, anchor=1.0)
+    found = search.search(placing(place), probe, anchor=1.0)
     assert (found.share, found.verdict) == (0.0, "refused")
     assert asked == [1.0, 0.5, 0.25, 0.125, 0.0625]
     assert math.isnan(found.loss)
@@ -122,7 +122,7 @@ def test_search_refuses_what_lowers_no_loss(table: Callable[[float], float]) -> 
 
 def test_search_survives_nan_beyond_the_good_part() -> None:
     place = at()
-    found = leap.search(placing(place), losses(place, lambda s: math.nan if s > 3 else -s)[0], anchor=0.0)
+    found = search.search(placing(place), losses(place, lambda s: math.nan if s > 3 else -s)[0], anchor=0.0)
     assert (found.share, found.probes) == (2.0, 3)
     assert_stands(place, 2.0)
 
@@ -130,7 +130,7 @@ def test_search_survives_nan_beyond_the_good_part() -> None:
 def test_search_ends_although_the_loss_falls_for_ever() -> None:
     place = at()
     probe, asked = losses(place, lambda s: -s)
-    found = leap.search(placing(place), probe, anchor=0.0)
+    found = search.search(placing(place), probe, anchor=0.0)
     assert found.probes == len(asked) == 10
     assert found.share == 512.0
     assert_stands(place, 512.0)
@@ -140,7 +140,7 @@ def test_search_ends_although_the_loss_falls_for_ever() -> None:
 def test_search_always_lowers_the_loss_or_refuses(best: float) -> None:
     place = at()
     probe, _ = losses(place, lambda s: (s - best) ** 2)
-    found = leap.search(placing(place), probe, anchor=best**2)
+    found = search.search(placing(place), probe, anchor=best**2)
     assert found.share > 0
     assert found.loss < best**2
     assert found.loss == pytest.approx((found.share - best) ** 2, rel=1e-3, abs=1e-6)
@@ -150,12 +150,12 @@ def test_search_always_lowers_the_loss_or_refuses(best: float) -> None:
 def test_a_search_may_begin_short_and_give_up_at_once() -> None:
     place = at()
     probe, asked = losses(place, lambda s: (s - 1.0) ** 2)
-    found = leap.search(placing(place), probe, anchor=1.0, first=0.25, shorter=())
+    found = search.search(placing(place), probe, anchor=1.0, first=0.25, shorter=())
     assert asked == [0.25, 0.5, 1.0, 2.0]
     assert found.share == 1.0
     assert_stands(place, 1.0)
     probe, asked = losses(place, lambda s: 1.0 + s)
-    assert leap.search(placing(place), probe, anchor=1.0, first=0.25, shorter=()).verdict == "refused"
+    assert search.search(placing(place), probe, anchor=1.0, first=0.25, shorter=()).verdict == "refused"
     assert asked == [0.25]
     assert_stands(place, 0.0)
 
@@ -166,7 +166,7 @@ def test_a_search_may_begin_short_and_give_up_at_once() -> None:
 @pytest.mark.parametrize("size", [1e-8, 1.0, 1e30, math.nan, math.inf])
 def test_a_refusal_is_exact_to_the_bit(size: float) -> None:
     """Also where the displacement is no number, or so large that subtracting it again would not bring them back."""
-    for choose, limit in ((leap.careful, -1.0), (leap.search, -1.0)):
+    for choose, limit in ((search.careful, -1.0), (search.search, -1.0)):
         place = at(direction=size)
         found = choose(placing(place), lambda: 0.0, limit)
         assert found.verdict == "refused"
@@ -175,7 +175,7 @@ def test_a_refusal_is_exact_to_the_bit(size: float) -> None:
 
 @pytest.mark.parametrize("size", [math.nan, math.inf, 1e30])
 def test_a_probe_of_absurd_weights_is_refused(size: float) -> None:
-    for choose in (leap.careful, leap.search):
+    for choose in (search.careful, search.search):
         place = at(direction=size)
         weights = place[0].parameters
         found = choose(placing(place), lambda weights=weights: float(sum(p.square().sum() for p in weights)), 1e3)
@@ -186,7 +186,7 @@ def test_a_probe_of_absurd_weights_is_refused(size: float) -> None:
 def test_nothing_but_the_weights_changes() -> None:
     trajectory, start, displacement = at()
     before = [t.clone() for t in (*start, *displacement)]
-    leap.search(placing((trajectory, start, displacement)), lambda: 0.0, 1.0)
-    leap.careful(placing((trajectory, start, displacement)), lambda: 0.0, 1.0)
+    search.search(placing((trajectory, start, displacement)), lambda: 0.0, 1.0)
+    search.careful(placing((trajectory, start, displacement)), lambda: 0.0, 1.0)
     for now, then in zip((*start, *displacement), before, strict=True):
         assert torch.equal(now, then)

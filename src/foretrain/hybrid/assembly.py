@@ -1,0 +1,79 @@
+"""Puts together what moves use, and the kinds of moves that every run has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from foretrain.engine.engine import Engine
+from foretrain.events import Event
+from foretrain.health.checkup import Checkup
+from foretrain.hybrid.judges.audit import Forks, RecentBatches
+from foretrain.hybrid.judges.held_out import Unseen
+from foretrain.hybrid.judges.probes import Probes
+from foretrain.hybrid.judges.worth import Worth
+from foretrain.hybrid.moves.base import MoveTools
+from foretrain.hybrid.moves.chain import ChainKind
+from foretrain.hybrid.moves.leap import LeapKind
+from foretrain.hybrid.moves.lookahead import LookAhead
+from foretrain.hybrid.moves.rollout import RolloutKind
+from foretrain.hybrid.policy import Policy
+from foretrain.hybrid.snapshot import Snapshots
+
+
+def equip(
+    policy: Policy,
+    engine: Engine,
+    checkup: Checkup,
+    look_ahead: LookAhead | None,
+    held_out: list[Any],
+    emit: Callable[[Event], None],
+) -> None:
+    """Give the policy what it makes moves with. held_out: batches that judge moves, if there are any."""
+    observer = policy.observer
+    snapshots = Snapshots(engine)
+    _cover(snapshots, policy, look_ahead)
+    probes = Probes(engine, snapshots)
+    probes.held_out = held_out
+    if held_out:
+        policy.appraiser.judge_on_held_out()
+    tools = MoveTools(
+        engine=engine,
+        snapshots=snapshots,
+        probes=probes,
+        unseen=Unseen(engine, probes, snapshots),
+        worth=Worth(engine, policy.slope),
+        forks=Forks(engine, observer.trajectory),
+        recent=RecentBatches(engine, observer.trajectory),
+        observer=observer,
+        trajectory=observer.trajectory,
+        counts=policy.score.counts,
+        checkup=checkup,
+        monitor=policy.monitor,
+        emit=emit,
+    )
+    policy.equip(tools, [ChainKind(tools, policy.predictability), LeapKind(tools), RolloutKind(tools)])
+
+
+def _cover(snapshots: Snapshots, policy: Policy, look_ahead: LookAhead | None) -> None:
+    """What a rollback brings back beside the engine: not what was learned from a move."""
+    guard, counts, predictor = policy.guard, policy.score.counts, policy.observer.guarded
+
+    def load_predictor(saved: Any) -> None:
+        if predictor.name == saved["name"]:  # else another one took over when the run was resumed
+            predictor.load(saved["state"])
+
+    def load_steps(saved: Any) -> None:
+        counts.steps = dict(saved)
+
+    if look_ahead is not None:
+        snapshots.cover("look_ahead", look_ahead.state_dict, look_ahead.load_state_dict, of_weights=True)
+    snapshots.cover(
+        "predictor",
+        lambda: {"name": predictor.name, "state": predictor.state()},
+        load_predictor,
+        in_emergencies=False,
+        of_weights=True,
+    )
+    snapshots.cover("guard", guard.state_dict, guard.load_state_dict)
+    snapshots.cover("steps", lambda: dict(counts.steps), load_steps)

@@ -1,0 +1,176 @@
+"""A move: a reversible excursion of the weights. The interface of all of them, and what they are handed."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from foretrain.engine.engine import Engine
+from foretrain.engine.hooks import StepHook
+from foretrain.engine.step import StepOutput
+from foretrain.events import Event, Phase
+from foretrain.persist.stateful import Stateful
+
+if TYPE_CHECKING:
+    from foretrain.health.checkup import Checkup
+    from foretrain.hybrid.cycle import Transition, View
+    from foretrain.hybrid.judges.audit import Forks, RecentBatches
+    from foretrain.hybrid.judges.held_out import Unseen
+    from foretrain.hybrid.judges.judgement import Judgement
+    from foretrain.hybrid.judges.probes import Probes
+    from foretrain.hybrid.judges.worth import Worth
+    from foretrain.hybrid.ledger import Counts
+    from foretrain.hybrid.moves.judged import JudgedMove
+    from foretrain.hybrid.plan import Decision, Plan
+    from foretrain.hybrid.snapshot import Snapshots
+    from foretrain.motion.observer import Observer
+    from foretrain.motion.trajectory import Trajectory
+
+
+@dataclass(frozen=True)
+class MoveTools:
+    """What moves use, made once for a run. They see neither the trainer nor the policy."""
+
+    engine: Engine
+    snapshots: Snapshots
+    probes: Probes
+    unseen: Unseen
+    """Held-out batches that may object to a move which an exact loss judges."""
+    worth: Worth
+    forks: Forks
+    recent: RecentBatches
+    observer: Observer
+    trajectory: Trajectory
+    """The directions that forecasts are made of; the observer's, unless a comparison holds moves still."""
+    counts: Counts
+    checkup: Checkup
+    """Looks at the steps of a chain, as at full steps."""
+    monitor: Callable[[JudgedMove, float, float, bool], tuple[View, Transition]]
+    """The policy's opinion of a predicted step: (move, probe loss or nan, predicted loss, last step) -> stay or go."""
+    emit: Callable[[Event], None]
+
+    def count(self, steps: int) -> None:
+        """Count virtual steps that a move is worth."""
+        self.engine.global_step += steps
+        self.counts.steps[Phase.PREDICT.value] += steps
+
+
+class Move(Stateful, ABC):
+    """An excursion of the weights that can be undone to the bit.
+
+    `begin` with a batch, `advance` with this and each further batch until it is `over`, then `judge`; whoever asked
+    keeps it or calls `undo`. A move that sees by itself that it leads nowhere calls `refuse`.
+    """
+
+    kind: ClassVar[str]
+    phase: Phase = Phase.PREDICT
+    """PREDICT while it moves the weights, CORRECT while full steps validate it."""
+    batch: Any = None
+    """That it began with."""
+    cost: float = 0.0
+    """Full steps spent on it that plain training would not have spent."""
+    refused: bool = False
+    """It was taken back before any full step followed on it: its batch is still there to be trained on."""
+    reason: str = ""
+    """Why it was refused."""
+
+    @abstractmethod
+    def begin(self, batch: Any) -> None:
+        """Take what `undo` needs, and measure where the weights are."""
+
+    @abstractmethod
+    def advance(self, batch: Any) -> StepOutput | None:
+        """Go on by one step. None where the batch was not used: the move was refused, or it is in CORRECT now."""
+
+    @property
+    @abstractmethod
+    def over(self) -> bool:
+        """Nothing is left to do but to judge."""
+
+    @abstractmethod
+    def judge(self) -> Judgement:
+        """Say what the move was worth."""
+
+    @abstractmethod
+    def undo(self) -> None:
+        """Bring back everything as it was before `begin`: weights, optimizer, random states and counters."""
+
+    def refuse(self, reason: str) -> None:
+        """Undo the move before any full step followed on it."""
+        self.undo()
+        self.refused, self.reason = True, reason
+
+
+class MoveKind(Stateful, ABC):
+    """One kind of move: knows when it applies, and makes moves. It lives as long as the run."""
+
+    name: ClassVar[str]
+
+    def __init__(self, tools: MoveTools) -> None:
+        self.tools = tools
+
+    # --- at the end of a window ---
+
+    @property
+    def ready(self) -> bool:
+        """A move of this kind could begin now, at any learning rate."""
+        return False
+
+    @property
+    def exact(self) -> bool:
+        """Such a move would be judged by exact losses on its way: no confidence and no warm-up are needed."""
+        return False
+
+    def prepare(self) -> float:
+        """In WARMUP: find out what this kind has to know. Returns what that cost in full steps."""
+        return 0.0
+
+    def propose(self, outlook: Outlook) -> Decision | None:
+        """A move of this kind is wanted now. Moves that follow a forecast propose nothing by themselves: the policy
+        weighs forecasts."""
+        return None
+
+    def obstacle(self) -> str | None:
+        """What keeps moves of this kind off, with what to set; empty if nothing does, None while nobody knows."""
+        return ""
+
+    # --- a move ---
+
+    def applies(self, decision: Decision, batch: Any) -> tuple[bool, float]:
+        """Whether this kind makes the move that was decided for, and how many full steps it took to find out."""
+        return decision.kind == self.name, 0.0
+
+    @abstractmethod
+    def make(self, plan: Plan) -> JudgedMove:
+        """A new move that has not begun."""
+
+    # --- the run ---
+
+    def watching(self) -> tuple[StepHook, ...]:
+        """Hooks that watch the next full step."""
+        return ()
+
+    def cover(self) -> None:
+        """Other weights are trained from now on; no move is open."""
+
+    def evaluated(self, loss: float) -> None:
+        """A held-out loss was measured while no move was open."""
+
+    def finish(self, batch: Any) -> float | None:
+        """The run is over. Returns the loss of the batch where the weights were changed once more."""
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """Where the run stands at the end of a window, for kinds that propose moves."""
+
+    step: int
+    steps_left: int
+    """Virtual steps to the end of the run."""
+    low_noise: bool
+    """The loss right after a move can be trusted."""
+    rate_trend: int
+    """-1 while the learning rate falls, 1 while it rises."""

@@ -1,0 +1,189 @@
+"""What all moves have in common that full steps validate and a judge judges: snapshot, anchor, validation."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from foretrain.engine.batch import map_tensors
+from foretrain.engine.step import StepOutput
+from foretrain.events import Phase
+from foretrain.health.signs import StepReading
+from foretrain.hybrid.cycle import View
+from foretrain.hybrid.judges.audit import Audited
+from foretrain.hybrid.judges.exact import Exact
+from foretrain.hybrid.judges.held_out import HeldOut
+from foretrain.hybrid.judges.judgement import ByProbe, Judge, Judgement, Trusted
+from foretrain.hybrid.moves.base import Move, MoveTools
+from foretrain.hybrid.plan import Plan
+from foretrain.persist.codec import random_state
+
+
+class JudgedMove(Move):
+    """Begins with a snapshot and a probe. `predict` moves the weights and ends with `arrive`; then full steps follow,
+    and the judge decides."""
+
+    chained = False
+    """It is made of leaps with a gradient each: every one of them counts as a step by itself."""
+    saved = (
+        *("phase", "batch", "random", "cost", "refused", "reason", "anchor", "moved", "share", "loss", "credit"),
+        *("made", "steps", "harmed", "overfits", "_outputs", "judge_of_move"),
+    )
+    random: dict[str, Any]
+    _outputs: list[Tensor]
+
+    def __init__(self, tools: MoveTools, plan: Plan, judge: Judge | None = None) -> None:
+        self.tools = tools
+        self.plan = plan
+        self.judge_of_move = judge or judge_for(tools, plan)
+        self.phase = Phase.PREDICT
+        self.cost = 0.0
+        self.random = {}
+        """Random states of all its probes."""
+        self.anchor = math.nan
+        """Probe loss where it began."""
+        self.moved = 0
+        """Steps ahead that the weights are now."""
+        self.made = 0
+        """Predicted steps made so far, those that were undone included."""
+        self.share = 1.0
+        """Of the planned displacement that was made."""
+        self.loss = math.nan
+        """Probe loss after the move, before any full step."""
+        self.credit = 0
+        """Virtual steps that it counts."""
+        self.steps = 0
+        """Validating steps done."""
+        self.harmed = False
+        """The guard saw harm in its validating steps."""
+        self.overfits = False
+        """It was cut short or refused because the held-out loss rose."""
+        self.view: View | None = None
+        """Why it left PREDICT, in the step that it did."""
+        self._outputs = []
+
+    # --- PREDICT -----------------------------------------------------------------------------------------------------
+
+    def begin(self, batch: Any) -> None:
+        tools = self.tools
+        tools.snapshots.take()
+        self.random, self.batch = random_state(), map_tensors(batch, lambda tensor: tensor.clone())
+        self.cost += tools.probes.price(batch)
+        self.offload()
+        self.anchor = self.probe()
+        if not math.isfinite(self.anchor):
+            self.refuse("the probe is not a number")
+        elif self.plan.coefficients is not None and not np.isfinite(self.plan.coefficients).all():
+            self.refuse("the forecast is not a number")
+        else:
+            if tools.probes.held_out:
+                tools.worth.watch_held_out(self.anchor)
+            tools.snapshots.wait()
+            self.look_before()
+
+    def offload(self) -> None:
+        """The optimizer's state may leave the device while only forward passes are made."""
+        self.tools.probes.offload()
+
+    def look_before(self) -> None:
+        """Measure what the judge compares with later."""
+        self.judge_of_move.begin(self)
+
+    def advance(self, batch: Any) -> StepOutput | None:
+        return self.predict(batch) if self.phase is Phase.PREDICT else self.validate(batch)
+
+    @abstractmethod
+    def predict(self, batch: Any) -> StepOutput | None:
+        """Move the weights by one step; `arrive` or `refuse` at the end."""
+
+    def went(self, steps: int) -> None:
+        """So many predicted steps were made."""
+        self.moved += steps
+        self.made += steps
+
+    def arrive(self, loss: float, view: View | None = None) -> None:
+        """The weights are where the move leads them: full steps validate it from now on. view: why, if not because the
+        horizon is reached."""
+        self.tools.probes.bring_back(-1)
+        self.loss = loss
+        self.credit = 0 if self.chained else self.judge_of_move.credit(self)
+        self.view = view or View(self.tools.engine.global_step, confidence=1.0, horizon_reached=True)
+        self.tools.count(self.credit)
+        self.phase = Phase.CORRECT
+
+    def end_soon(self) -> None:
+        """Training is to stop: end with the next step, where the move can."""
+
+    def end_now(self) -> None:
+        """Something else stops the move: end where it is, where it can."""
+
+    @property
+    def stays_if_stopped(self) -> bool:
+        """What was made so far is known to be good: it may stay without a judgement."""
+        return False
+
+    # --- CORRECT -----------------------------------------------------------------------------------------------------
+
+    def validate(self, batch: Any) -> StepOutput:
+        """A full step that shows what the move did."""
+        output = self.tools.engine.full(batch)
+        self._outputs.extend((output.loss, output.gradient_norm))
+        self.steps += 1
+        self.judge_of_move.validated(self, batch)
+        return output
+
+    @property
+    def over(self) -> bool:
+        return self.steps >= self.plan.correct_steps
+
+    def readings(self) -> list[StepReading]:
+        """Loss and gradient norm of the validating steps. StepReading them waits for the device."""
+        numbers = self.tools.engine.world.to_host(torch.stack([value.float() for value in self._outputs]))
+        self._outputs.clear()
+        first = self.tools.engine.global_step - self.steps + 1
+        pairs = enumerate(zip(numbers[::2], numbers[1::2], strict=True), start=first)
+        return [StepReading(step, Phase.CORRECT, loss, norm) for step, (loss, norm) in pairs]
+
+    def judge(self) -> Judgement:
+        return self.judge_of_move.judge(self)
+
+    def exact_worth(self, before: float, after: float) -> float:
+        """Full steps between two exact losses."""
+        return self.tools.worth.exact(before, after)
+
+    @property
+    def start_loss(self) -> float:
+        """Exact loss that its fall is counted from."""
+        return self.anchor
+
+    def undo(self) -> None:
+        self.tools.snapshots.rewind()
+
+    # --- probes and state --------------------------------------------------------------------------------------------
+
+    def probe(self, batch: Any = None) -> float:
+        """Loss of the weights as they are, on the move's batch or another one, with the anchor's random numbers."""
+        return self.tools.probes.loss(self, batch)
+
+    @property
+    def horizon(self) -> int:
+        """Steps ahead that it is told to have gone."""
+        return self.moved if self.chained else self.plan.horizon
+
+    def after_load(self) -> None:
+        """Random states stay on the host; all else goes to the device."""
+        device = self.tools.engine.device
+        self.batch = self.tools.engine.to_device(self.batch)
+        self._outputs = [value.to(device) for value in self._outputs]
+        self.judge_of_move.loaded(self)
+
+
+def judge_for(tools: MoveTools, plan: Plan) -> Judge:
+    """Held-out examples judge where probes are made on them, the exact loss where it is known, audits otherwise."""
+    judge: ByProbe = HeldOut() if tools.probes.held_out else Exact() if plan.low_noise else Trusted()
+    return Audited(judge) if plan.audited else judge
