@@ -18,26 +18,30 @@ SOURCES = {
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 LONGEST = 160
 
-ABOVE_THE_LOOP = ("cli", "measure", "recipes", "planning", "trainer.py", "loop.py", "__main__.py")
+ABOVE_THE_LOOP = ("cli", "measure", "recipes", "planning", "trainer.py", "loop", "__main__.py")
 FRAGMENTS = ("Of ", "Nor ", "And ", "The same")
 
-DEFINED_TWICE = {"Outcome"}
-HANDED_THE_TRAINER = {"foretrain/health/rescue.py"}
+DEFINED_TWICE: set[str] = set()
+HANDED_THE_TRAINER: set[str] = set()
 BEGIN_WITH_FRAGMENTS = {
     "foretrain/engine/engine.py",
     "foretrain/engine/step.py",
     "foretrain/hybrid/cycle.py",
     "foretrain/hybrid/exact_gain.py",
     "foretrain/hybrid/gate.py",
+    "foretrain/hybrid/judges/audit.py",
     "foretrain/hybrid/judges/held_out.py",
-    "foretrain/hybrid/judges/probes.py",
+    "foretrain/hybrid/judges/worth.py",
     "foretrain/hybrid/ledger.py",
-    "foretrain/hybrid/moves/chain.py",
-    "foretrain/hybrid/moves/leap.py",
+    "foretrain/hybrid/moves/judged.py",
+    "foretrain/hybrid/moves/quasi_newton.py",
+    "foretrain/hybrid/moves/search.py",
     "foretrain/hybrid/moves/secant.py",
     "foretrain/hybrid/policy.py",
     "foretrain/hybrid/snapshot.py",
-    "foretrain/loop.py",
+    "foretrain/loop/fit.py",
+    "foretrain/loop/run.py",
+    "foretrain/loop/saver.py",
     "foretrain/trainer.py",
 }
 

@@ -311,6 +311,23 @@ def test_the_run_is_ready_for_full_steps_when_it_does_not_rise() -> None:
     assert not rising.loss_stable
 
 
+def test_many_steps_are_taken_in_at_once_only_while_nothing_is_remarkable() -> None:
+    noise = np.random.default_rng(9).normal(0, 0.05, 40)
+    guard = settled()
+    assert guard.check_calmly([float(loss) for loss in 2 + noise[:10].clip(-0.05, 0.05)], [1.0] * 10)
+    assert guard.losses.count == 210
+    alternating = [float(loss) for loss in 2 + 0.06 * (-1.0) ** np.arange(64)]
+    for losses, norms in (
+        ([2.0, 3.0], [1.0] * 2),
+        ([2.0, math.nan], [1.0] * 2),
+        ([2.0], [50.0]),
+        (alternating, [1.0] * 64),
+    ):
+        before = json.dumps(guard.state_dict())
+        assert not guard.check_calmly(losses, norms)
+        assert json.dumps(guard.state_dict()) == before
+
+
 def test_state_survives_a_round_trip() -> None:
     losses = losses_of_a_run("heavy-tailed", 5, 400)
     whole, first, second = make(), make(), make()

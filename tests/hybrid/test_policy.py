@@ -399,7 +399,7 @@ def test_an_audit_enters_the_ledger_and_the_gate(gain: float) -> None:
 def test_a_refused_move() -> None:
     flight = Flight().until(Phase.PREDICT)
     plan = flight.policy.plan()
-    flight.policy.score.refused(10, plan, 1.0)
+    flight.policy.score.refused(flight.step, plan, 1.0)
     assert flight.policy.score.counts.moves["refused"] == 1
     assert flight.policy.score.ledger.cost == 1.0
     assert flight.policy.gate.wait == 1

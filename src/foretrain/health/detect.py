@@ -122,16 +122,15 @@ class Detector(Stateful):
         )
         if self.streak or min(norms) < low or max(norms) > high:
             return False
-        before = self.state_dict()
-        if not self.losses.update_calmly(losses, self.hybrid.divergence_threshold):
+        before, self.losses = self.losses, self.losses.copy()
+        calm = self.losses.update_calmly(losses, self.hybrid.divergence_threshold)
+        if not calm or any(True for _ in self._runaway()) or any(True for _ in self._oscillation()):
+            self.losses = before
             return False
         for norm in norms[:: max(1, len(norms) // 10)]:
             self.gradients.update(norm, self.config.explosion_factor)
         self.since_warning += len(losses)
         self.since_critical += len(losses)
-        if any(True for _ in self._runaway()) or any(True for _ in self._oscillation()):
-            self.load_state_dict(before)
-            return False
         return True
 
     def after_move(self) -> None:

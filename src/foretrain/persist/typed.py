@@ -22,6 +22,8 @@ from foretrain.persist.codec import copy_all, form_in_words, form_of, own_copy
 _IN_PLACE = "in place"
 Buffer = Annotated[Tensor, _IN_PLACE]
 """The type of a tensor that others hold on to: loading fills it, and never replaces it."""
+_ARRAYS = (np.ndarray, get_origin(NDArray[np.float64]))
+"""What an annotated array is made of; the second differs from the first in later versions of numpy."""
 ArrayBuffer = Annotated[NDArray[np.float64], _IN_PLACE]
 """The type of an array of numpy that is filled in place."""
 
@@ -71,7 +73,7 @@ class Reader:
             return self._sequence(base, arguments, saved, present, place)
         if base in (dict, Mapping):
             return self._mapping(arguments, saved, present, place)
-        if base is np.ndarray:
+        if base in _ARRAYS:
             return self._array(saved, present, place)
         if base is Tensor:
             return self._tensor(saved, present, place)
