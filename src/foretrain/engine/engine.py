@@ -27,11 +27,13 @@ from foretrain.engine.optim import build as optim
 from foretrain.engine.precision import Precision, choose_device
 from foretrain.engine.progress import RunProgress
 from foretrain.engine.rates import FollowedRates, Rates, RateSource, ScheduledRates, check_scheduler
+from foretrain.engine.result import StepResult
 from foretrain.engine.sparse import check_sparse
 from foretrain.engine.step import FullStep, LossFunction, StepOutput
 from foretrain.engine.trained import Change, TrainedWeights
 from foretrain.engine.world import World
 from foretrain.errors import ConfigError
+from foretrain.events import Phase
 from foretrain.persist.codec import (
     seed_random,
 )
@@ -117,6 +119,8 @@ class Engine:
         Set by `fit`."""
         self.on_cover: list[Callable[[], None]] = []
         """Called when other weights are trained than before."""
+        self.on_length: list[Callable[[int], None]] = []
+        """Called when it becomes known how many steps the run has."""
         self._fingerprint = state.Fingerprint()
 
     # --- how far the run is, as others ask for it -------------------------------------------------------------------
@@ -233,11 +237,18 @@ class Engine:
         """Length of the run; without an end it is taken to go on for as long again as it has been."""
         return self.config.max_steps if self.has_end else max(self.config.max_steps, 2 * self.progress.global_step)
 
+    @property
+    def ended(self) -> bool:
+        """All steps are done that were planned."""
+        return self.has_end and self.progress.global_step >= self.config.max_steps
+
     def end_at(self, max_steps: int) -> None:
         """From now on it is known how long the run is."""
         self.config = self.config.model_copy(update={"max_steps": max_steps, "epochs": None})
         self.has_end = True
         self.rate.end_at(max_steps)
+        for told in self.on_length:
+            told(max_steps)
 
     # --- one full step -----------------------------------------------------------------------------------------------
 
@@ -261,6 +272,12 @@ class Engine:
         self.progress.global_step += 1
         self.full_step.changing = False
         return output
+
+    def result(
+        self, phase: Phase, output: StepOutput, predicted_loss: float | None = None, confidence: float | None = None
+    ) -> StepResult:
+        """What a step did, as its caller sees it."""
+        return StepResult(phase.value, self.progress.global_step, self.rate.used, output, predicted_loss, confidence)
 
     def take_back_step(self) -> None:
         """The step that was begun will not be done, and its update has not begun: hooks undo what they changed."""

@@ -34,6 +34,8 @@ class Checkup(StepHook):
         self.emit = emit
         self.known_of_moves: Callable[[RunStatus], RunStatus] = lambda situation: situation
         """Adds to a situation what is known of moves."""
+        self.tuned: Callable[[], None] = lambda: None
+        """Called when something was tuned. The learning rate and the clipping are asked for by the engine."""
         self.interval = engine.config.health.interval
         self.look = LayerMeter(engine.model, engine.full_step.parameters)
         self.levers = levers_of_own(engine.optimizer) if engine.own_optimizer else levers_of(engine.config)
@@ -97,8 +99,8 @@ class Checkup(StepHook):
         lag = self.engine.device.type == "cuda"
         return self.look.on_its_way and not (lag and self.engine.global_step == self._looked + 1)
 
-    def judge(self) -> bool:
-        """Whether something was tuned, so that the run has to follow."""
+    def judge(self) -> None:
+        """Say what the last look shows, and tune what it wants tuned."""
         measured = self.look.take()
         step = self._looked if measured is not None else self.engine.global_step
         situation = self._situation(step)
@@ -107,7 +109,7 @@ class Checkup(StepHook):
             self.looks += 1
             self._keep(measured.step, self._numbers(measured))
             self.emit(self._event(measured, vitals))
-        return self._tell(news)
+        self._tell(news)
 
     def finish(self) -> None:
         """The run is over: what the last steps say, which no look follows."""
@@ -120,21 +122,20 @@ class Checkup(StepHook):
         self.engine.meter.fetch()
         self.health.monitor.close()
 
-    def evaluated(self, held_out: float) -> bool:
+    def evaluated(self, held_out: float) -> None:
+        """A held-out loss was measured."""
         if not self.on:
-            return False
+            return
         situation = self._situation(self.engine.global_step)
-        return self._tell(self.health.evaluated(situation, held_out, self.engine.progress.last_train_loss))
+        self._tell(self.health.evaluated(situation, held_out, self.engine.progress.last_train_loss))
 
-    def _tell(self, news: list[HealthFinding]) -> bool:
-        tuned = False
+    def _tell(self, news: list[HealthFinding]) -> None:
         for finding in news:
             self._say(finding)
             made = self.health.tune(finding, self._peak)
             if made:
-                tuned = True
                 self.emit(Tuned(finding.step, finding.ailment.value, made))
-        return tuned
+                self.tuned()
 
     def _say(self, finding: HealthFinding) -> None:
         record = finding.record()
