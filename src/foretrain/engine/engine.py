@@ -31,7 +31,7 @@ from foretrain.engine.result import StepResult
 from foretrain.engine.sparse import check_sparse
 from foretrain.engine.step import FullStep, LossFunction, StepOutput
 from foretrain.engine.trained import Change, TrainedWeights
-from foretrain.engine.world import World
+from foretrain.engine.world import ALONE, World
 from foretrain.errors import ConfigError
 from foretrain.events import Phase
 from foretrain.persist.codec import (
@@ -52,7 +52,7 @@ class Engine:
         scheduler: Any = None,
         world: World | None = None,
     ) -> None:
-        self.world = world or World()
+        self.world = world or ALONE
         optimizer, config = own.with_named_optimizer(optimizer, config)
         self.config = config
         self.max_steps_given = "max_steps" in config.model_fields_set
@@ -92,6 +92,7 @@ class Engine:
             compile_loss=switch(config.engine.compile, auto=self.device.type == "cuda"),
             update_in_backward=config.engine.update_in_backward,
             parameters=self.trained.parameters,
+            world=self.world,
         )
         self.away: OptimizerParking | None = None
         """The optimizer's state leaves the device while nothing needs it."""
@@ -105,14 +106,21 @@ class Engine:
         fixed = self.away is None  # a graph is bound to addresses: its tensors cannot leave
         recordable = fixed and (not self.own_optimizer or optim.can_be_recorded(self.optimizer))
         self.execution = Execution(self.full_step, config.engine.cuda_graph, recordable)
-        self.meter = StepMeter(lagging=self.device.type == "cuda")
+        self.meter = StepMeter(lagging=self.device.type == "cuda", world=self.world)
         self.clock = Stopwatch()
         self.progress = RunProgress()
         self.unit = "tokens" if is_configured(self.model) else "samples"
         """What `progress.tokens` counts."""
         self.fence = Fence()
         self.forward = Forward(
-            self.full_step, self.execution, self.average, self.progress, self.fence, self.to_device, self.count
+            self.full_step,
+            self.execution,
+            self.average,
+            self.progress,
+            self.fence,
+            self.to_device,
+            self.count,
+            self.world,
         )
         self.first_trained: Callable[[dict[str, nn.Parameter]], None] = lambda weights: None
         """Called with weights that are about to be trained for the first time in this run, which nobody saved so far.
@@ -277,7 +285,8 @@ class Engine:
         self, phase: Phase, output: StepOutput, predicted_loss: float | None = None, confidence: float | None = None
     ) -> StepResult:
         """What a step did, as its caller sees it."""
-        return StepResult(phase.value, self.progress.global_step, self.rate.used, output, predicted_loss, confidence)
+        step, rate = self.progress.global_step, self.rate.used
+        return StepResult(phase.value, step, rate, output, predicted_loss, confidence, world=self.world)
 
     def take_back_step(self) -> None:
         """The step that was begun will not be done, and its update has not begun: hooks undo what they changed."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from foretrain.engine.step import StepOutput
+from foretrain.engine.world import ALONE, World
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,8 @@ class StepResult:
     rewound: int = 0
     """How many of the last batches, that of this step included, are to be handed in again, because a move was undone
     together with its data: the next batch is the one at `HybridTrainer.position`. `fit` does this by itself."""
+    world: World = ALONE
+    """The way of these numbers to the host."""
 
     @property
     def learning_rate(self) -> float:
@@ -35,14 +38,14 @@ class StepResult:
 
     @property
     def loss(self) -> float:
-        return float(self.output.loss)
+        return self.world.to_host(self.output.loss)[0]
 
     @property
     def gradient_norm(self) -> float:
         """Not a number in PREDICT, where there is no gradient."""
-        return float(self.output.gradient_norm)
+        return self.world.to_host(self.output.gradient_norm)[0]
 
     @property
     def skipped(self) -> bool:
         """True when the step was not finite and changed nothing."""
-        return bool(self.output.skipped)
+        return bool(self.world.to_host(self.output.skipped)[0])

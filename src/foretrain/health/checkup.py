@@ -37,7 +37,7 @@ class Checkup(StepHook):
         self.tuned: Callable[[], None] = lambda: None
         """Called when something was tuned. The learning rate and the clipping are asked for by the engine."""
         self.interval = engine.config.health.interval
-        self.look = LayerMeter(engine.model, engine.full_step.parameters)
+        self.look = LayerMeter(engine.model, engine.full_step.parameters, engine.world)
         self.levers = levers_of_own(engine.optimizer) if engine.own_optimizer else levers_of(engine.config)
         if not is_configured(engine.model):
             self.levers = replace(self.levers, dropout="dropout in your model")
@@ -57,7 +57,7 @@ class Checkup(StepHook):
         """Others are trained from now on. A look that is not judged yet is made again."""
         if self.look.measuring or self.look.on_its_way:
             self.next_look = self._looked
-        self.look = LayerMeter(self.engine.model, self.engine.full_step.parameters)
+        self.look = LayerMeter(self.engine.model, self.engine.full_step.parameters, self.engine.world)
         self.health.cover(self.look.layers)
         self._latest = {}
         self._worst = {layer: self._worst[layer] for layer in self.look.layers if layer in self._worst}
@@ -130,7 +130,7 @@ class Checkup(StepHook):
         self._tell(self.health.evaluated(situation, held_out, self.engine.progress.last_train_loss))
 
     def _tell(self, news: list[HealthFinding]) -> None:
-        for finding in news:
+        for finding in self.engine.world.agree(news):
             self._say(finding)
             made = self.health.tune(finding, self._peak)
             if made:

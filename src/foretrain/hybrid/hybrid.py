@@ -64,6 +64,7 @@ class Hybrid:
             engine.trained.names,
             window=config.hybrid.window_steps,
             dtype=basis_type(config.hybrid.basis_type, trained),
+            world=engine.world,
             hold=False,
         )
         predictor = predictor or registry.build(config.predictor, config.seed)
@@ -190,7 +191,7 @@ class Hybrid:
         except Ordered:  # the next step begins with it, here or in the run that is resumed
             return
         policy.heed()
-        actions = policy.watch(record, policy.tools.recent.same(), fp16=engine.precision.scaled)
+        actions = policy.watch(record, engine.world.agree(policy.tools.recent.same()), fp16=engine.precision.scaled)
         policy.score.exact.watched(record, engine.clock.seconds, engine.progress.backward_passes)
         if self.carry_out(actions):
             return

@@ -186,15 +186,17 @@ class Loop:
                 self.progress.evaluation_due = bool(self.evaluator.held_out)
             elif self.evaluator.evaluate() and self.hybrid is not None:
                 self.hybrid.end_soon()
-        if last:
-            return "finished"
-        if self._interrupted:
-            return "interrupted"
-        if (trainer.stopping or self.evaluator.patience_is_over) and not trainer.judging:
-            return "stopped early"
-        if step >= self.next_save:
+        reason = self.engine.world.agree("finished" if last else self._reason_to_stop())
+        if reason is None and step >= self.next_save:
             self.next_save = (step // self.save_every + 1) * self.save_every
             self._save(must=False)
+        return reason
+
+    def _reason_to_stop(self) -> str | None:
+        if self._interrupted:
+            return "interrupted"
+        if (self.trainer.stopping or self.evaluator.patience_is_over) and not self.trainer.judging:
+            return "stopped early"
         return None
 
     @property
