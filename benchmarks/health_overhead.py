@@ -80,7 +80,7 @@ def compare(device: str, model: dict[str, Any], interval: int, rounds: int, fold
         "model": model["model.type"],
         "interval": interval,
         "rounds": rounds,
-        "looks": arms["watched"].trainer.checkup.looks,
+        "looks": arms["watched"].trainer.checkup.measurements,
         "look_milliseconds": round(1e3 * one_look(arms["watched"], rounds), 4),
         "milliseconds_per_step": round(1e3 * statistics.median(seconds["bare"]) / interval, 4),
         "health": overhead(seconds["watched"], seconds["logged"]),
@@ -109,8 +109,8 @@ def one_look(arm: Arm, times: int) -> float:
     for _ in range(times):
         _wait(trainer)
         started = time.perf_counter()
-        trainer.checkup.look.begin()
-        trainer.checkup.look.end(trainer.global_step, output)
+        trainer.checkup.layers.begin()
+        trainer.checkup.layers.end(trainer.global_step, output)
         trainer.checkup.judge()
         _wait(trainer)
         spent.append(time.perf_counter() - started)

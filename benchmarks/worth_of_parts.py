@@ -1,7 +1,7 @@
 """What three parts of prediction are worth: the residual correction, leaps of adapters in product space, the bandit.
 
 python benchmarks/worth_of_parts.py --out result.json      # 12 seeds; about 16 minutes of one CPU core
-python benchmarks/worth_of_parts.py --seeds 2 --only regression
+python benchmarks/worth_of_parts.py --seeds 20 --only adapters --arms "as shipped" product
 
 The same small runs are made with a part and without it, or with something simpler in its place. All arms of a task and
 seed start from the same weights and see the same batches. A run ends when it has done a given amount of work, counted
@@ -379,7 +379,7 @@ def work_through(options: argparse.Namespace) -> list[dict[str, Any]]:
             for name in TASKS:
                 if options.only and options.only not in name:
                     continue
-                arms = [arm for arm in ARMS if arm != "product" or name.startswith("adapters")]
+                arms = [arm for arm in options.arms if arm != "product" or name.startswith("adapters")]
                 results += [run(name, arm, seed, Path(folder)) for arm in arms]
             print(f"seed {seed}: {time.process_time():.0f} s of CPU so far", file=sys.stderr, flush=True)
             options.rows.write_text(json.dumps(results), encoding="utf-8")
@@ -390,6 +390,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=12)
     parser.add_argument("--only", help="tasks whose name holds this")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--out", type=Path, help="also write all figures here")
     parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)  # for the process that has the old source
     options = parser.parse_args()

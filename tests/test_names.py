@@ -18,66 +18,30 @@ SOURCES = {
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 LONGEST = 160
 
-ABOVE_THE_LOOP = ("cli", "measure", "recipes", "planning", "trainer.py", "loop.py", "__main__.py")
+ABOVE_THE_LOOP = ("cli", "measure", "recipes", "planning", "trainer.py", "loop", "__main__.py")
 FRAGMENTS = ("Of ", "Nor ", "And ", "The same")
 
-DEFINED_TWICE = {"Entry", "Gate", "Guard", "Outcome", "Reading", "Sample", "Situation"}
-HANDED_THE_TRAINER = {"foretrain/health/rescue.py"}
+DEFINED_TWICE: set[str] = set()
+HANDED_THE_TRAINER: set[str] = set()
 BEGIN_WITH_FRAGMENTS = {
-    "foretrain/engine/average.py",
-    "foretrain/engine/batches.py",
     "foretrain/engine/engine.py",
-    "foretrain/engine/memory/offload.py",
-    "foretrain/engine/memory/usage.py",
-    "foretrain/engine/meters.py",
-    "foretrain/engine/optim/in_backward.py",
     "foretrain/engine/step.py",
-    "foretrain/engine/trained.py",
-    "foretrain/events.py",
-    "foretrain/health/advise.py",
-    "foretrain/health/baseline.py",
-    "foretrain/health/checkup.py",
-    "foretrain/health/guard.py",
-    "foretrain/health/vitals.py",
     "foretrain/hybrid/cycle.py",
     "foretrain/hybrid/exact_gain.py",
     "foretrain/hybrid/gate.py",
+    "foretrain/hybrid/judges/audit.py",
     "foretrain/hybrid/judges/held_out.py",
-    "foretrain/hybrid/judges/probes.py",
+    "foretrain/hybrid/judges/worth.py",
     "foretrain/hybrid/ledger.py",
-    "foretrain/hybrid/moves/chain.py",
-    "foretrain/hybrid/moves/leap.py",
+    "foretrain/hybrid/moves/judged.py",
+    "foretrain/hybrid/moves/quasi_newton.py",
+    "foretrain/hybrid/moves/search.py",
     "foretrain/hybrid/moves/secant.py",
     "foretrain/hybrid/policy.py",
     "foretrain/hybrid/snapshot.py",
-    "foretrain/loop.py",
-    "foretrain/motion/confidence.py",
-    "foretrain/motion/hosted.py",
-    "foretrain/motion/predictability.py",
-    "foretrain/motion/predictors/corrected.py",
-    "foretrain/motion/predictors/linear.py",
-    "foretrain/motion/predictors/networks.py",
-    "foretrain/motion/predictors/worldmodel.py",
-    "foretrain/motion/quality.py",
-    "foretrain/motion/records.py",
-    "foretrain/motion/samples.py",
-    "foretrain/motion/slope.py",
-    "foretrain/persist/checkpoint.py",
-    "foretrain/persist/codec.py",
-    "foretrain/persist/files.py",
-    "foretrain/persist/folder.py",
-    "foretrain/show/console.py",
-    "foretrain/show/outlet.py",
-    "foretrain/show/pages/looks.py",
-    "foretrain/show/pages/report_cards.py",
-    "foretrain/show/pages/report_charts.py",
-    "foretrain/show/pages/report_forecasts.py",
-    "foretrain/show/pages/report_lead.py",
-    "foretrain/show/pages/report_page.py",
-    "foretrain/show/pages/report_words.py",
-    "foretrain/show/pages/watch.py",
-    "foretrain/show/record.py",
-    "foretrain/show/trouble.py",
+    "foretrain/loop/fit.py",
+    "foretrain/loop/run.py",
+    "foretrain/loop/saver.py",
     "foretrain/trainer.py",
 }
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from xml.etree import ElementTree as ET
 
 import pytest
 
@@ -80,8 +82,7 @@ def test_the_example_of_fine_tuning_makes_examples(
 
 
 def test_every_predictor_has_a_page_that_opens_with_its_verdict() -> None:
-    from foretrain.motion.predictors.registry import NAMES
-    from foretrain.motion.predictors.verdicts import VERDICTS
+    from foretrain.motion.predictors.registry import NAMES, VERDICTS
 
     assert set(VERDICTS) == set(NAMES)
     for name in NAMES:
@@ -106,3 +107,20 @@ def test_a_run_can_be_drawn(tmp_path: Path) -> None:
     picture = (tmp_path / "run.svg").read_text(encoding="utf-8")
     assert picture.count("polyline") == 1
     assert "10 steps ahead: kept" in picture
+
+
+def test_the_arms_of_a_campaign_can_be_drawn(tmp_path: Path) -> None:
+    speedups = {"hybrid <b>": (1.2, 1.1, 1.3), "plain, again": (1.0, 0.9, 1.1), "one run": None}
+    arms = [
+        {"arm": name, "label": name, "n": 3, "speedup": told and dict(zip(("mean", "low", "high"), told, strict=True))}
+        for name, told in speedups.items()
+    ]
+    result = {"config": {"optimizer": {"type": "muon"}}, "analysis": {"ladder": [], "arms": arms}}
+    (tmp_path / "result.json").write_text(json.dumps(result), encoding="utf-8")
+    command = [sys.executable, ROOT / "docs" / "draw_campaign.py", tmp_path / "arms.svg", tmp_path / "result.json"]
+    assert subprocess.run(command).returncode == 0
+    picture = ET.parse(tmp_path / "arms.svg").getroot()  # noqa: S314
+    texts = [element.text for element in picture.iter("{http://www.w3.org/2000/svg}text")]
+    assert texts[-3:-1] == ["Muon: hybrid <b>", "Muon: plain, again"]
+    hybrid, plain = (float(dot.attrib["cx"]) for dot in picture.iter("{http://www.w3.org/2000/svg}circle"))
+    assert hybrid > plain

@@ -81,7 +81,7 @@ class Moved(Event):
     verdict: str
     """"kept", "shrunk", "refused" or "rolled back"."""
     share: float
-    """Of the forecast displacement."""
+    """A share of the forecast displacement."""
     audited: bool
     chained: bool
     """A chain of quasi-Newton leaps, with a gradient each."""
@@ -106,7 +106,7 @@ class RateTrial(Event):
     learning_rate: float
     done: int
     steps: int
-    """Of the first steps of the run, how many are done and how many there are."""
+    """How many of the run's first steps are done, and how many there are."""
     others: int = 0
     """Steps of other rates that must follow at the least."""
 
@@ -121,7 +121,7 @@ class RateTried(Event):
     loss: float
     """On held-out examples."""
     best: bool
-    """Of those tried so far."""
+    """Whether it is the best of those tried so far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,7 @@ class CheckpointSaved(Event):
     megabytes: float
     seconds: float
     weights_megabytes: float = 0.0
-    """Of them; the others are the optimizer's state and what follows."""
+    """The part of them that weights take; the others are the optimizer's state and what follows."""
     prediction_megabytes: float = 0.0
     """What prediction needs to go on: directions, and the snapshot that a move can be taken back to."""
 
@@ -189,22 +189,22 @@ class MemoryUsed(Event):
 
 @dataclass(frozen=True, slots=True)
 class HealthMeasured(Event):
-    """A look at every layer, around one step; and what all steps since the last look say."""
+    """Every layer was measured around one step, and all steps since the last measurement were judged."""
 
     step: int
     """Steps done before that one."""
     gradient_norm: float | None
-    """Of all layers together, before clipping."""
+    """The norm over all layers together, before clipping."""
     gradient_to_weight: float | None
     update_to_weight: float | None
     layers: Mapping[str, Mapping[str, float | None]]
-    """The same three of each layer; None where there is none."""
+    """These three numbers of each layer; None where there is none."""
     loss_deviation: float | None = None
     """How far the mean loss is above the best so far, in sigmas of one loss."""
     gradient_variance: float | None = None
-    """Of the gradient norm, over its squared mean."""
+    """Variance of the gradient norm over its squared mean."""
     sign_changes: float | None = None
-    """Of the loss around its trend, in 10 steps, above the 5 of independent noise."""
+    """Changes of the loss around its trend, in 10 steps, above the 5 of independent noise."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,7 +73,7 @@ def run(
     out = out or Path("bench") / f"{datetime.now().astimezone():%Y-%m-%dT%H-%M-%S}.json"
     _make_room(out)
     plan = timing.TimingPlan(names, processes, device, threads)
-    with tables.RunProgress(level=level) as progress:
+    with tables.TimingProgress(level=level) as progress:
         measured = timing.run(plan, versions, progress)
     together = timing.new_token() if against is not None else None
     command = _command(only, processes, device, threads, against)

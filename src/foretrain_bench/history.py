@@ -1,4 +1,4 @@
-"""Where a benchmark stepped over many result files.
+"""Finds where a benchmark stepped over many result files.
 
 The series is the logarithm of each file's median over processes, by date. It is split where the two parts differ most
 by Student's test, then each part again (binary segmentation). A step counts when it is larger than 2 %, has at least
@@ -23,7 +23,7 @@ from foretrain_bench.formats import Results
 from foretrain_bench.verdict import ALPHA, DELTA
 
 _FEWEST_FILES = 2
-"""On either side of a step."""
+"""Files that a step needs on either side."""
 _SPIKE = 5.0
 """Deviations from both neighbours by which a file is set aside."""
 _QUARTILE_OF_NORMAL = 0.3186

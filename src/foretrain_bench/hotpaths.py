@@ -84,8 +84,8 @@ def _forecast(kind: str, horizon: int, device: str) -> Call:
     from foretrain.motion.records import HORIZONS_IN_WINDOWS
 
     predictor, motion = _predictor(kind, 40)
-    if hasattr(predictor, "_gates"):  # the corrections count also if they were of no use on this motion
-        predictor._gates = np.ones(len(HORIZONS_IN_WINDOWS))
+    if hasattr(predictor, "_shares"):  # the corrections count also if they were of no use on this motion
+        predictor._shares = np.ones(len(HORIZONS_IN_WINDOWS))
     now, horizons = motion.past[-1], [horizon]
     return lambda: predictor.forecast(now, horizons)
 
@@ -192,7 +192,7 @@ def _full_step(device: str) -> Call:
     def call() -> None:
         trainer.step(batch)
         if trainer.global_step % 100 == 0:
-            trainer.meter.read()
+            trainer.engine.meter.read()
 
     return call
 
@@ -203,7 +203,7 @@ def _watched_window(device: str) -> Call:
     def call() -> None:
         for _ in range(_WINDOW):
             trainer.step(batch)
-        trainer.meter.read()
+        trainer.engine.meter.read()
 
     return call
 
@@ -211,7 +211,7 @@ def _watched_window(device: str) -> Call:
 def _probe(device: str) -> Call:
     trainer, batch = _trainer(device, **{"hybrid.mode": "off"})
     trainer.step(batch)
-    return lambda: trainer.probe(batch)
+    return lambda: trainer.engine.forward.probe(batch)
 
 
 def _snapshot(device: str) -> Call:
@@ -227,7 +227,7 @@ def _optimizer_step(kind: str, device: str) -> Call:
     import torch
 
     trainer, _ = _trainer(device, **{"hybrid.mode": "off", "optimizer.type": kind})
-    for parameter in trainer.full_step.parameters:
+    for parameter in trainer.engine.full_step.parameters:
         parameter.grad = torch.randn_like(parameter)
     step: Call = trainer.optimizer.step
     return step
@@ -235,7 +235,7 @@ def _optimizer_step(kind: str, device: str) -> Call:
 
 def _parameters(device: str) -> list[Any]:
     trainer, _ = _trainer(device, **{"hybrid.mode": "off"})
-    return [parameter.detach() for parameter in trainer.full_step.parameters]
+    return [parameter.detach() for parameter in trainer.engine.full_step.parameters]
 
 
 def _trajectory(device: str) -> tuple[Any, Call]:

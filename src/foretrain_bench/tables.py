@@ -39,7 +39,7 @@ def percent(ratio: float) -> str:
     return f"{100 * (ratio - 1):+.1f} %"
 
 
-class RunProgress:
+class TimingProgress:
     """A bar on a terminal, some twenty plain lines elsewhere; both with the time left. Use as a context manager.
 
     level: "quiet" shows nothing, "verbose" a line for every process.
@@ -58,7 +58,7 @@ class RunProgress:
             )  # fmt: skip
             self.task = self.bar.add_task("", total=None)
 
-    def __enter__(self) -> RunProgress:
+    def __enter__(self) -> TimingProgress:
         if self.bar is not None:
             self.bar.start()
         return self

@@ -63,7 +63,7 @@ class TimedVersion:
 
     version: Version
     processes: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-    """Per benchmark, in the order of time."""
+    """Processes of each benchmark, in the order of time."""
     failures: dict[str, str] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
 

@@ -33,7 +33,7 @@ DELTA = 0.02
 """Changes smaller than this are of no interest."""
 ALPHA = 0.05
 MOST_RUNS = 10_000
-"""Where even this many would not settle it, because the effect lies on the border itself."""
+"""The largest number that is named: an effect that lies on the border itself is settled by no number."""
 _NORMAL = 1.96
 _PLAUSIBLE = (-1.645, -1.036, -0.674, -0.385, -0.126, 0.126, 0.385, 0.674, 1.036, 1.645)
 """The middles of ten equal parts of the normal curve."""
@@ -58,7 +58,7 @@ class BenchmarkVerdict:
     """What the rank test says in the direction of the effect, corrected for the number of benchmarks."""
     processes: tuple[int, int]
     medians: tuple[float, float]
-    """Over processes, A and B."""
+    """Medians over processes, of A and of B."""
     runs_needed: int | None
     """Processes per side that would settle it; None where it is settled."""
 

@@ -181,7 +181,7 @@ class TestRun:
         for terminal in (False, True):
             text = io.StringIO()
             console = Console(file=text, force_terminal=terminal, width=120, color_system=None)
-            with tables.RunProgress(console, level) as progress:
+            with tables.TimingProgress(console, level) as progress:
                 for done in range(101):
                     progress(done, 100, "step")
             said = re.findall(r"process \d+/100 \| step", text.getvalue())

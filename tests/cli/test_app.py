@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from foretrain.cli import app as cli
-from foretrain.cli.doctor import Diagnosis
+from foretrain.cli.doctor import DoctorFinding
 from foretrain.config import Config, load
 from foretrain.data import tokenizers
 from foretrain.data.tokenizers import ByteTokenizer
@@ -24,11 +24,11 @@ Command = Callable[..., int]
 
 
 def answers_without_torch(*arguments: str) -> str:
-    """Standard output of a command in a fresh process that never imports torch."""
+    """Standard output of a command in a fresh process that imports neither torch nor the benchmarks."""
     code = (
         "import sys\nfrom foretrain.cli.app import main\n"
         f"try:\n    main({list(arguments)!r})\nexcept SystemExit as ended:\n"
-        "    heavy = sorted({'torch', 'numpy', 'tokenizers'} & set(sys.modules))\n"
+        "    heavy = sorted({'torch', 'numpy', 'tokenizers', 'foretrain_bench'} & set(sys.modules))\n"
         "    sys.exit(str(heavy) if heavy else ended.code)\n"
     )
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -42,7 +42,7 @@ def answers_without_torch(*arguments: str) -> str:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--help"], ["train", "export", "doctor", "config", "--version"]),
+        (["--help"], ["train", "export", "doctor", "config", "bench", "--version"]),
         (["train", "--help"], ["--set", "--out", "--resume", "--overwrite", "--quiet", "--json"]),
         (["config", "--help"], ["init", "show", "check"]),
         (["doctor", "--help"], ["--json"]),
@@ -238,7 +238,7 @@ def test_doctor_says_what_a_run_would_use(
 def test_doctor_exits_with_1_when_something_is_wrong(
     command: Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("foretrain.cli.doctor.examine", lambda: [Diagnosis("device", "it is broken", "problem")])
+    monkeypatch.setattr("foretrain.cli.doctor.examine", lambda: [DoctorFinding("device", "it is broken", "problem")])
     assert command("doctor") == 1
     assert capsys.readouterr().out == "!!!  device     it is broken\n"
     assert command("doctor", "--json") == 1

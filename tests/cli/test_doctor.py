@@ -44,7 +44,7 @@ def no_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def findings() -> dict[str, doctor.Diagnosis]:
+def findings() -> dict[str, doctor.DoctorFinding]:
     return {finding.name: finding for finding in doctor.examine()}
 
 

@@ -246,20 +246,20 @@ def test_a_look_that_was_begun_with_the_step_is_made_when_the_run_goes_on(what: 
     whole.fit(Batches(rows), progress=False)
     trainer, _ = tight(Tight() if what == "look" else Tight((what, 12)), **settings)
     if what == "look":
-        begin = trainer.checkup.look.begin
+        begin = trainer.checkup.layers.begin
 
         def short() -> None:
             if trainer.global_step == 12:
                 raise shortage()
             begin()
 
-        trainer.checkup.look.begin = short  # type: ignore[method-assign]
+        trainer.checkup.layers.begin = short  # type: ignore[method-assign]
     with pytest.raises(OutOfMemory, match="The state after step 12 is saved"):
         trainer.fit(Batches(rows), out=tmp_path, progress=False)
     resumed, events = tight(Tight(), **settings)
     resumed.fit(Batches(rows), out=tmp_path, resume=True, progress=False)
     assert [event.step for event in events if isinstance(event, HealthMeasured)] == [12, 18]
-    assert resumed.checkup.looks == whole.checkup.looks == 4
+    assert resumed.checkup.measurements == whole.checkup.measurements == 4
     assert_same_state(saved(resumed), saved(whole))
 
 

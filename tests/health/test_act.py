@@ -13,19 +13,21 @@ from foretrain.config.schema import GuardConfig, HybridConfig
 from foretrain.events import Phase
 from foretrain.health.act import PAUSE, Action, Context, Kind, Outcome, Recovery
 from foretrain.health.detect import Detector
-from foretrain.health.signs import Diagnosis, Severity, Signal, StepReading, Symptom
+from foretrain.health.signs import Severity, Signal, StepDiagnosis, StepReading, Symptom
 
 FULL = Context(Phase.FULL)
 OPEN = Context(Phase.CORRECT, move_open=True)
-NORMAL = Diagnosis(0, Severity.NORMAL)
+NORMAL = StepDiagnosis(0, Severity.NORMAL)
 
 
 def make(**changes: float) -> Recovery:
     return Recovery(HybridConfig(), GuardConfig.model_validate(changes))
 
 
-def verdict(signal: Signal, level: Severity = Severity.WARNING, exit_to: Phase | None = None, **more: Any) -> Diagnosis:
-    return Diagnosis(100, level, (Symptom(signal, level, str(signal), exit_to),), exit_to, str(signal), **more)
+def verdict(
+    signal: Signal, level: Severity = Severity.WARNING, exit_to: Phase | None = None, **more: Any
+) -> StepDiagnosis:
+    return StepDiagnosis(100, level, (Symptom(signal, level, str(signal), exit_to),), exit_to, str(signal), **more)
 
 
 def kinds(actions: list[Action]) -> list[Kind]:

@@ -12,7 +12,7 @@ import pytest
 from foretrain.config.schema import GuardConfig, HybridConfig
 from foretrain.events import Phase
 from foretrain.health.detect import Detector
-from foretrain.health.signs import Diagnosis, Severity, Signal, StepReading
+from foretrain.health.signs import Severity, Signal, StepDiagnosis, StepReading
 
 NOISE = ("gaussian", "multiplicative", "heavy-tailed", "skewed", "correlated", "none")
 
@@ -45,7 +45,7 @@ def gradients_of_a_run(seed: int, steps: int = 2000) -> np.ndarray:
     return np.exp(random.normal(0, 0.3, steps)) * (0.3 + 5 * np.exp(-np.arange(steps) / 80))
 
 
-def feed(guard: Detector, losses: np.ndarray, gradients: np.ndarray | None = None) -> list[Diagnosis]:
+def feed(guard: Detector, losses: np.ndarray, gradients: np.ndarray | None = None) -> list[StepDiagnosis]:
     norms = np.ones(len(losses)) if gradients is None else gradients
     return [
         guard.check(StepReading(step, Phase.FULL, float(loss), float(norm)))
@@ -311,6 +311,23 @@ def test_the_run_is_ready_for_full_steps_when_it_does_not_rise() -> None:
     assert not rising.loss_stable
 
 
+def test_many_steps_are_taken_in_at_once_only_while_nothing_is_remarkable() -> None:
+    noise = np.random.default_rng(9).normal(0, 0.05, 40)
+    guard = settled()
+    assert guard.check_calmly([float(loss) for loss in 2 + noise[:10].clip(-0.05, 0.05)], [1.0] * 10)
+    assert guard.losses.count == 210
+    alternating = [float(loss) for loss in 2 + 0.06 * (-1.0) ** np.arange(64)]
+    for losses, norms in (
+        ([2.0, 3.0], [1.0] * 2),
+        ([2.0, math.nan], [1.0] * 2),
+        ([2.0], [50.0]),
+        (alternating, [1.0] * 64),
+    ):
+        before = json.dumps(guard.state_dict())
+        assert not guard.check_calmly(losses, norms)
+        assert json.dumps(guard.state_dict()) == before
+
+
 def test_state_survives_a_round_trip() -> None:
     losses = losses_of_a_run("heavy-tailed", 5, 400)
     whole, first, second = make(), make(), make()
@@ -320,3 +337,47 @@ def test_state_survives_a_round_trip() -> None:
     rest = [second.check(StepReading(step, Phase.FULL, float(losses[step]), 1.0)) for step in range(250, 400)]
     assert rest == expected
     assert json.dumps(second.state_dict()) == json.dumps(whole.state_dict())
+
+
+# --- many steps at once ----------------------------------------------------------------------------------------------
+
+
+def calm(steps: int, last_norm: float = 1.0) -> tuple[list[float], list[float]]:
+    losses = 2 + np.random.default_rng(1).normal(0, 0.02, steps)
+    return losses.tolist(), np.geomspace(1.0, last_norm, steps).tolist()
+
+
+def test_calm_steps_that_are_taken_in_at_once_change_what_is_usual() -> None:
+    """As one by one, only that of many norms ten are looked at."""
+    at_once, one_by_one = settled(), settled()
+    losses, norms = calm(100, last_norm=3.0)
+    assert at_once.check_calmly(losses, norms)
+    feed(one_by_one, np.asarray(losses), np.asarray(norms))
+    assert 1.05 < at_once.gradients.norm < one_by_one.gradients.norm
+    assert at_once.gradients.count == settled().gradients.count + 10
+    assert at_once.losses.count == one_by_one.losses.count
+    assert (at_once.since_warning, at_once.since_critical) == (one_by_one.since_warning, one_by_one.since_critical)
+
+
+def test_of_few_calm_steps_every_norm_counts() -> None:
+    guard = settled()
+    assert guard.check_calmly(*calm(5))
+    assert guard.gradients.count == settled().gradients.count + 5
+
+
+@pytest.mark.parametrize("norm", [0.0, 1e-9, 1e9, math.nan])
+def test_remarkable_norms_are_not_taken_in_at_once(norm: float) -> None:
+    guard = settled()
+    before = json.dumps(guard.state_dict())
+    losses, norms = calm(20)
+    assert not guard.check_calmly(losses, [*norms[:-1], norm])
+    assert json.dumps(guard.state_dict()) == before
+
+
+@pytest.mark.parametrize("tail", [[math.nan], [9.0] * 8])
+def test_remarkable_losses_are_not_taken_in_at_once(tail: list[float]) -> None:
+    guard = settled()
+    before = json.dumps(guard.state_dict())
+    losses, norms = calm(20)
+    assert not guard.check_calmly([*losses[: -len(tail)], *tail], norms)
+    assert json.dumps(guard.state_dict()) == before

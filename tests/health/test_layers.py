@@ -54,7 +54,7 @@ def test_norms_are_those_of_a_plain_computation(changes: dict[str, Any]) -> None
     one = engine(Net(), **changes)
     before = [p.detach().clone() for p in one.model.parameters()]
     look, measured = look_at(one, batch)
-    assert look.layers == LAYERS
+    assert look.names == LAYERS
     assert measured.step == 7
     for place, layer in enumerate(LAYERS):
         module, trained = getattr(plain, layer), list(getattr(one.model, layer).parameters())

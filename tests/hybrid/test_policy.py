@@ -17,12 +17,12 @@ from foretrain.events import Phase
 from foretrain.health.act import Action, Kind, Outcome
 from foretrain.hybrid.account import account_of
 from foretrain.hybrid.cycle import View
+from foretrain.hybrid.deliberation import Deliberation
 from foretrain.hybrid.judges.exact import Exact
 from foretrain.hybrid.judges.judgement import Judgement
 from foretrain.hybrid.judges.worth import Worth
 from foretrain.hybrid.ledger import Audit
 from foretrain.hybrid.plan import Decision, Plan
-from foretrain.hybrid.policy import Policy
 from foretrain.motion.observer import Moment, Observer
 from foretrain.motion.predictors.base import Forecast
 from foretrain.motion.predictors.momentum import MomentumPredictor
@@ -52,7 +52,7 @@ class Flight:
         trajectory = Trajectory(self.parameters, window=WINDOW)
         predictor = MomentumPredictor()
         self.observer = Observer(trajectory, predictor, self.parameters, optimizer)
-        self.policy = Policy(self.config, self.observer, kind)
+        self.policy = Deliberation(self.config, self.observer, kind)
         self.noise, self.step = noise, 0
         self.draw = torch.Generator().manual_seed(0)
         self.actions: list[Action] = []
@@ -105,7 +105,7 @@ def judged(flight: Flight, kept: bool, worth: float = 5.0, cost: float = 2.0, fo
     policy.cycle.next(View(flight.step, confidence=1.0, horizon_reached=True))
     assert policy.cycle.phase is Phase.CORRECT
     policy.count(plan.correct_steps, Phase.CORRECT)
-    policy.settled(plan, Judgement(kept, worth, cost, audit=found))
+    policy.settled(flight.step, plan, Judgement(kept, worth, cost, audit=found))
     assert policy.cycle.phase is Phase.FULL
     return plan
 
@@ -346,7 +346,7 @@ def test_a_disaster_is_measured_by_the_noise() -> None:
     noisy = Flight(noise=3.0).steps(80).policy
     decision = Decision("toy", 5, False, 5, "")
 
-    def limit(policy: Policy, anchor: float) -> float:
+    def limit(policy: Deliberation, anchor: float) -> float:
         return policy.appraiser.plan(decision, policy.oversight.tolerance).disaster_limit(anchor)
 
     assert limit(noisy, 2.0) == pytest.approx(2.0 + 3.0 * noisy.guard.losses.sigma)
@@ -399,7 +399,7 @@ def test_an_audit_enters_the_ledger_and_the_gate(gain: float) -> None:
 def test_a_refused_move() -> None:
     flight = Flight().until(Phase.PREDICT)
     plan = flight.policy.plan()
-    flight.policy.score.refused(plan, 1.0)
+    flight.policy.score.refused(flight.step, plan, 1.0)
     assert flight.policy.score.counts.moves["refused"] == 1
     assert flight.policy.score.ledger.cost == 1.0
     assert flight.policy.gate.wait == 1

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from foretrain.config import Config
 from foretrain.measure.analysis import Curve, analyse
-from foretrain.measure.plan import Arm, ComparisonPlan, Options
+from foretrain.measure.plan import PLAIN_SETTINGS, Arm, ComparisonPlan, Options
 from foretrain.measure.runs import Spec
 
 KEYS: dict[str, str] = {}
@@ -169,6 +169,15 @@ def test_noise_makes_it_no_gain_shown_with_the_effect_that_would_have_been_seen(
 def test_fewer_than_three_seeds_are_called_one_run(base: Config) -> None:
     assert finished(base, saved=0.3, seeds=1)["verdict"] == "one run"
     assert finished(base, saved=0.3, seeds=2)["verdict"] == "one run"
+
+
+def test_an_arm_that_needs_one_seed_is_judged_by_one_also_where_others_are_known(base: Config) -> None:
+    """It has the settings of the plain loop, whose runs serve it, too."""
+    eager = Arm("fp32 eager", "PyTorch as it comes", PLAIN_SETTINGS, rates_of="plain", once=True)
+    analysis = finished(base, saved=0.2, options=Options(seeds=3, arms=(eager,)))
+    assert arm(analysis, "plain")["n"] == 3
+    assert arm(analysis, "fp32 eager")["n"] == 1
+    assert arm(analysis, "fp32 eager")["seeds"] == arm(analysis, "plain")["seeds"][:1]
 
 
 def test_an_unfinished_comparison_claims_nothing(base: Config) -> None:

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from foretrain.motion.losses import WindowLosses
+from foretrain.motion.losses import LossHistory, WindowLosses
 
 
 def falling(per_step: float, windows: int = 10, noise: float = 0.0, seed: int = 0) -> WindowLosses:
@@ -71,3 +71,62 @@ def test_state_survives_a_round_trip() -> None:
         slope.add((1.0, 0.9, 0.8))
     assert one.state_dict() == other.state_dict()
     assert len(other.points) == 11
+
+
+# --- the first and the last losses -----------------------------------------------------------------------------------
+
+
+def history(first: list[float], last: list[float]) -> LossHistory:
+    made = LossHistory()
+    for loss in (*first, *last):
+        made.add(loss)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("first", "limit"),
+    [
+        ([5.0, 5.2, 4.8], 10.0),
+        ([2.0, 3.0, 3.2], 6.0),  # a lucky first loss: the middle one counts
+        ([5.0, 700.0, 900.0], 10.0),  # the second step was ruin already: the first one counts
+        ([-4.0, -4.0, -4.0], 0.0),
+    ],
+)
+def test_ruin_is_twice_the_loss_of_the_untrained_model(first: list[float], limit: float) -> None:
+    for factor, ruined in ((0.98, False), (1.02, True)):
+        level = limit * factor if limit else 0.1 * (1 if ruined else -1)
+        assert history(first, [level] * 64).ruined is ruined
+        assert history(first, [level] * 64).sound is not ruined
+
+
+def test_the_untrained_model_is_known_by_finite_losses_only() -> None:
+    made = LossHistory()
+    made.begin([math.nan, 5.0, math.inf])
+    made.begin([4.0, 6.0, 7.0])
+    assert made.start == [5.0, 4.0, 6.0]
+    assert made.start_loss == 5.0
+
+
+def test_what_was_gained_and_lost_again() -> None:
+    made = LossHistory()
+    made.first, made.best, made.best_sigma = 6.0, 2.0, 0.01
+    assert made.gain == 4.0
+    assert made.lost(3.0) == pytest.approx(0.25)
+    assert made.far_above(0.5) == 4.0
+    made.best_sigma = 1.0  # nothing was gained beyond noise
+    assert made.gain == 0.0
+    assert made.far_above(0.5) == 16.0
+    assert (made.lost(15.0), made.lost(17.0)) == (0.0, 1.0)
+
+
+def test_a_window_feeds_all_that_is_read_from_windows() -> None:
+    made = WindowLosses()
+    made.add((4.0, 3.0, math.nan, 2.0))
+    assert made.smoothed == pytest.approx((4.0 * 15 + 3.0) / 16 * 15 / 16 + 2.0 / 16)
+    assert made.averages[0] == pytest.approx(((3.0 * 3 + 4.0) / 4 * 3 + 3.0) / 4 * 3 / 4 + 2.0 / 4)  # from the mean on
+    assert made.last_fall == 1.0
+    assert made.steps == 4
+    assert math.isnan(made.noise_ratio)  # a gap would look like noise
+    made.new_level()
+    assert math.isnan(made.smoothed)
+    assert made.points

@@ -15,17 +15,8 @@ from tests.worlds import Net
 from torch import nn
 
 from foretrain.errors import CheckpointError
-from foretrain.persist.codec import (
-    Snapshot,
-    checksum,
-    put_together,
-    random_state,
-    restore_model,
-    restore_optimizer,
-    restore_random_state,
-    snapshot,
-    take_apart,
-)
+from foretrain.persist.codec import Snapshot, put_together, random_state, restore_random_state, snapshot, take_apart
+from foretrain.persist.model_state import checksum, restore_model, restore_optimizer
 from foretrain.trainer import HybridTrainer
 
 Make = Callable[..., Any]

@@ -87,7 +87,7 @@ def changed(state: Any, path: str, value: Any) -> Any:
     ("path", "value"),
     [
         ("progress.global_step", [1]),
-        ("hybrid.policy.bandit.table", ["x"]),
+        ("hybrid.policy.bandit.targets", ["x"]),
         ("hybrid.policy.observer.encoder.mean", [0.0] * 63),
         ("hybrid.policy.guard.losses.count", "many"),
         ("hybrid.policy.snapshots", []),

@@ -34,7 +34,8 @@ from foretrain.events import (
     RunStarted,
     Tuned,
 )
-from foretrain.show.console import Console, result_line, summary_table
+from foretrain.show.console import Console
+from foretrain.show.summary import result_line, summary_table
 
 SUMMARY: dict[str, Any] = {
     "final_val_loss": 1.23456,

@@ -90,7 +90,7 @@ def predictors(
     *, state: Annotated[bool, flag("List the 64 features that predictors see instead.")] = False, json_: Json = False
 ) -> None:
     """List the predictors, each with its measured verdict; `predictor.type` chooses one."""
-    from foretrain.motion.predictors.verdicts import VERDICTS
+    from foretrain.motion.predictors.registry import VERDICTS
 
     rows: list[dict[str, Any]] = [{"name": name, "verdict": verdict} for name, verdict in VERDICTS.items()]
     if state:

@@ -183,8 +183,8 @@ def end_run(
     files = written(folder)
     interrupted = summary["reason"] == "interrupted"
     if level != "quiet" and not interrupted:
-        from foretrain.show.console import closing_lines, summary_table
         from foretrain.show.screen import screen
+        from foretrain.show.summary import closing_lines, summary_table
 
         put(f"run {summary['reason']}")
         screen(wide=False).print(summary_table(summary, level == "verbose"))
@@ -193,7 +193,7 @@ def end_run(
     if json_:
         put_json({**summary, "files": files})
     elif level == "quiet":
-        from foretrain.show.console import result_line
+        from foretrain.show.summary import result_line
 
         how = ", go on with --resume" if interrupted else ""
         put(f"{result_line(summary)}; {files['folder']}{how}")

@@ -24,7 +24,7 @@ _WRONG = {
     "less": "too large",
     "finite": "not a finite number",
 }
-"""By how pydantic's names of problems begin."""
+"""Our words, by how pydantic's names of problems begin."""
 _FIELD_PARTS = frozenset(part for name in KNOWN for part in name.split("."))
 
 

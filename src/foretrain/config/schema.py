@@ -265,7 +265,7 @@ class MemoryConfig(Section):
     `foretrain train`, prediction is the first to go where memory is short, unless `hybrid.mode` is set. Empty: no
     limit."""
     snapshots: Literal["device", "pinned"] = "device"
-    """Where the snapshots are that a move is taken back to: `pinned` host memory, filled beside the probes, costs a
+    """Where the snapshots are that undo a move: `pinned` host memory, filled beside the probes, costs a
     copy per move and saves a second set of weights and optimizer state on the device."""
     basis: Literal["device", "pinned"] = "device"
     """Where the stored directions are that moves are made of. `pinned`: in host memory; they pass through a small
@@ -281,7 +281,7 @@ class MemoryConfig(Section):
     on_out_of_memory: Literal["stop", "retry"] = "stop"
     """`stop`: the run ends with exit code 3, says what to change, and can be resumed. `retry`: the same batch is done
     again in smaller parts (twice the `accumulation_steps`, then `engine.activation_checkpointing`), and a move that
-    does not fit is taken back."""
+    does not fit is undone."""
     timeline: bool = True
     """Memory of every phase in `metrics.jsonl` and in the summary. On a GPU this resets torch's peak counters."""
 
@@ -434,10 +434,10 @@ class GuardConfig(Section):
 
 
 class HealthConfig(Section):
-    """A look at every layer and at the losses since the last look; what ails the run is said, with what to set."""
+    """Every layer, and the losses since the last time, are measured; what ails the run is said, with what to set."""
 
     interval: CountOrZero = 100
-    """Steps between looks, the first one before the first step. 0: none."""
+    """Steps between measurements, the first one before the first step. 0: none."""
 
 
 class LogConfig(Section):
@@ -554,6 +554,6 @@ class Config(Section):
             )
         if self.precision.type == "fp16":
             raise ValueError(
-                f"{on} cannot take back a step that overflowed, as fp16's loss scale needs; "
+                f"{on} cannot undo a step that overflowed, as fp16's loss scale needs; "
                 "set precision.type = 'bf16' or 'fp32'"
             )

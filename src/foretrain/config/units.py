@@ -1,4 +1,4 @@
-"""Amounts in words: memory (`14GB`, `6GiB`, `800MB`), times, losses and large numbers."""
+"""Write and read amounts: memory (`14GB`, `6GiB`, `800MB`), times, losses, rates and large numbers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import re
 
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-"""As in trade, GB is 10^9 bytes and GiB 2^30."""
+"""GB is 10^9 bytes, as in trade, and GiB is 2^30."""
 _MOST_DIGITS = 30
 _FORM = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([KMGT]i?B)")
 
@@ -34,7 +34,7 @@ def format_size(size: float, decimals: int = 2) -> str:
 
 
 def short(number: float) -> str:
-    """1234567 -> 1.23M."""
+    """Write 1234567 as 1.23M."""
     for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(number) >= size:
             return f"{number / size:.3g}{unit}"
@@ -42,12 +42,12 @@ def short(number: float) -> str:
 
 
 def format_speed(per_second: float, unit: str) -> str:
-    """16.8k tok/s, 250 samples/s."""
+    """Write 16.8k tok/s, 250 samples/s."""
     return f"{short(per_second)} {'tok' if unit == 'tokens' else unit}/s"
 
 
 def loss_text(value: float) -> str:
-    """A loss: 2.5341, 0.01235, 2.784e-7. Small ones keep four digits, so that none is ever shown as 0.0000."""
+    """Write a loss: 2.5341, 0.01235, 2.784e-7. Small ones keep four digits, so that none is shown as 0.0000."""
     size = abs(value)
     if value == 0 or not math.isfinite(value):
         return f"{value:.4g}"
@@ -60,7 +60,7 @@ def loss_text(value: float) -> str:
 
 
 def rate_text(value: float) -> str:
-    """A learning rate, as people write it: 3e-4, 0.02."""
+    """Write a learning rate as people do: 3e-4, 0.02."""
     if not 0 < abs(value) < 0.01:
         return f"{value:g}"
     mantissa, exponent = f"{value:.6e}".split("e")
@@ -68,7 +68,7 @@ def rate_text(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Minutes and seconds, or hours and minutes."""
+    """Write minutes and seconds, or hours and minutes."""
     seconds = round(seconds)
     if seconds >= 3600:
         return f"{seconds // 3600}h{seconds % 3600 // 60:02d}m"
@@ -76,10 +76,10 @@ def duration(seconds: float) -> str:
 
 
 def clock(seconds: float) -> str:
-    """8.1 s, 4:43, 2h10m."""
+    """Write 8.1 s, 4:43, 2h10m."""
     return f"{seconds:.1f} s" if seconds < 100 else duration(seconds)
 
 
 def counted(count: int, thing: str) -> str:
-    """1 step, 1,200 steps."""
+    """Write 1 step, 1,200 steps."""
     return f"{count:,} {thing}{'' if count == 1 else 's'}"

@@ -1,4 +1,4 @@
-"""Where text comes from: files, folders, globs, JSONL, Parquet, Hugging Face datasets, or Python's own sources."""
+"""Reads text from files, folders, globs, JSONL, Parquet, Hugging Face datasets, or Python's own sources."""
 
 from __future__ import annotations
 

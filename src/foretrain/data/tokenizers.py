@@ -77,7 +77,7 @@ class CharacterTokenizer(_Encoder):
         self.vocab_size = self.end_of_text + 1
         codes = [ord(character) for character in self.characters]
         self._numbers = np.full(max(codes, default=0) + 2, self.end_of_text, dtype=np.uint32)
-        """By code; the last one stands for all that come after it."""
+        """Characters by code; the last one stands for all that come after it."""
         self._numbers[codes] = np.arange(len(codes), dtype=np.uint32)
 
     def encode_batch(self, texts: Sequence[str]) -> list[Tokens]:

@@ -21,7 +21,7 @@ from foretrain.errors import DataError
 from foretrain.persist.files import user_path
 
 DOCUMENT_SPLIT_FROM = 100
-"""From this many documents on whole documents are held out; below, the end of the text."""
+"""From this many documents on, whole documents are held out; below it, the end of the text is."""
 _FORMAT = 3
 _BATCH_TEXTS, _BATCH_CHARACTERS = 256, 2**20
 TokenArray = NDArray[Any]
@@ -111,7 +111,7 @@ Part = tuple[bool, str, bool]
 
 @dataclass(frozen=True)
 class Split:
-    """Which part of which document is held out; decided once, before any token is made."""
+    """Says which part of which document is held out; it is decided once, before any token is made."""
 
     by_document: bool
     cut: int = 0

@@ -54,7 +54,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def follow(self, before: Sequence[Tensor]) -> None:
-        """The same for a move from the weights `before`, in host memory or not, to those of now, one at a time."""
+        """Carry the average along from the weights `before`, in host memory or not, to those of now, one at a time."""
         share = 1 - self.decay**self.updates
         for place, start in zip(self._moving, before, strict=True):
             weight = real_view(self.weights[place])

@@ -23,7 +23,7 @@ def tensors_of(batch: Any) -> list[Tensor]:
 
 
 def map_tensors(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """The same batch with `function` applied to every tensor."""
+    """Return the batch with `function` applied to every tensor."""
     if isinstance(batch, Tensor):
         return function(batch)
     if isinstance(batch, dict):

@@ -33,7 +33,7 @@ def steps_in(epochs: float, loader: Iterable[Any]) -> int:
 
 
 def with_steps(config: Config, loader: Iterable[Any]) -> Config:
-    """The same configuration with `epochs` as `max_steps`."""
+    """Return the configuration with `epochs` turned into `max_steps`."""
     if config.epochs is None:
         return config
     return config.model_copy(update={"max_steps": steps_in(config.epochs, loader), "epochs": None})

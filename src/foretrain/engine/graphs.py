@@ -9,6 +9,7 @@ from torch import Tensor
 
 from foretrain.engine.batch import map_tensors, tensors_of
 from foretrain.engine.step import FullStep, StepOutput
+from foretrain.persist.codec import form_of
 
 WARMUP_STEPS = 3
 LAUNCH_BOUND_FLOPS = 8e12
@@ -149,8 +150,4 @@ class GraphedLoss:
 
 
 def _same_form(batch: Any, other: Any) -> bool:
-    return [_form(tensor) for tensor in tensors_of(batch)] == [_form(tensor) for tensor in tensors_of(other)]
-
-
-def _form(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
-    return tensor.shape, tensor.dtype
+    return [form_of(tensor) for tensor in tensors_of(batch)] == [form_of(tensor) for tensor in tensors_of(other)]

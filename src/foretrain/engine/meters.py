@@ -53,7 +53,7 @@ class StepMeter(Stateful):
         """Skipped steps so far."""
         self.skipped_in_a_row = 0
         self._noted = None
-        """The same rows once more for whoever takes them; None while nobody wants them."""
+        """A copy of these rows for whoever takes them; None while nobody wants them."""
         self._due = 0
         """How many of them were made before the last look."""
         self._made = 0

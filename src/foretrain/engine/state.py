@@ -13,16 +13,15 @@ from foretrain.engine.optim.build import plain_state
 from foretrain.engine.rates import ScheduledRates
 from foretrain.engine.trained import arranged
 from foretrain.errors import CheckpointError, is_out_of_memory
-from foretrain.persist.codec import (
+from foretrain.persist.codec import random_state, restore_random_state
+from foretrain.persist.model_state import (
     changing_state,
     check_groups,
     check_model,
     checksum,
     left_out,
-    random_state,
     restore_model,
     restore_optimizer,
-    restore_random_state,
 )
 from foretrain.persist.stateful import StateError, entry
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from foretrain.errors import InputError
 
 GroupNames = list[list[str | None]]
-"""Of the parameters in each group of an optimizer; None: a parameter that is not the model's."""
+"""Names of the parameters in each group of an optimizer; None: a parameter that is not the model's."""
 _NAMED = 3
 """Parameters that a sentence names."""
 

@@ -16,9 +16,10 @@ from foretrain.engine.described import unwrapped
 from foretrain.errors import CheckpointError, InputError, SaveError
 from foretrain.persist import checkpoint
 from foretrain.persist.checkpoint import CheckpointStore, separate
-from foretrain.persist.codec import checksum, real_view
+from foretrain.persist.codec import real_view
 from foretrain.persist.files import explain_failed_write, remove, sync_file
 from foretrain.persist.folder import WEIGHTS as NAME
+from foretrain.persist.model_state import checksum
 
 _WRAPPINGS = ("_orig_mod.", "module.")
 """What torch.compile and DistributedDataParallel put before the names of weights."""

@@ -18,9 +18,9 @@ from foretrain.health.signs import (
     RATE_OSCILLATION,
     RATE_RUIN,
     RATE_RUNAWAY,
-    Diagnosis,
     Severity,
     Signal,
+    StepDiagnosis,
 )
 from foretrain.persist.stateful import Stateful
 
@@ -141,7 +141,7 @@ class Recovery(Stateful):
         self.lacking = 0.0
         """Confidence in the last cycle in which nothing else was missing."""
 
-    def decide(self, diagnosis: Diagnosis, context: Context) -> list[Action]:
+    def decide(self, diagnosis: StepDiagnosis, context: Context) -> list[Action]:
         """List what to do now, the most urgent first; nothing after a normal diagnosis."""
         full_step = context.phase is not Phase.PREDICT and not context.predicted
         self.clock += full_step
@@ -184,7 +184,7 @@ class Recovery(Stateful):
             return [Action(Kind.FORCE_FULL, text, warmup_factor=2)]
         return []
 
-    def _note(self, diagnosis: Diagnosis) -> None:
+    def _note(self, diagnosis: StepDiagnosis) -> None:
         """Count good full steps, and give back bit by bit what was taken from the run."""
         self.not_finite_in_a_row = 0
         self.good = self.good + 1 if diagnosis.level < Severity.WARNING else 0
@@ -200,7 +200,7 @@ class Recovery(Stateful):
         self.threshold = self.hybrid.confidence_threshold + (excess / 2 if excess > 0.005 else 0.0)
         self.oscillating = 0
 
-    def _not_finite(self, diagnosis: Diagnosis, context: Context) -> list[Action]:
+    def _not_finite(self, diagnosis: StepDiagnosis, context: Context) -> list[Action]:
         if context.predicted or context.phase is Phase.PREDICT:
             return [
                 Action(Kind.ROLL_BACK, f"the predicted move is undone: {diagnosis.text}"),
@@ -215,7 +215,7 @@ class Recovery(Stateful):
         harm = f"{times} steps in a row were not finite" if context.skipped else "the weights took the harm"
         return self._roll_back(RATE_RUIN, f"{harm} ({diagnosis.text})")
 
-    def _runaway(self, diagnosis: Diagnosis, rate_factor: float) -> list[Action]:
+    def _runaway(self, diagnosis: StepDiagnosis, rate_factor: float) -> list[Action]:
         if self._pausing():
             return [Action(Kind.FORCE_FULL, f"no prediction while the last rollback takes effect: {diagnosis.text}")]
         return self._roll_back(rate_factor, diagnosis.text)
@@ -229,7 +229,7 @@ class Recovery(Stateful):
         text = f"rolled back, with the learning rate x {rate_factor:g}: {why}"
         return [Action(Kind.ROLL_BACK, text, rate_factor=rate_factor)]
 
-    def _explosion(self, diagnosis: Diagnosis) -> list[Action]:
+    def _explosion(self, diagnosis: StepDiagnosis) -> list[Action]:
         if Signal.GRADIENT_EXPLOSION not in diagnosis.signals:
             return []
         recent = [time for time in self.explosions if time > self.clock - EXPLOSION_STEPS]
@@ -238,7 +238,7 @@ class Recovery(Stateful):
             return []
         return self._calm(RATE_EXPLOSION, diagnosis)
 
-    def _oscillation(self, diagnosis: Diagnosis) -> list[Action]:
+    def _oscillation(self, diagnosis: StepDiagnosis) -> list[Action]:
         if Signal.OSCILLATION not in diagnosis.signals or diagnosis.level < Severity.CRITICAL or diagnosis.improving:
             return []  # batches of two kinds in turn look like this too, and do no harm
         self.oscillating += 1
@@ -247,12 +247,12 @@ class Recovery(Stateful):
         self.oscillating = 0
         return self._calm(RATE_OSCILLATION, diagnosis)
 
-    def _calm(self, factor: float, diagnosis: Diagnosis) -> list[Action]:
+    def _calm(self, factor: float, diagnosis: StepDiagnosis) -> list[Action]:
         self._change_rate(factor, clip=EMERGENCY_CLIP)
         text = f"learning rate x {factor:g}, gradients clipped to {EMERGENCY_CLIP:g}: {diagnosis.text}"
         return [Action(Kind.FORCE_FULL, text, rate_factor=factor, clip=EMERGENCY_CLIP)]
 
-    def _undo(self, diagnosis: Diagnosis) -> list[Action]:
+    def _undo(self, diagnosis: StepDiagnosis) -> list[Action]:
         raised = min(self.threshold + THRESHOLD_STEP, HIGHEST_THRESHOLD)
         delta, self.threshold = max(0.0, raised - self.threshold), max(raised, self.threshold)
         return [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
+from copy import copy
 
 import numpy as np
 
@@ -36,6 +37,14 @@ class LossBaseline(LossHistory):
         """Losses minus `fast` as it was before them."""
         self.sigma = 0.0
         """Noise of one loss around its average."""
+
+    def copy(self) -> LossBaseline:
+        """A baseline of its own that knows the same."""
+        made = copy(self)
+        vars(made).update(
+            {name: value.copy() for name, value in vars(self).items() if isinstance(value, (list, deque))}
+        )
+        return made
 
     def update(self, loss: float, limit: float) -> None:
         """Take in a finite loss. Above `limit` sigmas it counts as that, so that one spike does not move averages."""

@@ -1,9 +1,9 @@
-"""When a run's health is looked at, and what comes of it: events, a part of the summary, and tuning if wanted."""
+"""Decides when the health of a run is measured, tells what was found, and tunes the run where that is wanted."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -18,52 +18,61 @@ from foretrain.health.advise import Health, RunStatus
 from foretrain.health.findings import Ailment, HealthFinding, levers_of, levers_of_own
 from foretrain.health.layers import Array, LayerMeter, LayerNorms
 from foretrain.health.vitals import Row, Vitals
+from foretrain.persist.stateful import Stateful, entry
 
 IDEAL_RATIO = 1e-3
-"""Gradient/weight ratio of which a layer's worst look is farthest."""
+"""Ideal gradient/weight ratio; a layer's worst measurement is the one farthest from it. The middle of the range of 1e-4
+to 1e-2 that common advice names."""
+HIGH_RATE = 0.5
+"""Share of its peak from which a scheduled learning rate counts as high. Chosen."""
 COLUMNS = ("gradient_norm", "gradient_to_weight", "update_to_weight")
 Numbers = dict[str, float | None]
-"""Of one layer at one look, by the names above."""
+"""What one measurement says of one layer, by the names above."""
 
 
-class Checkup(StepHook):
-    """Looks at a full step now and then; `judge` follows when no move is open. Off with `health.interval = 0`."""
+class Checkup(StepHook, Stateful):
+    """Measures a full step now and then; `judge` follows when no move is open. Off with `health.interval = 0`."""
+
+    saved = ("health", "measurements", "next_measurement", "_measured_at", "pending", "_latest", "_worst")
+    _latest: dict[str, Numbers]
+    _worst: dict[str, Numbers]
 
     def __init__(self, engine: Engine, emit: Callable[[Event], None]) -> None:
         self.engine = engine
         self.emit = emit
-        self.known_of_moves: Callable[[RunStatus], RunStatus] = lambda situation: situation
-        """Adds to a situation what is known of moves."""
+        self.known_of_moves: Callable[[RunStatus], RunStatus] = lambda status: status
+        """Adds to the status of the run what is known of moves."""
         self.tuned: Callable[[], None] = lambda: None
-        """Called when something was tuned. The learning rate and the clipping are asked for by the engine."""
+        """Called when something was tuned. The engine asks for the learning rate and the clipping by itself."""
         self.interval = engine.config.health.interval
-        self.look = LayerMeter(engine.model, engine.full_step.parameters, engine.world)
+        self.layers = LayerMeter(engine.model, engine.full_step.parameters, engine.world)
         self.levers = levers_of_own(engine.optimizer) if engine.own_optimizer else levers_of(engine.config)
         if not is_configured(engine.model):
             self.levers = replace(self.levers, dropout="dropout in your model")
-        self.health = Health(engine.config, self.look.layers, self.levers)
+        self.health = Health(engine.config, self.layers.names, self.levers)
         self.on = self.interval > 0 and bool(engine.full_step.parameters)
-        self.looks = 0
-        self.next_look = 0
-        self._looked = 0
-        """Step of the look that is not judged yet."""
-        self._latest: dict[str, Numbers] = {}
-        """Layer -> what the last look saw of it."""
-        self._worst: dict[str, Numbers] = {}
+        self.measurements = 0
+        self.next_measurement = 0
+        self._measured_at = 0
+        """Step of the measurement that is not judged yet."""
+        self._latest = {}
+        """The last measurement of every layer."""
+        self._worst = {}
+        """The measurement of every layer that was farthest from the ideal."""
         if self.on:
             engine.meter.tap = self._note
 
     def cover(self) -> None:
-        """Others are trained from now on. A look that is not judged yet is made again."""
-        if self.look.measuring or self.look.on_its_way:
-            self.next_look = self._looked
-        self.look = LayerMeter(self.engine.model, self.engine.full_step.parameters, self.engine.world)
-        self.health.cover(self.look.layers)
+        """Other weights are trained from now on. A measurement that is not judged yet is made again."""
+        if self.layers.measuring or self.layers.on_its_way:
+            self.next_measurement = self._measured_at
+        self.layers = LayerMeter(self.engine.model, self.engine.full_step.parameters, self.engine.world)
+        self.health.cover(self.layers.names)
         self._latest = {}
-        self._worst = {layer: self._worst[layer] for layer in self.look.layers if layer in self._worst}
+        self._worst = {layer: self._worst[layer] for layer in self.layers.names if layer in self._worst}
 
     def _note(self, rows: list[Row]) -> None:
-        """The loss scale of fp16 finds its level by overflowing: such steps are no sign of illness."""
+        """Take in the numbers of steps, except where the loss scale of fp16 overflowed, which is no illness."""
         scaled = self.engine.precision.scaled
         self.health.note([row for row in rows if not (scaled and row[2] and math.isfinite(row[0]))])
 
@@ -71,23 +80,25 @@ class Checkup(StepHook):
 
     def before_step(self) -> None:
         step = self.engine.global_step
-        if self.on and step >= self.next_look and not self.look.on_its_way:
-            self._looked = step
+        if self.on and step >= self.next_measurement and not self.layers.on_its_way:
+            self._measured_at = step
             self._close()
-            self.look.begin()
-            self.next_look = (step // self.interval + 1) * self.interval  # only now: memory may have run out before
+            self.layers.begin()
+            self.next_measurement = (
+                step // self.interval + 1
+            ) * self.interval  # only now: memory may have run out before
 
     def after_step(self, output: StepOutput) -> None:
-        if self.look.measuring:
-            self.look.end(self._looked, output)
+        if self.layers.measuring:
+            self.layers.end(self._measured_at, output)
 
     def take_back(self) -> None:
-        if self.look.measuring:
-            self.look.put_back(None)
-            self.next_look = self._looked
+        if self.layers.measuring:
+            self.layers.put_back(None)
+            self.next_measurement = self._measured_at
 
     def undone(self, leaps: int) -> None:
-        """So many leaps were undone, and what a look would have seen: they say nothing of the run."""
+        """So many leaps were undone, and perhaps a step that was being measured: they say nothing about the run."""
         self.take_back()
         if self.on and leaps:
             self.engine.meter.fetch()
@@ -95,30 +106,30 @@ class Checkup(StepHook):
 
     @property
     def due(self) -> bool:
-        """A look is to be judged. On a GPU one step late: by then its numbers have arrived, and nobody waits."""
+        """Whether a measurement is to be judged. On a GPU it is one step late, so that nobody waits for its numbers."""
         lag = self.engine.device.type == "cuda"
-        return self.look.on_its_way and not (lag and self.engine.global_step == self._looked + 1)
+        return self.layers.on_its_way and not (lag and self.engine.global_step == self._measured_at + 1)
 
     def judge(self) -> None:
-        """Say what the last look shows, and tune what it wants tuned."""
-        measured = self.look.take()
-        step = self._looked if measured is not None else self.engine.global_step
-        situation = self._situation(step)
-        vitals, news = self.health.examine(situation, measured)
+        """Judge the last measurement, and tune what it wants tuned."""
+        measured = self.layers.take()
+        step = self._measured_at if measured is not None else self.engine.global_step
+        status = self._status(step)
+        vitals, news = self.health.examine(status, measured)
         if measured is not None:
-            self.looks += 1
+            self.measurements += 1
             self._keep(measured.step, self._numbers(measured))
             self.emit(self._event(measured, vitals))
         self._tell(news)
 
     def finish(self) -> None:
-        """The run is over: what the last steps say, which no look follows."""
+        """The run is over: judge the last steps, which no measurement follows."""
         if self.on:
             self._close()
             self.judge()
 
     def _close(self) -> None:
-        """All steps before this moment count for this look, and no other. In `fit` they were just read for the log."""
+        """Assign all steps so far to this measurement. In `fit` their numbers were just read for the log."""
         self.engine.meter.fetch()
         self.health.monitor.close()
 
@@ -126,8 +137,8 @@ class Checkup(StepHook):
         """A held-out loss was measured."""
         if not self.on:
             return
-        situation = self._situation(self.engine.global_step)
-        self._tell(self.health.evaluated(situation, held_out, self.engine.progress.last_train_loss))
+        status = self._status(self.engine.global_step)
+        self._tell(self.health.evaluated(status, held_out, self.engine.progress.last_train_loss))
 
     def _tell(self, news: list[HealthFinding]) -> None:
         for finding in self.engine.world.agree(news):
@@ -142,15 +153,15 @@ class Checkup(StepHook):
         self.emit(HealthFound(**{name: record[name] for name in HealthFound.__slots__}))
 
     def rolled_back(self, factor: float, at: int) -> float:
-        """The guard rolled back with this factor of the learning rate; what of it was tuned in for good.
+        """The run was rolled back with this factor of the learning rate. Return the part of it that stays by tuning.
 
-        at: the step at which it did. Losses that were undone are judged here, and the next look is at those after them.
+        at: the step at which that happened. The undone losses are judged here, and no measurement judges them again.
         """
-        step, situation = self.engine.global_step, self._situation(at)
+        step, status = self.engine.global_step, self._status(at)
         if self.on:
-            for finding in self.health.rolled_back(situation):
+            for finding in self.health.rolled_back(status):
                 self._say(finding)
-        made, kept = self.health.keep(factor, self._peak, situation.now.clip)
+        made, kept = self.health.keep(factor, self._peak, status.now.clip)
         if made:
             self.emit(Tuned(step, Ailment.DIVERGENCE.value, made))
         return kept
@@ -159,11 +170,11 @@ class Checkup(StepHook):
     def _peak(self) -> float:
         return self.engine.rate.peak or self.engine.config.optimizer.peak_rate
 
-    def _situation(self, step: int) -> RunStatus:
+    def _status(self, step: int) -> RunStatus:
         engine, config = self.engine, self.engine.config
         now = self.health.effective(self._peak, engine.clip, config.hybrid.full_steps)
-        high = engine.schedule(engine.global_step) >= 0.5 * self._peak
-        falling = engine.schedule(engine.planned_steps) < 0.5 * self._peak
+        high = engine.schedule(engine.global_step) >= HIGH_RATE * self._peak
+        falling = engine.schedule(engine.planned_steps) < HIGH_RATE * self._peak
         return self.known_of_moves(RunStatus(step, now, high, falling))
 
     # --- what is said ------------------------------------------------------------------------------------------------
@@ -191,11 +202,11 @@ class Checkup(StepHook):
         rows = zip(*(column.tolist() for column in columns), strict=True)
         return {
             layer: {name: _number(value) for name, value in zip(COLUMNS, row, strict=True)}
-            for layer, row in zip(self.look.layers, rows, strict=True)
+            for layer, row in zip(self.layers.names, rows, strict=True)
         }
 
     def _keep(self, step: int, numbers: dict[str, Numbers]) -> None:
-        """The latest look, and of every layer the look at which its gradient was farthest from ideal."""
+        """Keep the latest measurement, and the one of every layer whose gradient was farthest from the ideal."""
         self._latest = numbers
         for layer, now in numbers.items():
             before = self._worst.get(layer)
@@ -207,50 +218,46 @@ class Checkup(StepHook):
         if not self.on:
             return {}
         layers = {
-            layer: {"latest": self._latest.get(layer), "worst": self._worst.get(layer)} for layer in self.look.layers
+            layer: {"latest": self._latest.get(layer), "worst": self._worst.get(layer)} for layer in self.layers.names
         }
         findings = [finding.record() for finding in self.health.findings]
-        return {"health": {"looks": self.looks, "findings": findings, "layers": layers}}
+        return {"health": {"looks": self.measurements, "findings": findings, "layers": layers}}
 
     # --- state -------------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
-        if not self.on:
-            return {}
-        return {
-            "health": self.health.state_dict(),
-            "looks": self.looks,
-            "next_look": self.next_look,
-            "looked": self._looked,
-            "pending": self.look.wait(),
-            "latest": {layer: dict(numbers) for layer, numbers in self._latest.items()},
-            "worst": {layer: dict(numbers) for layer, numbers in self._worst.items()},
-        }
+    @property
+    def pending(self) -> tuple[int, list[float]] | None:
+        """The measurement that is not judged yet."""
+        return self.layers.wait()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """What was saved without looks, or about other layers, starts anew."""
-        self.look.put_back(None)
-        if not self.on or not state or not set(state["worst"]) <= set(self.look.layers):
-            self.next_look = math.ceil(self.engine.global_step / self.interval) * self.interval if self.on else 0
-            return
-        self.health.load_state_dict(state["health"])
-        self.looks, self.next_look, self._looked = (int(state[name]) for name in ("looks", "next_look", "looked"))
-        self.look.put_back(state["pending"])
-        self._latest = {layer: dict(numbers) for layer, numbers in state["latest"].items()}
-        self._worst = {layer: dict(numbers) for layer, numbers in state["worst"].items()}
+    @pending.setter
+    def pending(self, saved: tuple[int, list[float]] | None) -> None:
+        self.layers.put_back(saved)
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() if self.on else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Put a state back. A state without measurements, or of other layers, is not used: health starts anew."""
+        self.layers.put_back(None)
+        if self.on and state and set(entry(state, "worst", "Checkup")) <= set(self.layers.names):
+            super().load_state_dict(state)
+        else:
+            self.next_measurement = math.ceil(self.engine.global_step / self.interval) * self.interval if self.on else 0
 
 
 def _distance(ratio: float | None) -> float:
-    """From the ideal, in powers of ten; a ratio that there is not counts for none."""
+    """The distance from the ideal in powers of ten. A ratio that could not be measured counts as nearest."""
     if ratio is None:
         return -1.0
     return abs(math.log10(ratio / IDEAL_RATIO)) if ratio > 0 else math.inf
 
 
 def _together(norms: Array) -> float:
+    """The norm of all layers together."""
     return float(np.sqrt(np.nansum(np.square(norms))))
 
 
 def _number(value: float) -> float | None:
-    """Four digits are enough for a chart."""
+    """Round to four digits, which are enough for a chart. What is no number becomes None."""
     return float(f"{value:.4g}") if math.isfinite(value) else None

@@ -10,7 +10,7 @@ import numpy as np
 from foretrain.config.schema import GuardConfig, HybridConfig
 from foretrain.events import Phase
 from foretrain.health.baseline import SHORT, SLOW, GradientBaseline, LossBaseline
-from foretrain.health.signs import RUNAWAY_SHARE, Diagnosis, Severity, Signal, StepReading, Symptom, sign
+from foretrain.health.signs import RUNAWAY_SHARE, Severity, Signal, StepDiagnosis, StepReading, Symptom, sign
 from foretrain.motion.losses import ENOUGH, KEPT
 from foretrain.persist.stateful import Stateful
 
@@ -70,7 +70,7 @@ class Detector(Stateful):
         """Whether the last `full_steps` readings had a critical state, or the last five a warning."""
         return self.since_critical < self.hybrid.full_steps or self.since_warning < RECENT_WARNING
 
-    def check(self, reading: StepReading) -> Diagnosis:
+    def check(self, reading: StepReading) -> StepDiagnosis:
         """Judge the next step, then learn from it what is usual."""
         predicted = reading.phase is Phase.PREDICT
         if not predicted:
@@ -89,14 +89,14 @@ class Detector(Stateful):
             seen += [*self._oscillation(), *self._ruin(), *self._runaway(), *self._slow_rise()]
         return self._conclude(reading, seen)
 
-    def anchor(self, step: int, loss: float) -> Diagnosis:
+    def anchor(self, step: int, loss: float) -> StepDiagnosis:
         """Judge the probe loss before a leap. A rise across cycles is slow harm that no single step shows."""
         if not math.isfinite(loss):
-            return Diagnosis(step, Severity.NORMAL)
+            return StepDiagnosis(step, Severity.NORMAL)
         self.anchors = [*self.anchors, loss][-ANCHORS:]
         values = np.asarray(self.anchors)
         if len(values) < 5:
-            return Diagnosis(step, Severity.NORMAL)
+            return StepDiagnosis(step, Severity.NORMAL)
         time = np.arange(len(values)) - (len(values) - 1) / 2
         slope = float(time @ values / (time @ time))
         rest = values - values.mean() - slope * time
@@ -105,7 +105,7 @@ class Detector(Stateful):
         noise = self.losses.sigma if self.losses.count >= ENOUGH else 0.0
         errors, sigmas, share = ANCHOR_RISE
         if not (slope > errors * error and rise > max(sigmas * noise, share * abs(float(values.mean())))):
-            return Diagnosis(step, Severity.NORMAL)
+            return StepDiagnosis(step, Severity.NORMAL)
         text = f"the loss before each move rose by {rise:.4g} over {len(values)} cycles"
         self.anchors = self.anchors[-1:]  # one rise is reported once
         return self._diagnosis(step, [sign(Signal.DRIFT, text)], None)
@@ -122,16 +122,15 @@ class Detector(Stateful):
         )
         if self.streak or min(norms) < low or max(norms) > high:
             return False
-        before = self.state_dict()
-        if not self.losses.update_calmly(losses, self.hybrid.divergence_threshold):
+        before, self.losses = self.losses, self.losses.copy()
+        calm = self.losses.update_calmly(losses, self.hybrid.divergence_threshold)
+        if not calm or any(True for _ in self._runaway()) or any(True for _ in self._oscillation()):
+            self.losses = before
             return False
         for norm in norms[:: max(1, len(norms) // 10)]:
             self.gradients.update(norm, self.config.explosion_factor)
         self.since_warning += len(losses)
         self.since_critical += len(losses)
-        if any(True for _ in self._runaway()) or any(True for _ in self._oscillation()):
-            self.load_state_dict(before)
-            return False
         return True
 
     def after_move(self) -> None:
@@ -222,7 +221,7 @@ class Detector(Stateful):
 
     # --- the diagnosis -----------------------------------------------------------------------------------------------
 
-    def _conclude(self, reading: StepReading, symptoms: list[Symptom]) -> Diagnosis:
+    def _conclude(self, reading: StepReading, symptoms: list[Symptom]) -> StepDiagnosis:
         worst = max((symptom.level for symptom in symptoms), default=Severity.NORMAL)
         self.streak = self.streak + 1 if worst >= Severity.WARNING else 0
         diagnosis = self._diagnosis(reading.step, symptoms, reading.phase)
@@ -230,7 +229,7 @@ class Detector(Stateful):
         self.since_critical = 0 if diagnosis.level is Severity.CRITICAL else self.since_critical + 1
         return diagnosis
 
-    def _diagnosis(self, step: int, symptoms: list[Symptom], phase: Phase | None) -> Diagnosis:
+    def _diagnosis(self, step: int, symptoms: list[Symptom], phase: Phase | None) -> StepDiagnosis:
         level = max((symptom.level for symptom in symptoms), default=Severity.NORMAL)
         texts = [symptom.text for symptom in symptoms]
         if level is Severity.WARNING and self.streak >= self.config.patience:
@@ -242,4 +241,4 @@ class Detector(Stateful):
             exit_to = None
         text = "; ".join(texts) or "nothing unusual"
         setback = self.losses.setback if level >= Severity.WARNING else 0.0
-        return Diagnosis(step, level, tuple(symptoms), exit_to, text, self.losses.improving, setback)
+        return StepDiagnosis(step, level, tuple(symptoms), exit_to, text, self.losses.improving, setback)

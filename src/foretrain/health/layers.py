@@ -54,8 +54,8 @@ class LayerMeter:
         self.parameters: list[Tensor] = [real_view(p.detach()) for p in parameters]
         names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         owners = [name.rpartition(".")[0] or name for name in names]
-        self.layers = list(dict.fromkeys(owners))
-        places = {layer: place for place, layer in enumerate(self.layers)}
+        self.names = list(dict.fromkeys(owners))
+        places = {layer: place for place, layer in enumerate(self.names)}
         self._layer_of = np.array([places[owner] for owner in owners], dtype=np.int64)
         self._strides = [max(1, math.ceil(p.numel() / SAMPLED)) for p in self.parameters]
         self._sizes = [math.ceil(p.numel() / stride) for p, stride in zip(self.parameters, self._strides, strict=True)]
@@ -101,7 +101,7 @@ class LayerMeter:
         step, values = self.wait() or (0, [])
         self._flight = None
         gradient, weight, update = np.asarray(values, dtype=np.float64).reshape(3, -1)
-        absent = np.bincount(self._layer_of, np.isfinite(gradient), len(self.layers)) == 0
+        absent = np.bincount(self._layer_of, np.isfinite(gradient), len(self.names)) == 0
         norms = self._by_layer(np.where(np.isnan(gradient), 0.0, np.square(gradient)))
         norms[absent] = np.nan
         return LayerNorms(
@@ -129,7 +129,7 @@ class LayerMeter:
         return torch.cat(picked).float()
 
     def _by_layer(self, squares: Array) -> Array:
-        return np.sqrt(np.bincount(self._layer_of, squares, len(self.layers)))
+        return np.sqrt(np.bincount(self._layer_of, squares, len(self.names)))
 
 
 def _ratio(one: Array, other: Array) -> Array:

@@ -1,4 +1,4 @@
-"""Out of memory in mid-run: everything as it was before the step, then the same batch again in less memory.
+"""Undoes a step that ran out of memory, bit for bit, and repeats it with the same batch in less memory.
 
 Where a step can fail, and what follows:
 
@@ -29,9 +29,10 @@ from foretrain.health import shortage as shortages
 from foretrain.health.shortage import Shortage
 
 MOST_FAILED_MOVES = 3
-"""Moves (or windows) that memory ran out in before nothing is predicted any more."""
+"""Moves (or windows) that run out of memory before prediction ends. Chosen: a move needs the same memory each time."""
 _LOOK_AT_ALL = 100
-"""Steps after which it is looked at again whether steps draw from Python's and NumPy's generators, slow to read."""
+"""Steps between two reads of the generators of Python and NumPy, which are slow to read, to see whether steps draw from
+them. Chosen: rarely enough that reading them costs next to nothing."""
 _KEPT = ("accumulation_steps", "engine.activation_checkpointing", "engine.cuda_graph")
 Result = TypeVar("Result")
 
@@ -77,19 +78,19 @@ class Rescue:
         """None in a run of full steps only."""
         self.retries = engine.config.memory.on_out_of_memory == "retry"
         self.settings = engine.config
-        """As they are now, after all that was made smaller."""
+        """The settings that count now, after all that was made smaller."""
         self.next_smaller: Callable[[Config], Config | None] = shortages.next_smaller
         self.failed_moves = 0
         self.told: list[str] = []
         self.sound = True
-        """The run is at the end of a step, or back there: its state can be gone on from."""
+        """The run is at the end of a step, or back there, so its state can be saved."""
         self._draws_elsewhere = False
         self._looked_at = -_LOOK_AT_ALL
 
     # --- a step ------------------------------------------------------------------------------------------------------
 
     def step(self, batch: Any, step: Callable[[Any], Result]) -> Result:
-        """`step(batch)`; again, and smaller, for as long as memory runs out and something can be made smaller."""
+        """Do the step, and repeat it in less memory as long as memory runs out and something can be made smaller."""
         if self.failed_moves >= MOST_FAILED_MOVES and self.excursions is not None:
             self.excursions.forget_snapshots()  # only now: the data may have had to go back to where it was taken
         while True:
@@ -114,7 +115,7 @@ class Rescue:
             batch = self._recover(found, text, mark, batch)
 
     def _fall_back(self, mark: _Mark) -> None:
-        """Own code ended the step by an error or an order: back to before the step, where that can be."""
+        """The user's code ended the step by an error or an order: go back to before the step where possible."""
         self.sound = self._is_as_before(mark)
         if self.sound:
             self._undo(mark)
@@ -156,7 +157,7 @@ class Rescue:
         return batch
 
     def aside(self, watch: Callable[..., None], *arguments: Any) -> None:
-        """What follows on a step that is done: if memory runs out in it, only what it would have learned is lost."""
+        """Do what follows a finished step. If memory runs out in it, only what it would have learned is lost."""
         try:
             watch(*arguments)
         except OwnCodeError as error:
@@ -178,7 +179,7 @@ class Rescue:
         self._count_failed_move(f"{text}; the window is given up")
 
     def again(self, function: Callable[[], Result]) -> Result:
-        """What changes nothing before it succeeds is tried a second time, with all memory freed that can be."""
+        """Call a function that changes nothing before it succeeds; free memory and repeat it where memory runs out."""
         try:
             return function()
         except (RuntimeError, MemoryError) as error:
@@ -194,7 +195,7 @@ class Rescue:
         return _Mark(self._phase, self._counts(), self._randomness())
 
     def _counts(self) -> tuple[int, ...]:
-        """Each of them changes with something that a step cannot take back; the position in the data comes first."""
+        """Counts that change with everything a step cannot undo. The position in the data comes first."""
         progress = self.engine.progress
         return progress.position, progress.global_step, progress.backward_passes, progress.probe_tokens
 
@@ -207,7 +208,7 @@ class Rescue:
         return same and not self.engine.full_step.changing
 
     def _undo(self, mark: _Mark) -> None:
-        """Bit for bit as before the step. Gradients are gone already, and buffers were put back where they changed."""
+        """Restore random states, bit for bit. Gradients are gone already, and changed buffers were put back."""
         self.engine.take_back_step()
         self._looked_at = -_LOOK_AT_ALL  # what is done again may fail again
         own, on_device, python, numpy = mark.randomness
@@ -219,7 +220,7 @@ class Rescue:
             np.random.set_state(numpy)  # noqa: NPY002 - user code may use it
 
     def _randomness(self) -> tuple[Any, ...]:
-        """The generators that a step draws from."""
+        """The states of the generators that a step draws from."""
         device = self.engine.device
         on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         python = numpy = None
@@ -240,7 +241,7 @@ class Rescue:
     # --- smaller -----------------------------------------------------------------------------------------------------
 
     def shrink(self, found: Shortage | None, text: str) -> bool:
-        """Go on with the next smaller settings; False when there are none."""
+        """Switch to the next smaller settings. Return False when there are none."""
         if found is not None and found.recording:  # without the graph it did fit
             smaller: Config | None = changed(self.settings, {"engine.cuda_graph": False})
         else:
@@ -254,7 +255,7 @@ class Rescue:
         return True
 
     def _changes(self, before: Config, after: Config) -> dict[str, Any]:
-        """What can be changed in mid-run: the parts of a batch always, the blocks of a model only if it is ours."""
+        """The changes that are possible in mid-run: parts of a batch always, blocks of a model only if it is ours."""
         ours = hasattr(self.engine.model, "activation_checkpointing")
         names = [name for name in _KEPT if ours or name != "engine.activation_checkpointing"]
         return {name: value_of(after, name) for name in names if value_of(before, name) != value_of(after, name)}
@@ -270,7 +271,7 @@ class Rescue:
     # --- what is said ------------------------------------------------------------------------------------------------
 
     def explain(self, found: Shortage) -> str:
-        """Where, what, and how much was in use. To be called before anything is freed."""
+        """Say where memory ran out, in what, and how much was in use. Call it before anything is freed."""
         step = self.engine.progress.global_step
         return f"out of memory in {self.memory.phase} after step {step}: {found}; {self.memory.now()}"
 
@@ -282,7 +283,7 @@ class Rescue:
         self.emit(Recovered(self.engine.global_step, "out_of_memory", text))
 
     def summary(self) -> dict[str, Any]:
-        """Nothing for a run with memory enough."""
+        """The `out_of_memory` part of `summary.json`; empty for a run with enough memory."""
         if not self.told:
             return {}
         return {
@@ -301,7 +302,7 @@ class Rescue:
         return {"settings": self._changes(self.engine.config, self.settings), "failed_moves": self.failed_moves}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """A run that had to be made smaller goes on as small, unless it shall stop now when memory runs out."""
+        """Continue as small as the saved run had become, unless the run shall now stop when memory runs out."""
         if not self.retries or not state:
             return
         self.failed_moves = int(state["failed_moves"])

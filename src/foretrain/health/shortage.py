@@ -1,4 +1,4 @@
-"""Out of memory: what was asked for and where, what can be made smaller, and what to advise."""
+"""Explains that memory ran out: what was asked for and where, what can be made smaller, and what to advise."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ _PARTS = {
     "CheckpointStore.save": "a checkpoint",
     "HybridTrainer.load_state_dict": "the loading of a state",
 }
-"""What a function does, in words. The outermost and the innermost of them say what was going on."""
+"""What a function does, in words. The outermost and the innermost of those on the stack say what was going on."""
 RECORDING = _PARTS["GraphedStep._record"]
 _ASKED = re.compile(r"ried to allocate ([0-9.]+ ?[A-Za-z]+)")
 
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """Words only: nothing of it keeps a tensor alive."""
+    """What is known of one lack of memory. It holds words only, so it keeps no tensor alive."""
 
     asked: str
-    """How much more was asked for; empty where the allocator did not say."""
+    """The memory that was asked for; empty where the allocator did not say."""
     doing: str
     place: str
     """The innermost line of Python."""
@@ -60,7 +60,7 @@ class Shortage:
 
 
 def look_at(error: BaseException) -> Shortage | None:
-    """What an error says about a lack of memory; None if it is another one."""
+    """Read what an error says about a lack of memory. Return None if it is another error."""
     root = root_of_shortage(error)
     if root is None:
         return None
@@ -72,7 +72,7 @@ def look_at(error: BaseException) -> Shortage | None:
 
 
 def _frames(error: BaseException) -> Iterator[TracebackType]:
-    """From the outermost to the innermost."""
+    """The frames of an error, from the outermost to the innermost."""
     trace = error.__traceback__
     while trace is not None:
         yield trace
@@ -110,7 +110,7 @@ def next_smaller(config: Config) -> Config | None:
 
 
 def _more_parts(config: Config) -> int | None:
-    """At least twice as many parts, all of one size. Updates in the backward pass cannot wait for the parts."""
+    """At least twice as many parts, all of one size; None where updates in the backward pass cannot wait for parts."""
     if config.engine.update_in_backward:
         return None
     wanted = range(2 * config.accumulation_steps, config.batch_size + 1)
@@ -137,11 +137,11 @@ _REMEDIES: tuple[tuple[str, Callable[[Any], bool], Any], ...] = (
 """Settings that save memory, the cheapest first: name, whether a value leaves something to save, and what to set."""
 _TOGETHER_WITH = {"engine.update_in_backward": {"optimizer.gradient_clip_norm": 0}}
 _ANEW = "optimizer.state_type"
-"""Moments are stored in another form: a run cannot go on with it."""
+"""A run cannot continue with this change, because moments are stored in another form."""
 
 
 def advice(config: Config, model: nn.Module) -> str:
-    """What to change, of what is not changed yet."""
+    """Name the settings that would save memory and are not set yet."""
     found: list[str] = []
     for name, worth_it, value in _REMEDIES:
         section, _, key = name.rpartition(".")
@@ -164,7 +164,7 @@ def advice(config: Config, model: nn.Module) -> str:
 
 
 def _possible(config: Config, changes: dict[str, Any]) -> bool:
-    """Whether these settings go with all others."""
+    """Whether these settings are allowed together with all others."""
     try:
         changed(config, changes)
     except ConfigError:

@@ -101,7 +101,7 @@ class Symptom:
 
 
 @dataclass(frozen=True, slots=True)
-class Diagnosis:
+class StepDiagnosis:
     """What the detector says about one step."""
 
     step: int

@@ -6,12 +6,12 @@ import math
 from typing import Any
 
 from foretrain.events import Phase
-from foretrain.hybrid.policy import Policy
+from foretrain.hybrid.deliberation import Deliberation
 
 _OFF = "own code that it needs failed twice (see OwnCodeFailed in metrics.jsonl)"
 
 
-def account_of(policy: Policy, backward_passes: int) -> dict[str, Any]:
+def account_of(policy: Deliberation, backward_passes: int) -> dict[str, Any]:
     """The parts of the summary that are about prediction. backward_passes: of the whole run."""
     score, confidence = policy.score, policy.confidence
     counts, ledger = score.counts, score.ledger
@@ -36,7 +36,7 @@ def account_of(policy: Policy, backward_passes: int) -> dict[str, Any]:
     }
 
 
-def _sentence(policy: Policy, others: float) -> str:
+def _sentence(policy: Deliberation, others: float) -> str:
     """What prediction was worth, or why nobody knows. others: full steps that the run did besides."""
     score, appraiser = policy.score, policy.appraiser
     if policy.off and not score.counts.tried:
@@ -48,7 +48,7 @@ def _sentence(policy: Policy, others: float) -> str:
     return score.ledger.sentence(others, _unmeasured(policy))
 
 
-def _unmeasured(policy: Policy) -> str:
+def _unmeasured(policy: Deliberation) -> str:
     """Why no audit says what prediction was worth."""
     tried, moves = policy.score.counts.tried, policy.score.counts.moves
     if not tried:
@@ -58,7 +58,7 @@ def _unmeasured(policy: Policy) -> str:
     return "the one move that was tried was not kept" if tried == 1 else f"none of {tried} moves tried was kept"
 
 
-def _why_not(policy: Policy) -> str:
+def _why_not(policy: Deliberation) -> str:
     """Why nothing was tried so far, in plain words: the last of several reasons, which weighs most."""
     if policy.off:
         return _OFF

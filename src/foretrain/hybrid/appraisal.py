@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from foretrain.config import Config
 from foretrain.hybrid.gate import Answer, Ask, Gate, cost_of_audit, no_audit_is_affordable, steps_of_audit
-from foretrain.hybrid.horizon import HorizonBandit
+from foretrain.hybrid.horizon import HorizonBandit, HorizonContext
 from foretrain.hybrid.plan import FORECAST, Decision, Plan
 from foretrain.motion.confidence import Confidence, ConfidenceFeatures
 from foretrain.motion.observer import Observer
 from foretrain.motion.predictability import Predictability
 from foretrain.motion.predictors.base import Forecast
+from foretrain.motion.records import HORIZONS_IN_WINDOWS
 
 WINDOWS_TO_SCORE = 2
 """Windows after a move until a forecast has met what followed: one to make it, one to score it."""
@@ -105,6 +107,16 @@ class Appraiser:
         """A move by this forecast was kept, or would have been right."""
         self.confidence.learn(self._features(forecast, horizon), kept, weight=weight)
 
+    def reward(self, step: int, horizon: int, gain_steps: float, cost_steps: float) -> None:
+        """A move over this horizon gained and cost so many full steps."""
+        self.bandit.reward(horizon, self._context(step), gain_steps, cost_steps)
+
+    def _context(self, step: int) -> HorizonContext:
+        r2 = self.observer.quality.r2(HORIZONS_IN_WINDOWS[1])
+        snr = self.predictability.motion_snr
+        noise = -math.log(max(snr, 1e-6)) if math.isfinite(snr) else math.nan
+        return HorizonContext(self.current_confidence, r2, step / self.max_steps, noise)
+
     def _features(self, forecast: Forecast, horizon: int) -> ConfidenceFeatures:
         windows = 1 if self.searches else max(1, round(horizon / self.config.hybrid.window_steps))
         quality = self.observer.quality
@@ -119,14 +131,14 @@ class Appraiser:
     # --- a move ------------------------------------------------------------------------------------------------------
 
     def weigh(
-        self, forecast: Forecast, steps_left: int, longest: int, trend: int, ready: bool, exact: bool
+        self, step: int, forecast: Forecast, steps_left: int, longest: int, trend: int, ready: bool, exact: bool
     ) -> Appraisal:
         """What to do with a forecast. longest: move that may be made; trend: of the learning rate; ready, exact: a move
         that needs no decaying rate, or no confidence, could begin now."""
         needed = self.correct_steps(True)
         limit = min(longest, steps_left - needed)
         confidence = self.estimate(forecast, min(limit, self.config.hybrid.max_predict_steps))
-        horizon = self.bandit.choose(confidence, limit) if limit >= 1 else 0
+        horizon = self.bandit.choose(self._context(step), confidence, limit) if limit >= 1 else 0
         confidence = self.estimate(forecast, horizon) if horizon else confidence
         answer = self.gate.ask(self._question(horizon, steps_left, needed, trend, ready, exact))
         if not self.searches and self.observer.windows < WINDOWS_TO_SCORE:

@@ -295,7 +295,7 @@ class Hybrid:
         policy = self.policy
         policy.load_state_dict(state["policy"])
         self.observer.guarded.load_state_dict(state["predictor"])
-        if state["predictor"].get("strikes", 0) >= MOST_FAILURES and not policy.off:
+        if state["predictor"]["strikes"] >= MOST_FAILURES and not policy.off:
             policy.rest.steps = min(1, policy.rest.steps)  # another one is watched with at once
         self.race.load_state_dict(state["race"])
         self.said = dict(state["said"])

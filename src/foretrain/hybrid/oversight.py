@@ -8,7 +8,7 @@ from foretrain.config import Config
 from foretrain.events import Phase
 from foretrain.health.act import Action, Context, Kind, Recovery
 from foretrain.health.detect import Detector
-from foretrain.health.signs import Diagnosis, Severity, StepReading
+from foretrain.health.signs import Severity, StepDiagnosis, StepReading
 from foretrain.hybrid.cycle import Cycle
 
 
@@ -22,7 +22,7 @@ class Oversight:
         self.guard = Detector(config.hybrid, config.guard)
         self.recovery = Recovery(config.hybrid, config.guard)
 
-    def decide(self, verdict: Diagnosis, move_open: bool = False, predicted: bool = False) -> list[Action]:
+    def decide(self, verdict: StepDiagnosis, move_open: bool = False, predicted: bool = False) -> list[Action]:
         """What recovery wants done about a verdict; good verdicts are for it, too."""
         return self.recovery.decide(verdict, Context(self.cycle.phase, move_open, predicted, skipped=self.nan_check))
 
@@ -43,7 +43,7 @@ class Oversight:
         losses, norms = [loss for loss, _ in numbers], [norm for _, norm in numbers]
         if self.guard.check_calmly(losses, norms):
             for _ in losses:  # what was taken from the run is given back in time
-                self.decide(Diagnosis(step, Severity.NORMAL))
+                self.decide(StepDiagnosis(step, Severity.NORMAL))
             return []
         return self.check_full(step - len(numbers) + 1, numbers, fp16)
 

@@ -31,7 +31,7 @@ class Scorekeeper(Stateful):
         if phase is not Phase.PREDICT:
             self.since_move += steps
 
-    def settled(self, plan: Plan, judgement: Judgement) -> None:
+    def settled(self, step: int, plan: Plan, judgement: Judgement) -> None:
         """A move was judged."""
         kept, worth, cost, audit = judgement.kept, judgement.worth_steps, judgement.cost_steps, judgement.audit
         gate = self.appraiser.gate
@@ -46,7 +46,7 @@ class Scorekeeper(Stateful):
         if plan.forecast is None:
             return
         self.appraiser.learn(plan.forecast, plan.horizon, kept)
-        self.appraiser.bandit.reward(plan.horizon, worth if kept else 0.0, cost)
+        self.appraiser.reward(step, plan.horizon, worth if kept else 0.0, cost)
         if audit is not None:
             gate.audited(plan.horizon, audit.gain_steps, cost, exact=plan.low_noise)
         elif plan.low_noise and judgement.overfits:
@@ -54,12 +54,12 @@ class Scorekeeper(Stateful):
         else:
             gate.moved(kept and (worth > cost or not plan.low_noise))
 
-    def refused(self, plan: Plan, cost: float, overfits: bool = False) -> None:
+    def refused(self, step: int, plan: Plan, cost: float, overfits: bool = False) -> None:
         """A move was refused. overfits: it raised the held-out loss."""
         gate = self.appraiser.gate
         if plan.forecast is not None:
             self.appraiser.learn(plan.forecast, plan.horizon, kept=False)
-            self.appraiser.bandit.reward(plan.horizon, 0.0, cost)
+            self.appraiser.reward(step, plan.horizon, 0.0, cost)
         self.spent(plan, cost)
         if plan.forecast is not None and overfits:
             gate.overfitted()

@@ -1,4 +1,4 @@
-"""From the runs of a comparison to what they show. Pure: numbers in, numbers and words out."""
+"""Says what the runs of a comparison show. It is pure: numbers go in, numbers and words come out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which runs a comparison needs, and which of them come next. Everything follows from the results so far."""
+"""Decides which runs a comparison needs and which come next. Everything follows from the results so far."""
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -12,13 +11,12 @@ from torch import nn
 
 from foretrain.config import Config
 from foretrain.data import tokens
-from foretrain.data.loader import Loader, held_out_batches
 from foretrain.engine.precision import choose_device
 from foretrain.engine.step import LossFunction
 from foretrain.errors import DataError
 from foretrain.models import lora
 from foretrain.models.gpt2 import GPT2
-from foretrain.persist.codec import checksum
+from foretrain.persist.model_state import checksum
 from foretrain.recipes import finetune as tuning
 from foretrain.recipes import train as run
 
@@ -28,7 +26,7 @@ class Job:
     """What one run needs."""
 
     model: nn.Module
-    """With first weights as `seed` gives them."""
+    """It has its first weights, as `seed` gives them."""
     loader: Iterable[Any]
     held_out: list[Any]
     """Seen during the run, and what learning rates are chosen by."""
@@ -63,9 +61,7 @@ class TextTask:
         corpus, device = self._corpus, choose_device(config.device)
         config = run.with_vocabulary(config, corpus)
         model = self._models.with_weights_of(config, run.build_model)
-        limit = config.evaluation.batches * config.accumulation_steps
-        micro_batch = config.batch_size // config.accumulation_steps
-        batches = held_out_batches(corpus.held_out, model.shape.context, micro_batch, 2 * limit)
+        batches = run.build_held_out(config, corpus, model, times=2)
         if len(batches) < 2:
             raise DataError(
                 "held-out data: a comparison needs two parts of it, one to choose learning rates by and one for the "
@@ -92,21 +88,15 @@ class FinetuneTask:
             lora.attach(model, tuning.settings_of(config), config.seed)
             return model
 
-        data, size = self._data, config.batch_size
-        batches = data.held_out.fixed_batches(size, 2 * config.evaluation.batches)
+        data = self._data
+        batches = data.held_out.fixed_batches(config.batch_size, 2 * config.evaluation.batches)
         if len(batches) < 2:
             raise DataError(
                 f"held-out examples: {len(data.held_out)} are less than two batches, one to choose learning rates by "
                 "and one for the result; use more examples, a smaller batch_size or a larger data.held_out"
             )
-        pinned = choose_device(config.device).type == "cuda"
-        return Job(
-            self._models.with_weights_of(config, build),
-            Loader(data.train, size, config.seed, config.data.prefetch, pin_memory=pinned),
-            held_out=batches[0::2],
-            test=batches[1::2],
-            probe=tuning.probe_batches(data, config),
-        )
+        model, loader = self._models.with_weights_of(config, build), tuning.build_loader(config, data)
+        return Job(model, loader, batches[0::2], batches[1::2], probe=tuning.probe_batches(data, config))
 
 
 class ModelShelf:
@@ -119,16 +109,7 @@ class ModelShelf:
     def with_weights_of(self, config: Config, build: Callable[[Config], Any]) -> Any:
         """Return the model of `config` with the first weights of its seed."""
         fresh = build(config)
-        key = json.dumps(
-            [
-                config.model.model_dump(),
-                config.lora.model_dump(),
-                config.engine.model_dump(),
-                config.precision.model_dump(),
-                config.device,
-            ],
-            default=str,
-        )
+        key = config.model_dump_json(include={"model", "lora", "engine", "precision", "device"})
         if key != self._key:
             torch.compiler.reset()  # it keeps a few versions per function and would then stop compiling
             self._key, self._model = key, fresh

@@ -14,7 +14,7 @@ from foretrain.models.gpt2 import GPT2
 from foretrain.models.lora import AdaptedLinear, LoraLinear
 
 KEY = "foretrain_base"
-"""In the metadata of the adapter's safetensors file, which other programs leave alone."""
+"""Key in the metadata of the adapter's safetensors file, which other programs leave alone."""
 
 
 def checksum(model: nn.Module, without: Collection[str] = ()) -> str:

@@ -26,7 +26,7 @@ class LoraSettings:
     rank: int = 8
     alpha: float = 16.0
     dropout: float = 0.0
-    """On the adapter's input, in training only."""
+    """Share of the adapter's input that is dropped, in training only."""
     rank_stabilized: bool = False
     """Scale by alpha / sqrt(rank) instead of alpha / rank."""
     targets: tuple[str, ...] = ("*",)

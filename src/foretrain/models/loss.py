@@ -18,7 +18,7 @@ IGNORED = -100
 
 SLICE_ROWS = {"cuda": 16384, "cpu": 1024}
 SLICE_ROWS_ALONE = {"cuda": 4096, "cpu": 1024}
-"""Without gradients, where no sum of the output layer's size is read and written for each slice."""
+"""Rows per slice without gradients, where no sum of the output layer's size is read and written for each slice."""
 HALF_RANGE = 32768.0
 
 

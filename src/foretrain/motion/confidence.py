@@ -1,4 +1,4 @@
-"""A calibrated probability that the next move will be kept.
+"""Estimates a calibrated probability that the next move will be kept.
 
 Logistic regression on a few numbers without a unit, fitted to the last moves that were kept or not and to a prior that
 says what such numbers usually mean. How well it is calibrated is measured on answers given before each outcome.
@@ -16,16 +16,20 @@ import numpy as np
 from foretrain.persist.stateful import Stateful
 
 REMEMBERED = 200
-"""Outcomes that are learned from, and over which the calibration error is measured."""
+"""Outcomes that are learned from, and over which the calibration error is measured. Chosen: more
+than most runs have moves, few enough to fit again after each."""
 ENOUGH = 10
+"""Outcomes from which a calibration error is given. Chosen: two bins of five."""
 FORGETTING = 0.998
-"""Worth of an outcome per later one, so that the answer follows a run that changes."""
+"""Factor of the weight of an outcome per later one, so that the answer follows a run that changes. Chosen: the oldest
+of 200 still counts two thirds."""
 PRIOR = (-1.85, 3.8, 0.4, -0.5, -0.5)
-"""Weights of 1, R2, signed square of the cosine, disagreement and spread without any outcome: an R2 of 0.9 means more
-than 0.85, an R2 of 0 less than 0.2."""
+"""Weights of 1, R2, signed square of the cosine, disagreement and spread without any outcome. Chosen: an R2 of 0.9
+gives more than 0.85, an R2 of 0 less than 0.2 (tests/motion/test_confidence.py)."""
 PRIOR_VARIANCE = (1.0, 4.0, 1.0, 1.0, 1.0)
+"""How far outcomes may move those weights. Chosen: the one of R2 has the most to learn."""
 MOST_SURE = 0.995
-"""No probability is ever nearer to 0 or 1: nothing is certain after a few hundred outcomes."""
+"""No probability is ever nearer to 0 or 1. Chosen: one in 200, the number of outcomes that are remembered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +39,14 @@ class ConfidenceFeatures:
     error: float
     """Relative error 1 - R2 of the last forecast at the nearest horizon; 1 where nothing is known."""
     cosine: float
-    """Of predicted and real displacement, for the same forecast."""
+    """Cosine of the predicted and the real displacement, for the same forecast."""
     disagreement: float = 0.0
-    """Of the ensemble, relative to the move."""
+    """Disagreement of an ensemble of predictors, relative to the move."""
     spread: float = 0.0
     """Standard deviation of the last few errors: how stable the predictor's success is."""
 
     def vector(self) -> tuple[float, float, float, float, float]:
-        """Each within [-1, 1]; what is not finite counts as the worst."""
+        """The numbers that are fitted, each within [-1, 1]. What is not finite counts as the worst."""
         r2 = 1.0 - self.error
         r2 = min(max(r2, -1.0), 1.0) if r2 == r2 else -1.0
         cosine = min(max(self.cosine, -1.0), 1.0) if self.cosine == self.cosine else 0.0
@@ -50,7 +54,9 @@ class ConfidenceFeatures:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class PastMove:
+    """A move as it looked beforehand, and what became of it."""
+
     features: tuple[float, float, float, float, float]
     kept: bool
     weight: float
@@ -63,12 +69,12 @@ class Confidence(Stateful):
 
     saved = ("weights", "outcomes", "history")
     weights: list[float]
-    history: deque[Outcome]
+    history: deque[PastMove]
 
     def __init__(self) -> None:
         self.weights = list(PRIOR)
         self.outcomes = 0
-        """All that were ever seen."""
+        """How many were ever learned from."""
         self.history = deque(maxlen=REMEMBERED)
 
     def estimate(self, features: ConfidenceFeatures) -> float:
@@ -77,10 +83,10 @@ class Confidence(Stateful):
         return _probability(w[0] * x[0] + w[1] * x[1] + w[2] * x[2] + w[3] * x[3] + w[4] * x[4])
 
     def learn(self, features: ConfidenceFeatures, kept: bool, weight: float = 1.0) -> None:
-        """Take in an outcome. A weight below 1 is for evidence of lesser worth, such as a move that was only tried."""
+        """Take in an outcome. A weight below 1 is for weaker evidence, such as a move that was not made."""
         if not 0 < weight < math.inf:
             return
-        self.history.append(Outcome(features.vector(), kept, weight, self.estimate(features)))
+        self.history.append(PastMove(features.vector(), kept, weight, self.estimate(features)))
         self.outcomes += 1
         self._fit()
 
@@ -93,7 +99,7 @@ class Confidence(Stateful):
         return expected_calibration_error([(outcome.said, outcome.kept) for outcome in self.history])
 
     def reliability(self) -> list[dict[str, float | int]]:
-        """What was said beforehand against how often it came true, in the bins of the calibration error."""
+        """Compare what was said beforehand with how often it came true, in the bins of the calibration error."""
         if len(self.history) < ENOUGH:
             return []
         return [
@@ -110,7 +116,7 @@ class Confidence(Stateful):
             raise ValueError(f"{len(self.weights)} weights, not {len(PRIOR)}")
 
     def _fit(self) -> None:
-        """Most probable weights given prior and outcomes: Newton's method, from where it stood."""
+        """Find the most probable weights given prior and outcomes, by Newton's method from the present ones."""
         features = np.asarray([outcome.features for outcome in self.history])
         kept = np.asarray([float(outcome.kept) for outcome in self.history])
         age = np.arange(len(self.history) - 1, -1, -1)
@@ -148,5 +154,5 @@ def _probability(odds: float) -> float:
 
 
 def _share(value: float) -> float:
-    """From [0, inf) to [0, 1)."""
+    """Map [0, inf) to [0, 1)."""
     return value / (1 + value) if 0 <= value < math.inf else float(not value < 0)

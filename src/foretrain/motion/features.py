@@ -1,4 +1,4 @@
-"""The names and meanings of the 64 numbers of the training state."""
+"""Names the 64 numbers of the training state and says what they mean."""
 
 from __future__ import annotations
 
@@ -96,7 +96,8 @@ KNOWN_SPREADS: dict[tuple[str, str], tuple[float, float]] = {
     ("optimizer", "rate to come"): (0.667, 0.236),
     ("phase", "progress"): (0.5, 0.289),
 }
-"""Mean and deviation over a whole run of what goes from 0 to 1: the running z-score of a straight line is constant."""
+"""Mean and deviation over a whole run of what goes from 0 to 1, because the running z-score of a straight line is
+constant. Computed: of a uniform variable, and of its square root."""
 
 
 def describe() -> list[tuple[str, str, str, str]]:

@@ -1,6 +1,6 @@
-"""The trajectory with its directions in host memory: they pass through a small buffer on the device.
+"""Keeps the directions of the trajectory in host memory; they pass through a small buffer on the device.
 
-The same arithmetic in the same order as `Trajectory`, a range of chunks at a time. At the end of a window one range is
+The arithmetic and its order are those of `Trajectory`, a range of chunks at a time. At the end of a window one range is
 on its way back while the next one comes, in a buffer of its own: a bus carries both ways at once. All other copies are
 on the current stream, so each finds what the one before it left. The host waits for none but at the end of a window.
 """
@@ -20,21 +20,23 @@ from foretrain.motion.records import DIRECTIONS
 from foretrain.motion.trajectory import Trajectory
 
 BUFFER_BYTES = 128 * 2**20
-"""On the device, while a window is closed or a move is made, all buffers together."""
+"""Size of all buffers on the device together, while a window is closed or a move is made. Chosen: small beside any
+model that needs this, large enough to keep a bus busy."""
 _BUFFERS = 2
+"""Buffers that take turns: one for each direction of the bus."""
 _R = len(DIRECTIONS)
 _BUFFER_ROWS = 2 * _R + 2
 HOSTED_ROWS = 2 * _R + 1
-"""In host memory, beside two rows in fp32."""
+"""Rows in host memory, beside two in fp32."""
 
 
 def elements_at_once(number: int, buffer_bytes: int = BUFFER_BYTES) -> int:
-    """Of each row that fit into a buffer, in a format of so many bytes; at the end of a window also three in fp32."""
+    """Elements of each row that fit into a buffer, with `number` bytes each and three more rows in fp32."""
     return buffer_bytes // (_BUFFERS * (_BUFFER_ROWS * number + 3 * torch.float32.itemsize))
 
 
 class HostedTrajectory(Trajectory):
-    """Nothing of the size of the weights is on the device, except the weights."""
+    """A trajectory that keeps nothing of the size of the weights on the device."""
 
     _ROWS = HOSTED_ROWS
     """The displacement of a window exists in the buffer only."""
@@ -63,7 +65,7 @@ class HostedTrajectory(Trajectory):
         return host_zeros(shape, dtype, self.device)
 
     def _ranges(self) -> Iterator[tuple[int, int, slice]]:
-        """First chunk, the one after the last, and their elements."""
+        """Yield the first chunk of a range, the one after its last, and their elements."""
         layout = self.layout
         for first in range(0, layout.chunks, self.chunks_at_once):
             last = min(first + self.chunks_at_once, layout.chunks)
@@ -107,7 +109,7 @@ class HostedTrajectory(Trajectory):
         return torch.cat(followed), torch.cat(grams)
 
     def _weights_in(self, part: slice, out: Tensor) -> None:
-        """The weights as they lie in a row, with zeros where nothing lies."""
+        """Write the weights as they lie in a row, with zeros where nothing lies."""
         out.zero_()
         places, pieces = [], []
         for start, weights in zip(self.layout.starts, self.parameters, strict=True):
@@ -120,7 +122,7 @@ class HostedTrajectory(Trajectory):
 
     @torch.no_grad()
     def displacement(self, coefficients: Array, residual: Tensor | None = None) -> list[Tensor]:
-        """As views of host memory."""
+        """The displacement as views of host memory."""
         per_chunk = self._per_chunk(coefficients)
         row, sums = self._buffer(1, self._rows.dtype)[0], self._buffer(1, torch.float32)[0]
         for first, last, part in self._ranges():

@@ -1,10 +1,11 @@
-"""The losses of full steps: `LossHistory` keeps them, and each of its readers is fed at one place.
+"""Keeps the losses of full steps. Two readers share `LossHistory`, a third sums windows up; each is fed at one place.
 
     reader          fed by                        after a rollback           answers
     LossBaseline    health.detect, step by step   is as it was before        what loss is usual now?
     Monitor         health.vitals, many at once   judges what was undone     how did the run do since the last time?
     WindowLosses    motion.observer, per window   knows the undone windows   how fast does the loss fall, how noisily?
 
+They are three because a rollback treats them in three ways, and because runs without prediction have only the second.
 One rule for what is no number: a loss counts only if it is finite and its step was not skipped.
 """
 
@@ -23,7 +24,7 @@ from foretrain.persist.stateful import Stateful
 Array = NDArray[np.float64]
 
 KEPT = 64
-"""Losses that are kept. Chosen: their median has about an eighth of the noise of one loss."""
+"""Losses that are kept. Chosen: their median has about a sixth of the noise of one loss."""
 ENOUGH = 32
 """Losses (or gradient norms) before anything is called unusual. Chosen: a spread of 32 values is known to some 20 %."""
 START = 3

@@ -1,4 +1,4 @@
-"""Watches full steps: closes windows, scores forecasts against what followed, teaches the predictor."""
+"""Watches full steps: it closes windows, scores forecasts against what followed and teaches the predictor."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from foretrain.persist.stateful import Stateful, entry
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """Where the run is when a window ends; given by the trainer."""
+    """Where the run is when a window ends, as the trainer knows it."""
 
     step: int
     max_steps: int
@@ -51,8 +51,8 @@ class _Pending:
 
 @dataclass(frozen=True, slots=True)
 class _Due:
-    """A window that is measured and not learned from yet. It stays so where the predictor is left by an order to end:
-    the run goes on, or is resumed, with learning from it."""
+    """A window that is measured and not learned from yet. An order to end may leave the predictor there: the run then
+    continues, or is resumed, with learning from it."""
 
     record: WindowRecord
     situation: Situation | None
@@ -84,7 +84,7 @@ class Observer(StepHook, Stateful):
         self.trajectory = trajectory
         self.predictor = predictor
         self.guarded = GuardedPredictor(predictor, fence)
-        """The way to it."""
+        """The predictor behind a guard against failures of its code."""
         self.optimizer = optimizer
         self.window = trajectory.window
         self.sample = Sample(parameters, optimizer)
@@ -92,13 +92,13 @@ class Observer(StepHook, Stateful):
         self.encoder = StateEncoder(self.window, self.losses)
         self.quality = Quality(self.window)
         self.predicted_loss = None
-        """What was said a window ago that the smoothed loss would be now; None where nothing was said of now."""
+        """The smoothed loss that was forecast for now a window ago; None where there was no such forecast."""
         self.situation = None
-        """At the end of the last window; None after a move or before the first window."""
+        """The situation at the end of the last window; None after a move or before the first window."""
         self.scored = []
         """Forecasts that met what followed at the end of the last window."""
         self.windows = 0
-        """Since the last move."""
+        """Windows since the last move."""
         self._outputs: list[Tensor] = []
         self._next = self._frozen = None
         self._due = None
@@ -110,12 +110,14 @@ class Observer(StepHook, Stateful):
 
     @property
     def due(self) -> bool:
-        """A window is still to be learned from."""
+        """Whether a window is still to be learned from."""
         return self._due is not None
 
     def restart(self, new_level: bool = False) -> None:
-        """The weights were moved by something else than full steps. new_level: so far that no loss from before says
-        anything about those that follow."""
+        """The weights were moved by something else than full steps.
+
+        new_level: they moved so far that no loss from before says anything about those that follow.
+        """
         self.trajectory.restart()
         self._outputs.clear()
         self._next = self._frozen = self._due = None
@@ -126,7 +128,7 @@ class Observer(StepHook, Stateful):
             self.losses.new_level()
 
     def cover(self, parameters: list[nn.Parameter], names: Sequence[str], dtype: torch.dtype) -> None:
-        """Watch others from now on. All that is known of how weights move is forgotten."""
+        """Watch other weights from now on, and forget all that is known of how weights move."""
         self.trajectory.cover(parameters, names, dtype)
         self.sample.cover(parameters)
         self.predictor.reset()
@@ -135,7 +137,7 @@ class Observer(StepHook, Stateful):
 
     @property
     def forecast(self) -> Forecast | None:
-        """Made at the end of the last window, for the weights as they were then."""
+        """The forecast that was made at the end of the last window, for the weights as they were then."""
         return self._next.forecast if self._next is not None else None
 
     def before_step(self) -> None:
@@ -153,12 +155,12 @@ class Observer(StepHook, Stateful):
         self.trajectory.after_step()
 
     def close(self, moment: Moment) -> WindowRecord:
-        """The end of a window: the only place that waits for the device."""
+        """End a window. This is the only place that waits for the device."""
         self.measure(moment)
         return self.learn()
 
     def measure(self, moment: Moment) -> None:
-        """The first half of `close`."""
+        """Do the first half of `close`: read what the window showed and score forecasts."""
         outputs = torch.stack([value.float() for value in self._outputs])
         norms = torch.stack(torch._foreach_norm(self.trajectory.parameters)).norm()
         extra = [outputs, self.sample.statistics(), norms]
@@ -178,7 +180,7 @@ class Observer(StepHook, Stateful):
         self._due = _Due(record, Situation(state, motion.gram, self.window, self.smoothed_loss, moment.step))
 
     def learn(self) -> WindowRecord:
-        """The second half of `close`. Raises Ordered where an order to end left the predictor; then it is still due."""
+        """Do the second half of `close`. Raises Ordered where an order to end left the predictor; it is due then."""
         if self._due is None:
             raise RuntimeError("no window is due")  # `measure` comes before
         situation = self._due.situation
@@ -221,7 +223,7 @@ class Observer(StepHook, Stateful):
         return tuple(float(dot / length) if length > 0 else 0.0 for dot, length in zip(dots, lengths, strict=True))
 
     def _score(self, motion: Motion) -> None:
-        """What followed on pending forecasts, scored before the predictor learns from it."""
+        """Score pending forecasts by what followed, before the predictor learns from it."""
         self.scored = []
         if self._next is not None:
             self.predicted_loss = float(self._next.forecast.loss[0])
@@ -260,7 +262,7 @@ class Observer(StepHook, Stateful):
         self._outputs = [] if saved is None else list(saved.to(self.trajectory.device).unbind())
 
     def state_dict(self, directions: bool = True) -> dict[str, Any]:
-        """Without `directions` it has to watch some windows again before it forecasts."""
+        """The state. Without `directions` some windows must be watched again before anything is forecast."""
         trajectory = self.trajectory.state_dict() if directions or not self.trajectory.held else None
         return super().state_dict() | {"trajectory": trajectory}
 
@@ -276,7 +278,7 @@ class Observer(StepHook, Stateful):
 
 
 def _effective_rank(gram: Array) -> float:
-    """exp of the entropy of the spectrum of the directions, each scaled to length 1."""
+    """The exponential of the entropy of the spectrum of the directions, each scaled to length 1."""
     lengths = np.sqrt(np.clip(np.diag(gram), 1e-300, None))
     spectrum = np.clip(np.linalg.eigvalsh(np.nan_to_num(gram / np.outer(lengths, lengths))), 1e-12, None)
     share = spectrum / spectrum.sum()

@@ -1,4 +1,4 @@
-"""How predictable the motion of a run is, measured from the warm-up on and said in plain words."""
+"""Measures how predictable the motion of a run is, from the warm-up on, and says it in plain words."""
 
 from __future__ import annotations
 
@@ -11,29 +11,30 @@ from foretrain.motion.records import HORIZONS_IN_WINDOWS, LAST_WINDOW, WindowRec
 from foretrain.persist.stateful import Stateful
 
 _KEPT = 0.8
+"""Share that the cosines keep per window. Chosen: about the last five windows count."""
 LOW_NOISE_RATIO = 0.3
-"""Scatter of the losses within a window / their fall over it, below which batches hardly differ."""
+"""Scatter of the losses within a window / their fall over it, below which batches hardly differ. Chosen: the fall
+is then several times the scatter."""
 LOW_NOISE_COSINE = 0.9
-"""Cosine of successive gradients above which batches hardly differ."""
+"""Cosine of successive gradients above which batches hardly differ. Chosen: noise is then a tenth of the signal."""
 NOISY_COSINE = 0.5
-"""The same, below which they clearly differ."""
-
+"""Cosine of successive gradients below which batches clearly differ. Chosen: noise is then as large as the signal."""
 FEWEST = 3
-"""Forecasts of a horizon from which on their mean says something."""
+"""Forecasts of a horizon whose mean says something. Chosen: the first ones are of a young predictor."""
 MARGIN = 0.05
-"""Shares of the motion that differ by less are alike."""
+"""Shares of the motion that differ by less are called alike. Chosen: it is what whole percents in a sentence bear."""
 
 
 class Predictability(Stateful):
-    """Signal against noise in displacements, gradients and losses."""
+    """Compares signal and noise in displacements, gradients and losses."""
 
     saved = ("window_cosine", "gradient_cosine", "same_batch", "windows")
 
     def __init__(self, losses: WindowLosses) -> None:
-        """losses: they take in every window, too."""
+        """losses: the observer adds every window to them before it is added here."""
         self.losses = losses
         self.window_cosine = math.nan
-        """Of one window's displacement with the one before."""
+        """Cosine of the displacements of successive windows."""
         self.gradient_cosine = math.nan
         self.same_batch = False
         """Every step sees the same batch: the loss is exact."""
@@ -54,7 +55,7 @@ class Predictability(Stateful):
 
     @property
     def noisy(self) -> bool:
-        """Whether batches clearly differ; neither this nor `low_noise` is possible, too."""
+        """Whether batches clearly differ. Both this and `low_noise` can be False."""
         return self.windows >= 3 and not self.same_batch and self.gradient_cosine < NOISY_COSINE
 
     @property
@@ -66,7 +67,7 @@ class Predictability(Stateful):
         return _snr(self.window_cosine)
 
     def sentence(self, quality: Quality, held_out: bool = False) -> str:
-        """Plain words on what prediction can do for this run."""
+        """Say in plain words what prediction can do for this run."""
         known = [windows for windows in HORIZONS_IN_WINDOWS if quality.tallies[windows].made >= FEWEST]
         if not known:
             made = max(quality.tallies[windows].made for windows in HORIZONS_IN_WINDOWS)

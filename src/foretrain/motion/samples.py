@@ -1,4 +1,4 @@
-"""A few thousand gradients and optimizer moments, enough for statistics, cheap enough for every window."""
+"""Samples a few thousand gradients and optimizer moments: enough for statistics, cheap enough for every window."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from foretrain.persist.stateful import Stateful
 
 _TENSORS = 16
 _PER_TENSOR = 1024
+"""Largest parameters that are sampled, and numbers of each. Chosen: a mean of 16,384 is within one percent."""
 
 
 class Statistics(NamedTuple):
@@ -24,12 +25,12 @@ class Statistics(NamedTuple):
     gradient_mean: float
     gradient_std: float
     gradient_cosine: float
-    """With the gradient of the step before."""
+    """Cosine with the gradient of the step before."""
     moment_mean: float
-    """Of the absolute first moment; the gradient itself where there is none."""
+    """Mean of the absolute first moment, or of the gradient where there is none."""
     moment_std: float
     second_moment_mean: float
-    """Of the root of the second moment; the gradient's root mean square where there is none."""
+    """Mean root of the second moment, or the gradient's root mean square where there is none."""
 
 
 class Sample(Stateful):
@@ -48,14 +49,14 @@ class Sample(Stateful):
         return self.parameters[0].device
 
     def cover(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Choose among these from now on."""
+        """Choose among these parameters from now on."""
         self.parameters = sorted(parameters, key=lambda p: -p.numel())[:_TENSORS]
         self._before = None
         if self._seen:
             self.watch()
 
     def watch(self) -> Callable[[nn.Parameter], None]:
-        """To be called with each parameter while its gradient is there, if none outlives the backward pass."""
+        """Return what is to be called with each parameter while its gradient is there, if none outlives the pass."""
         self._seen = {p: torch.zeros_like(_strided(p)) for p in self.parameters}
         return self._see
 
@@ -73,7 +74,7 @@ class Sample(Stateful):
         return _pick(gradients) if gradients else torch.zeros(1, device=self.parameters[0].device)
 
     def remember(self) -> None:
-        """One step before the end of a window."""
+        """Keep the gradient of the step before the last one of a window."""
         self._before = self.gradient()
 
     @torch.no_grad()
@@ -101,7 +102,7 @@ class Sample(Stateful):
 
 
 def bias_corrections(optimizer: Optimizer, steps: int) -> tuple[float, float]:
-    """1 - beta^steps of the first and second moment."""
+    """Compute 1 - beta^steps of the first and second moment."""
     group = optimizer.param_groups[0]
     first, second = group.get("betas") or (group.get("momentum") or 0.9, 0.999)
     return 1 - float(first) ** steps, 1 - float(second) ** steps

@@ -1,4 +1,4 @@
-"""The training state: 64 numbers, all live and normalised, computed once per window from what was read then anyway."""
+"""Computes the training state once per window: 64 normalised numbers, from what was read from the device anyway."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["FEATURES", "KNOWN_SPREADS", "Feature", "StateEncoder", "describe"]
 Array = NDArray[np.float64]
 
 LARGEST = 10.0
-"""Normalised values are clipped to this."""
+"""Normalised values are clipped to this. Chosen: so far out a value only says "far out"."""
 
 
 class StateEncoder(Stateful):
@@ -29,7 +29,7 @@ class StateEncoder(Stateful):
     )
 
     def __init__(self, window: int, losses: WindowLosses) -> None:
-        """losses: they have taken in a window before it is encoded."""
+        """losses: the observer adds every window to them before it is encoded."""
         self.window = window
         self.losses = losses
         self.log_gradient = math.nan
@@ -45,13 +45,13 @@ class StateEncoder(Stateful):
         self.square: Array = np.zeros(len(FEATURES))
         """Sum of squared deviations from the mean (Welford)."""
         self.last: Array = np.zeros(len(FEATURES))
-        """Last finite values."""
+        """The last finite values."""
         spreads = [KNOWN_SPREADS.get((item.group, item.name), (math.nan, math.nan)) for item in FEATURES]
         self._known_mean, self._known_deviation = np.asarray(spreads).T
         self._known = np.isfinite(self._known_mean)
 
     def encode(self, window: WindowRecord, forecast: ForecastRecord, phase: PhaseRecord) -> Array:
-        """[64] normalised; what is not finite counts as it last was."""
+        """Return [64] normalised numbers. What is not finite keeps its last value."""
         skipped = window.step - self.last_step - len(window.losses)
         values = np.array(
             [

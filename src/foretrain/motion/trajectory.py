@@ -23,19 +23,21 @@ from foretrain.motion.records import DIRECTIONS, HORIZONS_IN_WINDOWS, WINDOWS_OF
 from foretrain.persist.codec import real_view
 from foretrain.persist.stateful import Stateful, entry
 
-_MOST_CHUNKS = 8192
-_SMALLEST_CHUNK = 256
+_MOST_CHUNKS, _SMALLEST_CHUNK = 8192, 256
+"""Pieces that rows are cut into for batched dot products, and their least length. Chosen: enough to fill a GPU, and the
+sums over them stay small."""
 _MOST_GROUPS = 256
+"""Groups of weights with coefficients of their own. Chosen: a deep model has about as many parameters."""
 _R = len(DIRECTIONS)
 
 
 @dataclass(frozen=True, slots=True)
 class Since:
-    """What followed on a basis: dot products per group."""
+    """The displacement that followed on a basis, as dot products per group."""
 
     windows: int
     dots: Array
-    """[G, R] of the displacement with the basis directions."""
+    """[G, R] dot products of the displacement with the basis directions."""
     square: Array
     """[G] squared length of the displacement."""
 
@@ -49,17 +51,17 @@ class Motion:
     frozen: Since | None
     """The displacement since the basis was frozen, on the frozen basis."""
     gram: Array
-    """[G, R, R] of the basis with this window: the one the next move is made of."""
+    """[G, R, R] dot products of the basis that this window has entered, of which the next move is made."""
     extra: tuple[Array, ...]
-    """What the caller wanted to have read along: the numbers of each of its tensors."""
+    """The numbers of the tensors that the caller wanted to be read in the same transfer."""
 
 
 LARGEST_FP32_BASIS = 32_000_000
-"""Trained parameters up to which `hybrid.basis_type = "auto"` stores directions in fp32."""
+"""Trained parameters up to which `hybrid.basis_type = "auto"` stores directions in fp32. Chosen: these take 1.5 GB."""
 
 
 def basis_type(wanted: str, trained: int) -> torch.dtype:
-    """Number format of stored directions, for as many trained parameters."""
+    """The number format of stored directions, for so many trained parameters."""
     narrow = wanted == "bf16" or (wanted == "auto" and trained > LARGEST_FP32_BASIS)
     return torch.bfloat16 if narrow else torch.float32
 
@@ -70,7 +72,7 @@ class Trajectory(Stateful):
     saved = ("windows", "steps", "frozen_windows")
 
     _ROWS = 2 * _R + 2
-    """The basis, the frozen one, the displacement since then, and that of the window, last."""
+    """Rows: the basis, the frozen basis, the displacement since it was frozen, and that of the window."""
 
     def __init__(
         self,
@@ -82,13 +84,13 @@ class Trajectory(Stateful):
         world: World = ALONE,
         hold: bool = True,
     ) -> None:
-        """hold: from the beginning; otherwise not before `hold` is called."""
+        """hold: keep directions from the beginning, and not only after `hold` is called."""
         self.parameters: list[Tensor] = []
         self.window = window
         self.world = world
         self._lay_out(parameters, names, dtype)
         self.held = hold
-        """There is memory for directions; without it windows are counted, and nothing is seen of the motion."""
+        """There is memory for directions. Without it windows are counted, and the motion is not seen."""
         self._make_room(self.layout.size if hold else 0)
         self.windows = 0
         """Windows that entered the basis so far."""
@@ -105,7 +107,7 @@ class Trajectory(Stateful):
         self._dtype = dtype
 
     def cover(self, parameters: Sequence[Tensor], names: Sequence[str], dtype: torch.dtype) -> None:
-        """Watch others from now on, as if nothing had been seen yet. `parameters` stays the same list."""
+        """Watch other weights from now on, as if nothing had been seen yet. `parameters` stays the same list."""
         held = self.held
         self.release()
         self._lay_out(parameters, names, dtype)
@@ -113,7 +115,7 @@ class Trajectory(Stateful):
             self.hold()
 
     def _make_room(self, size: int) -> None:
-        """Rows of so many elements, all zero."""
+        """Allocate rows of so many elements, all zero."""
         self._rows = self._zeros(self._ROWS, size, dtype=self._dtype)
         self.basis = self._rows[:_R]
         self.frozen = self._rows[_R : 2 * _R]
@@ -124,14 +126,14 @@ class Trajectory(Stateful):
         self._scratch_views = self.layout.views(self._scratch) if size else []
 
     def hold(self) -> None:
-        """From now on directions are kept, beginning with none."""
+        """Keep directions from now on, beginning with none."""
         if not self.held:
             self._make_room(self.layout.size)
             self.held = True
             self.restart()
 
     def release(self) -> None:
-        """Give the memory of all directions back: nothing will be made of them soon."""
+        """Free the memory of all directions: nothing will be made of them soon."""
         self._make_room(0)
         self.held = False
         self.windows = self.steps = 0
@@ -146,13 +148,13 @@ class Trajectory(Stateful):
 
     @property
     def bytes(self) -> int:
-        """Memory of all buffers."""
+        """The memory of all buffers."""
         return sum(t.numel() * t.element_size() for t in (self._rows, self._previous, self._scratch))
 
     # --- observing ---------------------------------------------------------------------------------------------------
 
     def restart(self) -> None:
-        """Open a window at the weights as they are. A move lies between: what was frozen is not comparable any more."""
+        """Open a window at the weights as they are. After a move the frozen basis is not comparable any more."""
         if self.held:
             copy_each(self._previous_views, self.parameters)
         self.steps = 0
@@ -160,35 +162,35 @@ class Trajectory(Stateful):
 
     @torch.no_grad()
     def forget(self) -> None:
-        """Begin anew: nothing was seen yet."""
+        """Forget all directions, as if nothing had been seen yet."""
         self.basis.zero_()
         self.windows = 0
         self.restart()
 
     def before_step(self) -> None:
-        """Before each full step: the last one of a window is a direction of its own."""
+        """Be told before each full step. The last step of a window is a direction of its own."""
         if self.held and self.steps == self.window - 1:
             copy_each(self._scratch_views, self.parameters)
 
     def after_step(self) -> bool:
-        """After each full step; True when the window is full and `close`, or `skip`, is due."""
+        """Be told after each full step. Return True when the window is full and `close`, or `skip`, is due."""
         self.steps += 1
         return self.steps >= self.window
 
     def skip(self, extra: Sequence[Tensor]) -> tuple[Array, ...]:
-        """End of a window of which no direction is kept: only what the caller wants to have read."""
+        """End a window of which no direction is kept, and read only what the caller wants."""
         self.steps = 0
         return tuple(self._to_host(extra))
 
     def _to_host(self, tensors: Sequence[Tensor]) -> list[Array]:
-        """All numbers in one transfer."""
+        """Read all numbers in one transfer."""
         flat = torch.cat([tensor.reshape(-1).to(tensors[0].dtype) for tensor in tensors])
         numbers = np.asarray(self.world.to_host(flat), dtype=np.float64)
         return np.split(numbers, np.cumsum([tensor.numel() for tensor in tensors])[:-1])
 
     @torch.no_grad()
     def close(self, extra: Sequence[Tensor] = ()) -> Motion:
-        """End of a window: all dot products, then its displacement enters the basis. The device is waited for once."""
+        """End a window: compute dot products, then let its displacement enter the basis. The host waits once."""
         frozen = self.frozen_windows >= 0
         freeze = not frozen or self.frozen_windows + 1 >= HORIZONS_IN_WINDOWS[-1]
         self.windows += 1
@@ -210,7 +212,7 @@ class Trajectory(Stateful):
         return motion
 
     def _enter(self, frozen: bool, freeze: bool) -> tuple[Tensor, Tensor]:
-        """Dot products per chunk: of all rows with the displacements, then of the basis that this window has entered.
+        """Compute dot products per chunk: all rows with the displacements, then the basis that this window has entered.
 
         frozen: a basis is frozen; freeze: this one is to be, from now on.
         """
@@ -229,14 +231,14 @@ class Trajectory(Stateful):
         return followed, self._dots(self.basis, self.basis)
 
     def _enter_basis(self, basis: Tensor, last_step: Tensor, displacement: Tensor) -> None:
-        """last_step: backwards."""
+        """Let a window enter the basis. last_step: weights before the last step minus those after it."""
         basis[0].copy_(last_step).mul_(-float(self.window))  # as if repeated for a window
         basis[1].copy_(displacement)
         for row, windows in zip(basis[2:], WINDOWS_OF_MEANS[1:], strict=True):
             row.lerp_(displacement, max(1 / windows, 1 / self.windows))  # a plain mean while it is young
 
     def _dots(self, left: Tensor, right: Tensor) -> Tensor:
-        """[chunks, left rows x right rows] all dot products, per chunk."""
+        """Return [chunks, left rows x right rows], all dot products per chunk."""
         left = left.view(len(left), -1, self.layout.chunk).transpose(0, 1)
         right = right.view(len(right), -1, self.layout.chunk).permute(1, 2, 0)
         with _full_precision():
@@ -252,7 +254,7 @@ class Trajectory(Stateful):
 
     @torch.no_grad()
     def displacement(self, coefficients: Array, residual: Tensor | None = None) -> list[Tensor]:
-        """basis x coefficients [G, R] (+ residual), as views shaped like the parameters; valid until the next call."""
+        """Return basis x coefficients [G, R] (+ residual) as views like the parameters, valid until the next call."""
         per_chunk = self._per_chunk(coefficients)
         out = self._scratch.view(self.layout.chunks, self.layout.chunk)
         out.zero_()
@@ -263,7 +265,7 @@ class Trajectory(Stateful):
         return self._scratch_views
 
     def _per_chunk(self, coefficients: Array) -> Tensor:
-        """[chunks, R] on the device."""
+        """Return [chunks, R] coefficients on the device."""
         factors = torch.from_numpy(np.ascontiguousarray(coefficients)).to(self.device, torch.float32)
         return factors[self.layout.group_of_chunk]
 
@@ -272,7 +274,7 @@ class Trajectory(Stateful):
         add_each(self.parameters, self.displacement(coefficients))
 
     def place(self, start: Sequence[Tensor] | None, displacement: Sequence[Tensor], share: float = 1.0) -> None:
-        """Put the weights at start + share x displacement. Both may be in host memory; None: they are at the start."""
+        """Put the weights at start + share x displacement. Both may be in host memory. None: they are at start."""
         if start is not None:
             copy_each(self.parameters, start)
         if share:  # else NaN in a displacement would pass
@@ -281,7 +283,7 @@ class Trajectory(Stateful):
     # --- state -------------------------------------------------------------------------------------------------------
 
     def _directions(self) -> dict[str, Tensor]:
-        """What there is of the size of the weights."""
+        """Everything that is as large as the weights."""
         tensors = {"basis": self.basis, "previous": self._previous} if self.held else {}
         if self.held and self.frozen_windows >= 0:
             tensors |= {"frozen": self.frozen, "since_freeze": self._since_freeze}
@@ -292,7 +294,7 @@ class Trajectory(Stateful):
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Directions are copied straight to where they belong: there may be no room for them twice."""
+        """Put a state back. Directions are copied in place, because there may be no room for them twice."""
         if "basis" in state:
             self.hold()
         else:
@@ -303,7 +305,7 @@ class Trajectory(Stateful):
 
 
 class Layout:
-    """Where each parameter lies in a row: a group per parameter (neighbours share one where there are too many)."""
+    """Knows where each parameter lies in a row. Each is a group; neighbours share one where there are too many."""
 
     def __init__(self, parameters: Sequence[Tensor], names: Sequence[str]) -> None:
         self.parameters = list(parameters)
@@ -337,13 +339,13 @@ class Layout:
         ]
 
     def sum_groups(self, partial: Tensor) -> Tensor:
-        """[chunks, n] -> [G, n]"""
+        """Sum [chunks, n] to [G, n]."""
         return self._membership @ partial.to(self._membership.dtype)
 
 
 @contextmanager
 def _full_precision() -> Iterator[None]:
-    """TF32 would round the dot products of fp32 directions to 10 bits."""
+    """Switch TF32 off, which would round the dot products of fp32 directions to 10 bits."""
     allowed = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = False
     try:

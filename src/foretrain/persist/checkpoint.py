@@ -63,7 +63,7 @@ class _Manifest(BaseModel):
 
 @dataclass(frozen=True)
 class Loaded:
-    """A verified checkpoint, and the damaged ones that were put aside on the way to it."""
+    """Holds a verified checkpoint, and names the damaged ones that were put aside on the way to it."""
 
     step: int
     path: Path
@@ -72,7 +72,7 @@ class Loaded:
 
 
 class CheckpointStore:
-    """All checkpoints of one run, in one folder."""
+    """Saves, finds and loads the checkpoints of one run, which are in one folder."""
 
     def __init__(self, root: str | Path, keep: int = 2) -> None:
         self.root = Path(root)
@@ -87,8 +87,10 @@ class CheckpointStore:
         return final
 
     def save_best(self, step: int, state: Mapping[str, Any], keep_others: bool = False) -> Path:
-        """Write `state` as that of the lowest held-out loss. keep_others: those before it may turn out to be the best
-        after all; else they are removed, once this one is there."""
+        """Write `state` as that of the lowest held-out loss.
+
+        keep_others: earlier ones stay, because one of them may turn out to be the best after all.
+        """
         final = self._save(self.root / f"best-step-{step:08d}", step, state)
         if not keep_others:
             self.prune_best(step)
@@ -112,13 +114,13 @@ class CheckpointStore:
         return final
 
     def _name(self, step: int) -> str:
-        """What is saved after a rollback is newer than what was saved before it, whatever its step."""
+        """Return a name by which what is saved after a rollback is newer than what was saved before it."""
         rollbacks, newest = next((place for place, _ in self._found()), (0, 0))
         rollbacks += step < newest
         return f"step-{step:08d}" + (f"-after-rollback-{rollbacks}" if rollbacks else "")
 
     def _put_in_place(self, temporary: Path, final: Path) -> None:
-        """One rename. A checkpoint of the same step is replaced, and comes back if a kill falls in between."""
+        """Rename once. A checkpoint of the same step is replaced, and comes back if a kill falls in between."""
         replaced = self.root / f".old-{final.name}"
         if final.exists():
             remove(replaced)
@@ -140,7 +142,7 @@ class CheckpointStore:
             _discard(folder)
 
     def prune_best(self, step: int | None) -> None:
-        """Only that of `step` is the best. If it is not there, others are better than none; None: there is none."""
+        """Remove all best weights but those of `step` (None: all), unless these are not there."""
         if step is None or step in self.best():
             for other, folder in self._best_folders().items():
                 if other != step:
@@ -149,7 +151,7 @@ class CheckpointStore:
     # --- loading -----------------------------------------------------------------------------------------------------
 
     def load_newest(self, on_reject: Callable[[Path, str], None] = lambda path, reason: None) -> Loaded | None:
-        """The newest checkpoint that verifies; damaged ones newer than it are renamed to `bad-...`.
+        """Load the newest checkpoint that verifies; damaged ones newer than it are renamed to `bad-...`.
 
         None if there never was one. If none can be used, nothing is touched and CheckpointError says why: a run must
         not start over in silence.
@@ -178,23 +180,23 @@ class CheckpointStore:
         return None
 
     def steps(self) -> Iterator[tuple[int, Path]]:
-        """(step, folder) of every checkpoint, newest first. Says nothing about whether they are intact."""
+        """Give (step, folder) of every checkpoint, newest first, whether it is intact or not."""
         for (_, step), folder in self._found():
             yield step, folder
 
     def best(self) -> dict[int, Path]:
-        """step -> folder of the lowest held-out loss, latest step first: one, or two while a move is open."""
+        """Map step to folder for the lowest held-out loss, latest step first: one, or two while a move is open."""
         return {step: folder for step, folder in self._best_folders().items() if (folder / _MANIFEST).is_file()}
 
     def _best_folders(self) -> dict[int, Path]:
-        """With those that a kill left half deleted."""
+        """Find the folders of best weights, including those that a kill left half deleted."""
         if not self.root.is_dir():
             return {}
         matches = [(_BEST_FOLDER.fullmatch(path.name), path) for path in self.root.iterdir()]
         return dict(sorted(((int(match[1]), path) for match, path in matches if match), reverse=True))
 
     def _found(self) -> list[tuple[tuple[int, int], Path]]:
-        """((rollbacks, step), folder), newest first."""
+        """Find ((rollbacks, step), folder) of all checkpoints, newest first."""
         if not self.root.is_dir():
             return []
         matches = [(_STEP_FOLDER.fullmatch(path.name), path) for path in self.root.iterdir()]
@@ -259,7 +261,7 @@ def _state_text(step: int, tree: Any) -> str:
 
 
 def separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """On the CPU, contiguous, and no two in one storage, as safetensors requires."""
+    """Return the tensors on the CPU, contiguous, and no two in one storage, as safetensors requires."""
     apart: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in tensors.items():
@@ -304,17 +306,17 @@ def _verified(folder: Path, formats: tuple[int, ...] = WITH_READABLE_WEIGHTS) ->
 
 
 def read(folder: str | Path) -> dict[str, Any]:
-    """The state in a checkpoint folder, after verifying all of it. Nothing in it is ever executed."""
+    """Read the state in a checkpoint folder, after verifying all of it. Nothing in it is ever executed."""
     return _read(Path(folder), (FORMAT,))
 
 
 def read_weights(folder: str | Path) -> dict[str, Any]:
-    """Weights, averages, step and configuration of a checkpoint folder, in earlier formats, too."""
-    return _read(Path(folder), WITH_READABLE_WEIGHTS, _WEIGHTS)
+    """Read weights, averages, step and configuration of a checkpoint folder, also where it has an earlier format."""
+    state = _read(Path(folder), WITH_READABLE_WEIGHTS)
+    return {name: state[name] for name in _WEIGHTS if name in state}
 
 
-def _read(folder: Path, formats: tuple[int, ...], parts: tuple[str, ...] | None = None) -> dict[str, Any]:
-    """parts: of the state; None: all."""
+def _read(folder: Path, formats: tuple[int, ...]) -> dict[str, Any]:
     try:
         manifest = _verified(folder, formats)
         content = from_json(_read_limited(folder / _STATE))
@@ -322,12 +324,9 @@ def _read(folder: Path, formats: tuple[int, ...], parts: tuple[str, ...] | None 
             raise CheckpointError(f"{folder / _STATE} does not belong to this checkpoint")
         tensors: dict[str, Tensor] = {}
         for name in manifest.files:
-            if name.endswith(".safetensors") and (parts is None or name.removesuffix(".safetensors") in parts):
+            if name.endswith(".safetensors"):
                 tensors.update(_read_tensors(folder / name))
-        tree = content["state"]
-        if parts is not None and isinstance(tree, dict):
-            tree = {name: tree[name] for name in parts if name in tree}
-        state = put_together(Snapshot(tensors, tree))
+        state = put_together(Snapshot(tensors, content["state"]))
         if not isinstance(state, dict):
             raise CheckpointError(f"{folder / _STATE} holds no state")
     except (ValueError, KeyError, TypeError, RecursionError, SafetensorError, OSError) as error:
@@ -336,8 +335,8 @@ def _read(folder: Path, formats: tuple[int, ...], parts: tuple[str, ...] | None 
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:
-    """Of a file whose checksum is right. A lack of memory comes out of safetensors as a strange ValueError, and is no
-    damage: what fails twice is."""
+    """Read a file whose checksum is right. A lack of memory comes out of safetensors as a strange ValueError and is no
+    damage, so it is read twice before it counts as damaged."""
     try:
         return load_file(path)
     except (ValueError, SafetensorError):

@@ -20,7 +20,7 @@ _MOST_LEVELS = 100
 
 
 def for_json(value: Any) -> Any:
-    """The same with None for numbers that JSON does not have."""
+    """Return the value with None for numbers that JSON does not have."""
     if isinstance(value, Mapping):
         return {key: for_json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -29,7 +29,7 @@ def for_json(value: Any) -> Any:
 
 
 def from_json(text: str | bytes, **options: Any) -> Any:
-    """JSON that somebody else may have written: every such text goes through here.
+    """Read JSON that somebody else may have written; every such text goes through here.
 
     Raises ValueError for whatever cannot be used, also for brackets within brackets without end."""
     try:
@@ -42,7 +42,7 @@ def from_json(text: str | bytes, **options: Any) -> Any:
 
 
 def _is_deep(value: Any) -> bool:
-    """Whether it has more levels than Python can safely walk through."""
+    """Say whether the value has more levels than Python can safely walk through."""
     level = [value]
     for _ in range(_MOST_LEVELS):
         within = (one.values() if isinstance(one, dict) else one for one in level if isinstance(one, (dict, list)))
@@ -53,7 +53,7 @@ def _is_deep(value: Any) -> bool:
 
 
 def user_path(text: str | Path, what: str = "") -> Path:
-    """A path as somebody wrote it, `~` included: every such path goes through here. It need not exist.
+    """Read a path as somebody wrote it, with `~`; every such path goes through here. It need not exist.
 
     Raises InputError for one that the system cannot even look up. what: the setting or option that it comes from.
     """
@@ -105,7 +105,7 @@ def write_synced(path: Path, text: str) -> None:
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Write beside, sync, rename: a reader sees the old file or the new one."""
+    """Write a file beside it, sync and rename: a reader sees the old file or the new one."""
     temporary = path.with_name(f".tmp-{path.name}")
     try:
         write_synced(temporary, text)
@@ -136,7 +136,7 @@ def give_usual_mode(path: Path) -> None:
 
 
 def give_mode_of_folder(path: Path) -> None:
-    """The same for a file in a folder that was just made: the umask has decided about the folder."""
+    """Let those read a file who may read its folder, which was just made: the umask has decided about it."""
     path.chmod(stat.S_IMODE(path.parent.stat().st_mode) & 0o666)
 
 
@@ -149,7 +149,7 @@ def remove(path: Path) -> None:
 
 
 def explain_failed_write(error: Exception) -> tuple[str, str]:
-    """(cause, advice) in words. safetensors tells the cause only in its text."""
+    """Return (cause, advice) in words. safetensors tells the cause only in its text."""
     text = " ".join(str(error).split())
     full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
     if full or "No space left" in text or "quota exceeded" in text:

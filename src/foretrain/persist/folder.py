@@ -17,7 +17,7 @@ from foretrain.persist.files import explain_failed_write, for_json, make_folder,
 
 _DESCRIBING = ("config.toml", "tokenizer.json", "summary.json", "report.html")
 WEIGHTS = "model.safetensors"
-"""Of a module of the user's own, at the end of its run."""
+"""The weights of a user's own module are written here at the end of its run."""
 _TRACKERS = ("trackers.json", "tensorboard", "wandb", "mlflow", "trackio")
 _LARGE = ("model", "adapter", WEIGHTS, "metrics.jsonl", "checkpoints")
 
@@ -31,7 +31,7 @@ class RunFolder:
         self.path = path
         self.named = f"out={str(path)!r}" if in_python else f"--out {path}"
         self.again, self.anew = ("resume=True", "overwrite=True") if in_python else ("--resume", "--overwrite")
-        """What its user writes to go on with the run, or to replace it."""
+        """Return what its user writes to go on with the run, or to replace it."""
         self.resume = resume
         self.overwrite = overwrite
         self.checkpoints = path / "checkpoints"
@@ -39,7 +39,7 @@ class RunFolder:
         self.files: dict[str, str] = {}
         """Small text files that describe the run; written by `describe`."""
         self.command = "train"
-        """Of `foretrain`, that goes on with it."""
+        """The command of `foretrain` that goes on with it."""
         self.opened = time.monotonic()
         self._locks: list[int] = []
         self._made = False
@@ -67,7 +67,7 @@ class RunFolder:
         return self
 
     def _refuse_links(self) -> None:
-        """What is written under these names would be written elsewhere."""
+        """Refuse links: what is written under these names would be written elsewhere."""
         cleared = self.overwrite and not self.resume
         for name in (".lock", *(() if cleared else (*_DESCRIBING, *_TRACKERS, *_LARGE))):
             if (self.path / name).is_symlink():
@@ -103,7 +103,7 @@ class RunFolder:
             ) from None
 
     def write(self, name: str, text: str) -> None:
-        """A small text file of the run, whole or not at all."""
+        """Write a small text file of the run, whole or not at all."""
         self.check_place()
         try:
             write_atomic(self.path / name, text)
@@ -141,7 +141,7 @@ class RunFolder:
 
 
 def _take_lock(descriptor: int) -> bool:
-    """False if another run holds it. Where the file system has no locks, nothing keeps two runs apart."""
+    """Return False if another run holds it. Where the file system has no locks, nothing keeps two runs apart."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -7,10 +7,10 @@ from typing import Any
 from torch import Tensor
 
 from foretrain.errors import CheckpointError
-from foretrain.persist.stateful import LARGEST_NUMBER, kind_of
+from foretrain.persist.typed import LARGEST_NUMBER, kind_of
 
 FORMAT = 2
-"""Of states and checkpoints. 1: development versions before 0.1.0."""
+"""The format of states and checkpoints. 1: development versions before 0.1.0."""
 WITH_READABLE_WEIGHTS = (1, FORMAT)
 """Formats in which weights, averages and the configuration are saved alike."""
 _OTHERS = frozenset({"model", "optimizer", "average", "rates", "predictor"})
@@ -29,9 +29,9 @@ def check_format(found: Any, origin: str) -> None:
         raise FormatError(
             f"{origin}: saved by a newer version (format {found}, this one reads format {FORMAT}); update foretrain"
         )
+    earlier = 1 if found is None else found
     raise FormatError(
-        f"{origin}: saved by an earlier development version (format {1 if found is None else found}, "
-        f"this one reads format {FORMAT}); "
+        f"{origin}: saved by an earlier development version (format {earlier}, this one reads format {FORMAT}); "
         "finish that run with the version that began it, or begin anew in another folder. Its weights alone can still "
         "be read: `foretrain export`, or load_weights"
     )

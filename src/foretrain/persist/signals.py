@@ -23,7 +23,7 @@ class StopRequest:
     """
 
     leave: Callable[[], bool] = staticmethod(lambda: False)
-    """Whether what runs now may be left at once, by Interrupted."""
+    """Say whether what runs now may be left at once, by Interrupted."""
 
     def __init__(self) -> None:
         self.requested = ""

@@ -48,7 +48,7 @@ class PlanTarget:
     length: int
     """Tokens per sequence."""
     adapters: bool = False
-    """Only adapters are trained, as `foretrain finetune` does."""
+    """Whether only adapters are trained, as `foretrain finetune` does."""
     evaluated_rows: int = 0
     """Sequences per held-out batch; 0: as many as in a micro-batch."""
 

@@ -41,7 +41,7 @@ EXPLANATIONS = {
     "optimizer.state_type": "the optimizer's averages are stored in fewer bits",
     "engine.update_in_backward": "gradients are used and freed a few at a time",
     "optimizer.gradient_clip_norm": "what is updated in the backward pass cannot wait for the norm of all gradients",
-    "memory.snapshots": "what a move is taken back to waits in main memory",
+    "memory.snapshots": "the snapshot that undoes a move lies in main memory",
     "memory.basis": "the stored directions live in main memory",
     "memory.offload": "optimizer state and gradients leave the device while moves are predicted",
     "memory.return_ahead": "the optimizer state comes back only after the last predicted step",
@@ -74,7 +74,7 @@ def _options(config: Config, given: frozenset[str], target: PlanTarget) -> dict[
     kept = target.cuda and config.hybrid.mode != "off"  # without a GPU there is only main memory
     leaves = target.cuda and not tries_nothing(config, target)
     narrow = config.optimizer.type in ("adamw", "muon")
-    # Updates in the backward pass cannot clip, and cannot take back what overflowed.
+    # Updates in the backward pass cannot clip, and cannot undo what overflowed.
     clips = config.optimizer.gradient_clip_norm > 0 and "optimizer.gradient_clip_norm" in given
     in_backward = target.precision != "fp16" and not clips
     wanted: dict[str, list[Any]] = {

@@ -17,8 +17,8 @@ from foretrain.planning.activations import Pass
 from foretrain.planning.parameters import FP32, Parameters
 
 MUON_BYTES = 12
-"""Per element of all matrices of one shape: gradient, momentum and update in fp32. The iteration that follows needs no
-more in bf16, as `engine/muon.py` has them at once."""
+"""Bytes per element of all matrices of one shape: gradient, momentum and update in fp32. The iteration that follows
+needs no more in bf16, as `engine/optim/muon.py` has them at once."""
 
 
 class StepMoment(NamedTuple):

@@ -8,8 +8,8 @@ from typing import Any
 RECENT = 0.2
 """The last share of a run, over which the loss must have fallen."""
 ENOUGH, OF_ALL = 0.03, 0.01
-"""By how much of itself, and of its whole fall since the first evaluation. Less comes from the falling learning rate
-alone, or of a loss that is almost nothing."""
+"""Shares of itself, and of its whole fall since the first evaluation, by which the loss must have fallen. Less comes
+from the falling learning rate alone, or from a loss that is almost nothing."""
 _LEAST_EVALUATIONS = 4
 _LONGER = 3
 

@@ -85,8 +85,7 @@ def _job(config: Config, named: frozenset[str], path: Path, say: Callable[[str],
     config = with_templates(config, say)
     data = prepare(config, base, say)
     config, base = _within_budget(config, base, data, named, say)
-    pinned = choose_device(config.device).type == "cuda"
-    loader = Loader(data.train, config.batch_size, config.seed, config.data.prefetch, pin_memory=pinned)
+    loader = build_loader(config, data)
     trainer = build_trainer(with_steps(config, loader), base.model, data, bus)
     config = trainer.config
 
@@ -164,6 +163,12 @@ def default_folder(config: Config) -> Path:
     weights = user_path(config.model.weights, "model.weights").resolve()
     name = weights.parent.name if weights.name == "model" else weights.name
     return Path("runs") / f"{name}-adapter-{datetime.now().astimezone():%Y%m%d-%H%M%S}"
+
+
+def build_loader(config: Config, data: ExampleSplit) -> Loader:
+    """Make the loader of training examples in the order that `seed` gives."""
+    pinned = choose_device(config.device).type == "cuda"
+    return Loader(data.train, config.batch_size, config.seed, config.data.prefetch, pin_memory=pinned)
 
 
 def build_trainer(config: Config, model: GPT2, data: ExampleSplit, bus: Bus | None = None) -> HybridTrainer:

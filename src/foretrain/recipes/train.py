@@ -1,4 +1,4 @@
-"""From a configuration to a finished run: data, model, trainer, run folder."""
+"""Takes a configuration to a finished run: data, model, trainer, run folder."""
 
 from __future__ import annotations
 
@@ -85,6 +85,13 @@ def build_loader(config: Config, corpus: Corpus, model: GPT2, device: torch.devi
     )
 
 
+def build_held_out(config: Config, corpus: Corpus, model: GPT2, times: int = 1) -> list[Any]:
+    """Return the batches that are evaluated, or so many times as many: the same text, however a batch is split."""
+    micro_batch = config.batch_size // config.accumulation_steps
+    limit = times * config.evaluation.batches * config.accumulation_steps
+    return held_out_batches(corpus.held_out, model.shape.context, micro_batch, limit)
+
+
 def default_folder(config: Config) -> Path:
     """Return `runs/<model>-<date>-<time>`."""
     return Path("runs") / f"{config.model.type}-{datetime.now().astimezone():%Y%m%d-%H%M%S}"
@@ -126,9 +133,7 @@ def _job(config: Config, path: Path, say: Callable[[str], None], bus: Bus) -> Tr
     loader = build_loader(config, corpus, model, device)
     config = with_steps(config, loader)
     trainer = HybridTrainer(model, config=config, bus=bus)
-    micro_batch = config.batch_size // config.accumulation_steps
-    parts = config.evaluation.batches * config.accumulation_steps  # the same text, however a batch is split
-    held_out = held_out_batches(corpus.held_out, model.shape.context, micro_batch, parts)
+    held_out = build_held_out(config, corpus, model)
 
     def finish(folder: RunFolder, summary: dict[str, Any]) -> None:
         export(trainer, path / "model", corpus.tokenizer)

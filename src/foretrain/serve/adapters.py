@@ -24,7 +24,7 @@ NONE = 0
 
 
 class AdapterChoice(nn.Module):
-    """Which slot each row of a batch uses: one module that all layers share."""
+    """Holds which slot each row of a batch uses: one module that all layers share."""
 
     one: Tensor
     rows: Tensor

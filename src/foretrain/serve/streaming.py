@@ -37,7 +37,7 @@ class Decoder(Protocol):
 
 
 class ByteDecoder:
-    """For tokenizers whose tokens are bytes: those of an incomplete character wait for the rest."""
+    """Decodes tokens that are bytes: those of an incomplete character wait for the rest."""
 
     def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
         self._token_bytes = token_bytes
@@ -51,7 +51,7 @@ class ByteDecoder:
 
 
 class WindowDecoder:
-    """For any other tokenizer: what decoding the last few tokens gives beyond what it gave before the newest."""
+    """Decodes with any other tokenizer: returns what the newest token adds to the decoded text of the last few."""
 
     def __init__(self, decode: Callable[[Iterable[int]], str]) -> None:
         self._decode = decode

@@ -1,4 +1,4 @@
-"""A comparison on the console: progress while it runs, a table at its end."""
+"""Show a comparison on the console: progress while it runs, a table at its end."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _name(spec: Any) -> str:
 
 
 def print_comparison(result: Mapping[str, Any], page: str, console: Console | None = None) -> None:
-    """The verdict, then every arm in a row."""
+    """Print the verdict, then every arm in a row."""
     console = console or screen()
     analysis = result["analysis"]
     console.print(f"\n[bold]{escape(analysis['sentence'])}[/bold]")

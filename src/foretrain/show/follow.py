@@ -1,4 +1,4 @@
-"""Reads a run folder, again and again while the run goes on: only what was added, and anew when it was replaced."""
+"""Read a run folder again and again while the run goes on: what was added, or all of it when it was replaced."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _REMEMBERED = 256
 
 
 class Follower:
-    """One run folder, which may come later. `poll` reads what is new; it never writes, nor waits for the trainer."""
+    """It follows one run folder, which may come later. `poll` reads what is new; it never writes and never waits."""
 
     def __init__(self, folder: Path, name: str = "") -> None:
         self.folder = folder
         self.metrics = folder / "metrics.jsonl"
         self.name = name or folder.resolve().name
         self.generation = 0
-        """How often the log was found replaced."""
+        """The log was found replaced so many times."""
         self._begin()
 
     def _begin(self) -> None:
@@ -38,7 +38,7 @@ class Follower:
         return f"{self.generation}-{self._offset}{stamps}"
 
     def poll(self) -> bool:
-        """Read what is new; whether there was something."""
+        """Read what is new, and tell whether there was something."""
         before = self.version
         try:
             with self.metrics.open("rb") as file:
@@ -57,14 +57,14 @@ class Follower:
         return self.version != before
 
     def _is_the_same(self, file: Any, size: int) -> bool:
-        """Whether what was read last still stands where it stood. A log that was begun anew has other bytes there."""
+        """Tell whether what was read last is still in its place: a log that was begun anew has other bytes there."""
         if size < self._offset:
             return False
         file.seek(self._offset - len(self._tail))
         return bool(file.read(len(self._tail)) == self._tail)
 
     def _read(self, file: Any) -> None:
-        """Whole lines only: the last one may still be written."""
+        """Read whole lines only: the last one may not be finished."""
         file.seek(self._offset)
         rest = b""
         while block := file.read(_BLOCK):
@@ -77,7 +77,7 @@ class Follower:
                 self._tail = (self._tail + whole + end)[-_REMEMBERED:]
 
     def _describe(self) -> None:
-        """Summary and configuration, when they changed. The summary counts once the log says that the run ended."""
+        """Read summary and configuration when they changed. The summary counts once the log says that the run ended."""
         record = self.record
         ended = record.ended is not None and record.ended.get("reason") != "failed"
         if not ended:
@@ -101,7 +101,7 @@ class Follower:
 
 
 def has_begun(folder: Path) -> bool:
-    """Whether there is a run in the folder, or none yet. Raises InputError for one that is no run folder."""
+    """Tell whether a run has begun in the folder. Raises InputError for one that is no run folder."""
     if (folder / "metrics.jsonl").is_file():
         return True
     if folder.exists() and not folder.is_dir():
@@ -114,7 +114,7 @@ def has_begun(folder: Path) -> bool:
 
 
 def read_runs(folders: list[Path]) -> list[RunRecord]:
-    """Each folder's run as it stands. Folders of one name are told apart by those above them."""
+    """Read the run of each folder as it stands. Folders of one name are told apart by those above them."""
     names = [folder.resolve().name for folder in folders]
     records = []
     for folder, name in zip(folders, names, strict=True):

@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: every event as one line of JSON with the time of day, in order, appended and flushed."""
+"""Write `metrics.jsonl`: every event is one line of JSON with the time of day, appended in order and flushed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from foretrain.persist.files import explain_failed_write, for_json, open_own
 
 _BLOCK = 2**16
 _MOST_WAITING = 20_000
-"""Lines that wait for room on the disk; of more, the oldest are lost."""
+"""So many lines wait for room on the disk; if there are more, the oldest are lost."""
 
 
 class JsonlLog:
@@ -82,7 +82,7 @@ class JsonlLog:
 
 
 def _write_whole(descriptor: int, line: bytes, size: int) -> None:
-    """All of it, or nothing. size: of the file as it is."""
+    """Write all of it, or nothing. size: how long the file is now."""
     try:
         done = 0
         while done < len(line):

@@ -1,4 +1,4 @@
-"""Events in words: one line each, with markup for colours."""
+"""Say events in words: one line each, with markup for colours."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from foretrain.show.outlet import shortened
 
 
 def needs_attention(event: Event) -> bool:
-    """What even a quiet run must say: something went wrong, or somebody should change something."""
+    """Tell whether even a quiet run must say it: something went wrong, or somebody should change something."""
     match event:
         case HealthFound() | CheckpointRejected():
             return True
@@ -40,12 +40,12 @@ def needs_attention(event: Event) -> bool:
 
 
 def is_detail(event: Event) -> bool:
-    """What only a verbose run says."""
+    """Tell whether only a verbose run says it."""
     return isinstance(event, (MemoryUsed, HealthMeasured, OwnCodeFailed))
 
 
 def line(event: Event, verbose: bool = False) -> str | None:
-    """An event in words; None for those that are shown in another way: progress, start and end."""
+    """Say an event in words. None: it is shown in another way, as progress, start and end are."""
     match event:
         case Evaluated():
             best = " (best so far)" if event.best else ""
@@ -95,12 +95,12 @@ def line(event: Event, verbose: bool = False) -> str | None:
 
 
 def _told(text: str) -> str:
-    """Words that may quote a file."""
+    """Make words safe and short: they may quote a file."""
     return escape(shortened(text))
 
 
 def _parts(event: CheckpointSaved) -> str:
-    """What a checkpoint is made of, where that is mostly not the model."""
+    """Say what a checkpoint is made of, where most of it is not the model."""
     if event.prediction_megabytes <= event.megabytes / 2:
         return ""
     return f": {event.weights_megabytes:.1f} weights, {event.prediction_megabytes:.1f} for prediction"
@@ -120,7 +120,7 @@ def _move(event: Moved, verbose: bool) -> str:
 
 
 def _finding(event: HealthFound) -> str:
-    """What ails the run, and on a line of its own what to set."""
+    """Say what is wrong with the run, and on a line of its own what to set."""
     colour = "red" if event.level == "critical" else "yellow"
     place = "" if event.place == "run" else f" in {event.place}"
     value = "not finite" if event.value is None else f"{event.value:.3g}"
@@ -154,6 +154,6 @@ def _look(event: HealthMeasured) -> str:
 
 
 def _whole(number: float) -> str:
-    """Without a sign before nothing."""
+    """Write a whole number, and never "-0"."""
     text = f"{number:.0f}"
     return "0" if text == "-0" else text

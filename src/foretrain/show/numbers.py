@@ -1,4 +1,4 @@
-"""Numbers that are read from files, which may hold anything."""
+"""Read numbers from files, which may hold anything."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _HUGE = 1e100
 
 
 def finite(value: object) -> float | None:
-    """The value as a number, or None for whatever cannot be drawn: null, NaN, infinity, text."""
+    """Return the value as a number, or None for whatever cannot be drawn: null, NaN, infinity, text."""
     if type(value) is float:  # most are
         number = value
     elif isinstance(value, bool) or not isinstance(value, int | float):
@@ -27,7 +27,7 @@ def finite(value: object) -> float | None:
 
 
 def rounded(value: object, digits: int = 6) -> float | int | None:
-    """Short in JSON: six digits are more than a screen shows."""
+    """Round a number so that its JSON is short: six digits are more than a screen shows."""
     number = finite(value)
     if number is None:
         return None
@@ -38,7 +38,7 @@ def rounded(value: object, digits: int = 6) -> float | int | None:
 
 
 def mapping(value: object) -> Mapping[str, Any]:
-    """The value where it is a mapping, else an empty one."""
+    """Return the value if it is a mapping, else an empty one."""
     return value if isinstance(value, Mapping) else {}
 
 

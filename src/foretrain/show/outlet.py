@@ -1,4 +1,4 @@
-"""Output that nobody reads any more, or that a disk does not take, is dropped: it ends no work."""
+"""Drop output that nobody reads any more, or that a disk does not take, so that it ends no work."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from pathlib import Path
 from typing import Any, TextIO
 
 _GONE = {errno.EPIPE, errno.EIO, errno.ENXIO, errno.ESTALE}
-"""What writing says when the reader of a pipe, or the terminal, is gone."""
+"""Writing fails with one of these when the reader of a pipe, or the terminal, is gone."""
 
 
 _UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
-"""Characters that steer a terminal, or turn the direction of reading: what comes from files shows them, never obeys."""
+"""These characters steer a terminal, or turn the direction of reading: those that come from files are only shown."""
 
 
 _LONGEST_LINE = 2000
 
 
 def visible(text: str) -> str:
-    """The same with escapes for characters that steer a terminal."""
+    """Write the characters that steer a terminal as escapes."""
     return _UNSEEN.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def shortened(text: str) -> str:
-    """Not more of it than one reads: files may hold names and values without end."""
+    """Cut off what nobody would read: files may hold names and values without end."""
     return text if len(text) <= _LONGEST_LINE else f"{text[:_LONGEST_LINE]} ..."
 
 
@@ -73,7 +73,7 @@ class Outlet:
 
 
 def discard(stream: TextIO) -> None:
-    """From now on it writes to nowhere, also what it still holds when the program ends."""
+    """Make a stream write to nowhere from now on, also what it still holds when the program ends."""
     with contextlib.suppress(OSError, ValueError):  # a stream without a file has nothing to fail later
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())
@@ -82,7 +82,7 @@ def discard(stream: TextIO) -> None:
 
 @contextlib.contextmanager
 def outlets() -> Iterator[Outlet]:
-    """Standard output and standard error as outlets; the first of them."""
+    """Replace standard output and standard error by outlets, and yield the first."""
     before = sys.stdout, sys.stderr
     with contextlib.ExitStack() as stack:
         streams = [stream or stack.enter_context(_nowhere(number)) for number, stream in enumerate(before, start=1)]
@@ -110,5 +110,5 @@ def _nowhere(number: int) -> TextIO:
 
 
 def is_lost(stream: object) -> bool:
-    """Whether nobody reads it any more."""
+    """Tell whether nobody reads it any more."""
     return isinstance(stream, Outlet) and stream.lost

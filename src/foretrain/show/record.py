@@ -1,4 +1,4 @@
-"""A run as its log tells it: curves, decisions, phases. Lines come one by one, so that a run can be read as it goes."""
+"""Read a run from its log: curves, decisions, phases. Lines come one by one, so that a run can be read as it goes."""
 
 from __future__ import annotations
 
@@ -13,24 +13,26 @@ from foretrain.persist.files import from_json
 from foretrain.show.numbers import finite
 
 Fields = Mapping[str, Any]
+STEPS = {"warmup": "warm-up", "full": "full", "predict": "predicted", "correct": "correcting"}
+"""Steps of a phase are called so."""
 LayerMeasures = Mapping[str, Mapping[str, float | None]]
-"""The measures of every layer, by their names."""
+"""It holds the measures of every layer, by their names."""
 MEASURES = {
     "gradient_to_weight": "gradient/weight ratio",
     "update_to_weight": "update/weight ratio",
     "gradient_norm": "gradient norm",
 }
-"""What is measured of a layer, in the order in which it is offered."""
+"""These are measured of a layer; a page offers them in this order."""
 _NUMBERS = (
     *("loss", "gradient_norm", "learning_rate", "tokens_per_second"),
     *("predicted_loss", "smoothed_loss", "confidence", "gain_percent"),
 )
-"""What is kept of a progress entry, with the phase: a long run has hundreds of thousands of them."""
+"""These are kept of a progress entry, with the phase: a long run has hundreds of thousands of entries."""
 _PLACES = {name: place for place, name in enumerate(_NUMBERS)}
 
 
 class _Shown(Mapping[str, Any]):
-    """The fields of a progress entry, in half the memory of a dict. Numbers that cannot be drawn are None."""
+    """It holds the fields of a progress entry in half the memory of a dict. Numbers that cannot be drawn are None."""
 
     __slots__ = ("_numbers", "_phase")
 
@@ -54,7 +56,7 @@ class _Shown(Mapping[str, Any]):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """An event with the time of the run at which it came."""
+    """It is an event with the time of the run at which it came."""
 
     kind: str
     step: int
@@ -72,29 +74,29 @@ class RunRecord:
     started: Fields = field(default_factory=dict)
     ended: Fields | None = None
     summary: Fields = field(default_factory=dict)
-    """Of a run that ended; empty while it runs and after a failure."""
+    """It is there when a run has ended, and empty while it goes on and after a failure."""
     config: Fields = field(default_factory=dict)
-    """Of a run without a summary."""
+    """It is asked for where there is no summary."""
     progress: list[Entry] = field(default_factory=list)
     undone: list[Entry] = field(default_factory=list)
     evaluations: list[Entry] = field(default_factory=list)
     decisions: list[Entry] = field(default_factory=list)
-    """Moves, changes of phase, recoveries, learning rates tried, resumptions, warnings; in their order."""
+    """They are moves, changes of phase, recoveries, learning rates tried, resumptions and warnings, in their order."""
     memory: list[Entry] = field(default_factory=list)
     health: list[Entry] = field(default_factory=list)
     _saved: dict[int, tuple[int, ...]] = field(default_factory=dict)
     _reached: int = 0
-    """The step that the log is at."""
+    """The log is at this step."""
     _told_until: int = 0
-    """The last step of which the log told anything."""
+    """The log told nothing of later steps."""
 
     @property
     def unit(self) -> str:
-        """What the run counts as it goes through the data."""
+        """Tell what the run counts as it goes through the data."""
         return str(self.started.get("unit") or self.summary.get("unit") or "tokens")
 
     def take(self, line: str | bytes) -> None:
-        """One line of `metrics.jsonl`. What cannot be read is left out: a log may be written by another version."""
+        """Read one line of `metrics.jsonl`. What cannot be read is left out: another version may have written it."""
         try:
             fields = from_json(line, parse_constant=lambda _: None)
         except ValueError:
@@ -164,32 +166,32 @@ class RunRecord:
 
     @property
     def tried(self) -> bool:
-        """Whether a predicted move was made, whatever became of it."""
+        """Tell whether a predicted move was made, whatever became of it."""
         counts = self.summary.get("moves")
         known = counts.values() if isinstance(counts, Mapping) else ()
         return any(finite(count) for count in known) or any(entry.kind == "Moved" for entry in self.decisions)
 
     @property
     def predicts(self) -> bool:
-        """Whether prediction was on at all."""
+        """Tell whether prediction was on at all."""
         return self.tried or self.summary.get("moves") is not None or self.last("confidence") is not None
 
     def of_kind(self, *kinds: str) -> list[Entry]:
         return [entry for entry in self.decisions if entry.kind in kinds]
 
     def last(self, name: str) -> float | None:
-        """The newest number of this name among the progress entries."""
+        """Find the newest number of this name among the progress entries."""
         return next(
             (value for one in reversed(self.progress) if (value := finite(one.fields.get(name))) is not None), None
         )
 
     def phases(self) -> list[Entry]:
-        """Changes of phase, from the first one on."""
+        """List the changes of phase, beginning with the first phase."""
         first = str(self.progress[0].fields.get("phase", "full")) if self.progress else "full"
         return [Entry("PhaseChanged", 0, 0.0, {"phase": first, "reason": ""}), *self.of_kind("PhaseChanged")]
 
     def _now(self, step: int) -> float:
-        """Time of the run at a step that comes after the last progress: at the pace so far. It never goes back."""
+        """Guess the time at a step after the last progress, by the pace so far. It never goes back."""
         told = self.decisions[-1].seconds if self.decisions else 0.0
         if not self.progress:
             return told
@@ -198,7 +200,7 @@ class RunRecord:
         return max(told, last.seconds + pace * max(0, min(step - last.step, last.step)))
 
     def _set_clock(self, seconds: float) -> None:
-        """The clock was read: no time that was guessed since its last reading is later than this one."""
+        """Correct the guesses after a reading of the clock: none since the last reading may be later than this one."""
         for entries in (self.evaluations, self.decisions, self.memory, self.health):
             for place in range(len(entries) - 1, -1, -1):
                 if entries[place].seconds <= seconds:
@@ -217,12 +219,12 @@ class RunRecord:
         self._told_until = 0
 
     def _went_back(self, step: int) -> None:
-        """A rollback: what lies ahead of this step now did not last."""
+        """Follow a rollback: the entries that lie ahead of this step now were undone."""
         while self.progress and self.progress[-1].step >= step:
             self.undone.append(self.progress.pop())
 
     def _resume(self, step: int) -> None:
-        """What came after the checkpoint is done again."""
+        """Follow a resumption: what came after the checkpoint is done again."""
         lengths = self._saved.get(step)
         for place, entries in enumerate(self._lists()):
             if lengths is not None:
@@ -232,7 +234,7 @@ class RunRecord:
 
 
 def layer_measures(layers: object) -> LayerMeasures:
-    """From the `layers` of a look at a model; whatever is no number is None."""
+    """Read the `layers` of a look at a model; whatever is no number is None."""
     if not isinstance(layers, Mapping):
         return {}
     known = {str(name): measures for name, measures in layers.items() if isinstance(measures, Mapping)}

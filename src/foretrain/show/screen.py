@@ -1,4 +1,4 @@
-"""The screens that everything is printed on: as wide as the terminal; plain lines where there is none."""
+"""Make the screens that everything is printed on: as wide as the terminal, or plain lines where there is none."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from rich.text import Text
 from foretrain.show.outlet import discard, visible
 
 _WIDE = 200
-"""Columns of a table that nobody looks at on a terminal: none of its cells is cut or folded."""
+"""A table that nobody looks at on a terminal has so many columns: none of its cells is cut or folded."""
 
 
 class Screen(Console):
-    """One whose reader may go away, as `head` does: what is printed afterwards is dropped, and the work goes on."""
+    """Its reader may go away, as `head` does: what is printed afterwards is dropped, and the work goes on."""
 
     def render_str(self, text: str, **options: Any) -> Text:
         """Texts may quote files: characters that steer a terminal are shown."""

@@ -1,4 +1,4 @@
-"""What went wrong in a run, in the few words that stand beside its result."""
+"""Say what went wrong in a run, in the few words that stand beside its result."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from foretrain.config.units import counted
 from foretrain.show.numbers import finite
 
 _MOST = 2
-"""Findings that are told; the page has all."""
+"""So many findings are told; the page has all."""
 
 
 def rollbacks_in_words(summary: Mapping[str, Any]) -> str | None:
-    """3 rollbacks, 260 steps done again."""
+    """Say: 3 rollbacks, 260 steps done again."""
     found = summary.get("rollbacks") or {}
     if not found.get("times"):
         return None
@@ -24,7 +24,7 @@ def rollbacks_in_words(summary: Mapping[str, Any]) -> str | None:
 
 
 def findings_in_words(summary: Mapping[str, Any]) -> str | None:
-    """The last ones, each with what to set; of an ailment that came back only its last advice."""
+    """Say the last findings, each with what to set. If an ailment came back, only its last advice is said."""
     findings = _findings(summary)
     last = list({finding["ailment"]: finding for finding in findings}.values())
     told = sorted(last, key=lambda finding: (finding["level"] == "critical", finding["step"]))[-_MOST:]
@@ -34,7 +34,7 @@ def findings_in_words(summary: Mapping[str, Any]) -> str | None:
 
 
 def trouble_in_words(summary: Mapping[str, Any]) -> str:
-    """3 rollbacks, 1 critical finding. Nothing for a run that was well."""
+    """Say: 3 rollbacks, 1 critical finding. Nothing is said of a run that was well."""
     rollbacks = (summary.get("rollbacks") or {}).get("times", 0)
     critical = sum(finding["level"] == "critical" for finding in _findings(summary))
     told = {"rollback": rollbacks, "critical finding": critical}
@@ -42,7 +42,7 @@ def trouble_in_words(summary: Mapping[str, Any]) -> str:
 
 
 def longer_in_words(summary: Mapping[str, Any], folder: str | Path) -> str:
-    """Of a fine-tuning run that ended too early: how to go on with it. Nothing for others."""
+    """Say how to go on with a fine-tuning run that ended too early. Nothing is said of other runs."""
     falling = summary.get("still_falling")
     if not isinstance(falling, Mapping):
         return ""

@@ -17,7 +17,8 @@ from foretrain.engine.optim.moments import BLOCK, SMALLEST, read_moment
 from foretrain.engine.optim.narrow import NarrowAdamW
 from foretrain.errors import CheckpointError, ConfigError
 from foretrain.persist.checkpoint import CheckpointStore, read
-from foretrain.persist.codec import restore_optimizer, snapshot
+from foretrain.persist.codec import snapshot
+from foretrain.persist.model_state import restore_optimizer
 
 Make = Callable[..., Any]
 NARROW = ["bf16", "8bit"]

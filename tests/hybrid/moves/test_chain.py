@@ -273,8 +273,8 @@ def test_all_backward_passes_are_counted() -> None:
     """By counting them where they happen."""
     run = run_of(Net(), max_steps=120)
     step, taken = run.trainer.engine.full_step, []
-    accumulate = step._accumulate
-    step._accumulate = lambda batch: taken.append(1) or accumulate(batch)  # type: ignore[method-assign]
+    backward = step._backward
+    step._backward = lambda loss: taken.append(1) or backward(loss)  # type: ignore[method-assign]
     run.run()
     assert chained(run)
     assert run.trainer.backward_passes == len(taken)

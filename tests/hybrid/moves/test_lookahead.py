@@ -132,8 +132,8 @@ def test_it_is_as_strong_as_the_learning_rate_is_high() -> None:
     strength = trainer.engine.schedule(30) / 0.05
     assert 0.3 < strength < 0.7
     seen: list[Tensor] = []
-    inner = trainer.engine.full_step._loss
-    trainer.engine.full_step._loss = lambda data: (seen.append(trainer.model.w.detach().clone()), inner(data))[1]
+    inner = trainer.engine.full_step.loss
+    trainer.engine.full_step.loss = lambda data: (seen.append(trainer.model.w.detach().clone()), inner(data))[1]
     mean = trainer.look_ahead.m[0].clone()
     trainer.step(batch(30))
     assert torch.allclose(seen[0], before[0] + 0.8 * strength * mean, atol=1e-7)

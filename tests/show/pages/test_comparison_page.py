@@ -383,6 +383,7 @@ def test_the_phases_and_moves_of_a_run_are_told_by_their_own_names() -> None:
 
 def test_very_many_phases_and_moves_stay_small() -> None:
     result = comparison(seeds=(1,))
+    result["runs"] = [one for one in result["runs"] if one["arm"] == "hybrid" and one["learning_rate"] == 2e-3]
     for one in result["runs"]:
         one["phases"] = [[n / 10, (n + 1) / 10, ("full", "predict")[n % 2]] for n in range(50000)]
         one["moves"] = [[n, n / 10, "kept"] for n in range(50000)]

@@ -13,10 +13,10 @@ from torch.optim import Optimizer
 
 from foretrain.engine.batch import tensors_of
 from foretrain.engine.memory.host import Lane, copy_each, host_like, on_device
-from foretrain.persist.codec import Snapshot, take_apart
+from foretrain.persist.codec import Snapshot, form_of, take_apart
 
 _UNNOTICED = 0.8
-"""Of what a device does, copies beside it may take so much of the time. More would make it wait now and then."""
+"""Share of the device's time that copies beside its work may take. More would make it wait now and then."""
 
 
 class HostSnapshots:
@@ -50,7 +50,7 @@ class HostSnapshots:
 
 
 def _fits(memory: Tensor, tensor: Tensor | None) -> bool:
-    return tensor is not None and memory.shape == tensor.shape and memory.dtype == tensor.dtype
+    return tensor is not None and form_of(memory) == form_of(tensor)
 
 
 class Aside:
@@ -138,7 +138,7 @@ class Parking:
         for (tensor, host), place in zip(coming, places, strict=True):
             tensor.data = place
             if id(host) not in self._lent:
-                self._free.setdefault(_form(host), []).append(host)
+                self._free.setdefault(_layout(host), []).append(host)
             self._lent.discard(id(host))
         self._away = others
 
@@ -150,15 +150,15 @@ class Parking:
     def reserve(self, tensors: Iterable[Tensor]) -> None:
         """Host memory for all of them, at once: to pin more of it later would stop the device again."""
         for host in [self._take(tensor) for tensor in tensors]:
-            self._free.setdefault(_form(host), []).append(host)
+            self._free.setdefault(_layout(host), []).append(host)
 
     def _take(self, tensor: Tensor) -> Tensor:
-        memory = self._free.get(_form(torch.empty_like(tensor, device="meta")))
+        memory = self._free.get(_layout(torch.empty_like(tensor, device="meta")))
         return memory.pop() if memory else host_like(tensor, self.lane.device)
 
 
-def _form(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.stride(), tensor.dtype
+def _layout(tensor: Tensor) -> tuple[Any, ...]:
+    return *form_of(tensor), tensor.stride()
 
 
 def _separate(tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -225,7 +225,7 @@ class OptimizerParking:
         copies: dict[int, Tensor] = {}
         if snapshot is not None:
             pairs = zip(tensors_of(state), tensors_of(snapshot["state"]), strict=True)
-            copies = {id(t): copy for t, copy in pairs if _form(t) == _form(copy)}
+            copies = {id(t): copy for t, copy in pairs if _layout(t) == _layout(copy)}
         return [(tensor, copies.get(id(tensor))) for tensor in _separate(here)]
 
     def hidden_bytes(self, seconds: float) -> float:

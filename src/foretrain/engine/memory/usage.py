@@ -124,7 +124,7 @@ class MemoryMeter:
 
     @property
     def peak(self) -> int | None:
-        """Of the whole run, on the device."""
+        """Return the peak of the whole run on the device."""
         return max((usage.peak for usage in self.phases.values() if usage.peak is not None), default=None)
 
     def summary(self) -> dict[str, Any]:

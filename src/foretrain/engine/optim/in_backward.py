@@ -86,12 +86,12 @@ class UpdatesInBackward:
             self._loss_is_finite = None
 
     def norm(self) -> Tensor:
-        """Of all gradients of the last backward pass together."""
+        """Return the norm of all gradients of the last backward pass together."""
         norms = [self._norms[place].float() for place in sorted(self._norms)]
         return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
 
     def norms(self, absent: Tensor) -> list[Tensor]:
-        """Of the gradient of each parameter; `absent` for one that had none."""
+        """Return the norm of each parameter's gradient; `absent` for one that had none."""
         return [self._norms.get(place, absent) for place in range(len(self._places))]
 
     @torch.no_grad()

@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from foretrain.persist.codec import SCALE, real_view
+from foretrain.persist.codec import real_view
+from foretrain.persist.model_state import SCALE
 
 BLOCK = 256
 """Numbers that share a scale."""

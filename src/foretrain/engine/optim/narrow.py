@@ -20,7 +20,7 @@ from foretrain.engine.optim.moments import (
     round_by_chance,
 )
 from foretrain.engine.optim.skipping import SkippingOptimizer
-from foretrain.persist.codec import SCALE
+from foretrain.persist.model_state import SCALE
 
 AT_ONCE = 2**14 * BLOCK
 """Numbers that are worked on at once where there is no kernel for it, so that intermediate results stay small."""

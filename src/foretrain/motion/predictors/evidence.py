@@ -15,7 +15,8 @@ from foretrain.motion.records import DIRECTIONS, HORIZONS_IN_WINDOWS, LAST_WINDO
 from foretrain.persist.stateful import Stateful
 
 LONGEST = 64
-"""Windows after which a forecast does not grow any more: no evidence reaches that far."""
+"""Windows after which a forecast does not grow any more: no evidence reaches that far.
+Chosen: eight times the longest horizon that is scored."""
 HORIZONS = np.asarray(HORIZONS_IN_WINDOWS)
 MEANS = range(LAST_WINDOW + 1, len(DIRECTIONS))
 

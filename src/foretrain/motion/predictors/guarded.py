@@ -24,10 +24,11 @@ from foretrain.persist.codec import Snapshot, put_together, snapshot, take_apart
 from foretrain.persist.stateful import entry
 
 MOST_FAILURES = 2
-"""With the first it starts anew, with this one it is off."""
+"""With the first it starts anew, with this one it is off. Chosen: a second failure is no accident."""
 _LARGEST_TREE = 8 * 2**20
-"""Characters of a state that are not in tensors."""
+"""Characters of a state that are not in tensors. Chosen: they are written as JSON within every checkpoint."""
 _DEEPEST = 50
+"""Levels of a state. Chosen: far below what Python's recursion allows."""
 _STORED = frozenset(
     {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.bool}
     | {torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8}

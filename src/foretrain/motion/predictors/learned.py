@@ -43,7 +43,8 @@ from foretrain.motion.records import HORIZONS_IN_WINDOWS
 from foretrain.persist.stateful import Stateful
 
 DIVERGENCE_WEIGHT = LOSS_WEIGHT = 0.1
-"""Of the divergence and of the loss path beside the error of the coefficients. Chosen: the coefficients come first."""
+"""Weights of the divergence and of the loss path beside the error of the coefficients. Chosen: the coefficients
+come first."""
 FREE_NATS = 1.0
 """Divergence per window that costs nothing, as in DreamerV3."""
 BALANCE = 0.8
@@ -106,7 +107,7 @@ class Lesson:
     """What a correction would have been worth, as a quadratic form: d'gram d - 2 d'dots, in `units`."""
 
     index: int
-    """Of HORIZONS_IN_WINDOWS."""
+    """Index into HORIZONS_IN_WINDOWS."""
     state: Tensor
     """[64] at the time of the forecast."""
     groups: Tensor
@@ -369,8 +370,8 @@ class RssmPredictor(LearnedPredictor):
         deterministic_dim: int = 256,
         stochastic_dim: int = 32,
         num_categoricals: int = 32,
-        ensemble_size: int = 3,
         bptt_steps: int = 4,
+        ensemble_size: int = 3,
         learning_rate: float = 1e-3,
         seed: int = 0,
     ) -> None:

@@ -31,14 +31,17 @@ from foretrain.persist.stateful import ArrayBuffer, Stateful, entry
 SIZE = len(DIRECTIONS)
 LAST = HORIZONS_IN_WINDOWS[-1]
 SURE = 1e-6
-"""Least pull towards the prior, relative to its full strength: directions may be exactly parallel."""
+"""Least pull towards the prior, relative to its full strength: directions may be exactly parallel.
+Chosen: far above rounding in double precision."""
 
 LONG_PULL = 3.0
-"""How much more than `l2` it takes to correct the longer horizons: the motions seen so far overlap and are few."""
+"""How much more than `l2` it takes to correct the longer horizons: the motions seen so far overlap and are few.
+Chosen."""
 YOUNG = 8.0
-"""Windows' worth of evidence below which the share left unexplained is refined twice per window, not once."""
+"""Windows' worth of evidence below which the share left unexplained is refined twice per window, not once.
+Chosen: five windows are to be enough in exact motion (its tests)."""
 _PLACES = np.interp(np.arange(LONGEST + 1), np.array([0, *HORIZONS]), np.arange(len(HORIZONS) + 1.0))
-"""Of each number of windows between the horizons."""
+"""The place of each number of windows between the horizons."""
 
 
 class LinearPredictor(Stateful, Predictor):

@@ -1,4 +1,4 @@
-"""What charts are drawn from: short series of numbers, and how much of them is shown. `assets/charts.js` draws them."""
+"""Prepare what charts are drawn from, short series of numbers; `assets/charts.js` draws them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from foretrain.show.numbers import rounded
 Chart = dict[str, Any]
 """{"runs": [{"name", "series": [...]}, ...]} with what is known of its axes: see `assets/charts.js`."""
 RIBBON = 400
-"""Stretches of a ribbon of phases: more could not be told apart."""
+"""A ribbon of phases has so many stretches at the most: more could not be told apart."""
 _MARKS = 700
-"""Marks of a run, from which on those of a kind that lie together are shown as one."""
+"""If a run has more marks, those of a kind that lie together are shown as one."""
 _WIDE = 50
-"""The factor from which on a logarithmic axis shows more; chosen: less than two powers of ten need none."""
+"""A logarithmic axis shows more from this factor on; chosen: less than two powers of ten need none."""
 PHASES = {"warmup": "warm-up", "full": "full", "correct": "correct", "predict": "predict"}
 MARKS = {
     "kept": "move kept",
@@ -36,11 +36,11 @@ LOOKS = (
     {"dash": (4, 2), "shape": "M-1.2 0L.9 -1.2V1.2Z"},
     {"dash": (1, 3), "shape": "M1.2 0L-.9 -1.2V1.2Z"},
 )
-"""How the arms of a comparison are told apart without colours: the dash of a line, and its mark as an SVG path."""
+"""Arms of a comparison are told apart without colours by the dash of a line, and by its mark (an SVG path)."""
 
 
 def places_to_keep(values: Sequence[float | None], limit: int) -> list[int]:
-    """At most `limit` places: the first, the last, and of every stretch the lowest, the highest and a missing one."""
+    """Keep at most `limit` places: both ends, and of every stretch the lowest, the highest and a missing one."""
     count = len(values)
     if count <= limit:
         return list(range(count))
@@ -58,14 +58,14 @@ def places_to_keep(values: Sequence[float | None], limit: int) -> list[int]:
 
 
 def points(label: str, style: str, known: Iterable[tuple[float, float | None]], **more: Any) -> dict[str, Any]:
-    """A series over an axis of its own, in the order of that axis."""
+    """Make a series over an axis of its own, in the order of that axis."""
     places = sorted(known, key=lambda point: point[0])
     x, values = [rounded(at) for at, _ in places], [rounded(value) for _, value in places]
     return {"label": label, "style": style, "x": x, "values": values, **more}
 
 
 def curves(runs: Sequence[Mapping[str, Any]], *styles: str) -> list[list[float]]:
-    """The numbers of every curve drawn in one of these styles."""
+    """List the numbers of every curve that is drawn in one of these styles."""
     found = (one["values"] for run in runs for one in run["series"] if one["style"] in styles)
     return [[value for value in values if value is not None] for values in found]
 
@@ -86,7 +86,7 @@ def spans_widely(curves: Sequence[Sequence[float]]) -> bool:
 
 
 def frame(curves: Sequence[Sequence[float]]) -> dict[str, tuple[float, float]]:
-    """What a chart of what came and what was said of it shows on either axis, by what came: {} for nothing."""
+    """Choose what a chart of forecasts shows on either axis, by what came: {} for nothing."""
     values = [value for curve in curves for value in curve]
     if not values:
         return {}
@@ -114,7 +114,7 @@ def thinned_marks(found: Sequence[tuple[float, float | int | None, str, str]], e
 
 
 def key(phases: Iterable[str], marks: Iterable[str]) -> list[dict[str, Any]]:
-    """What the colours of phases and the signs of marks mean, for the lists below a chart."""
+    """Say what the colours of phases and the signs of marks mean, for the lists below a chart."""
     signs = {
         "phase": ("Phases, the ribbon of the chart", [(f"phase {name}", PHASES[name]) for name in phases]),
         "marks": ("Marks of the chart", [(f"mark {name.replace(' ', '-')}", MARKS[name]) for name in marks]),

@@ -1,4 +1,4 @@
-"""The charts of a comparison, each with the numbers behind it."""
+"""Prepare the charts of a comparison, each with the numbers behind it."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from foretrain.show.pages.render import PageTable, number
 
 Point = tuple[float, float]
 _TABLE_ROWS = 25
-"""Rows of a curve in the table behind its chart."""
+"""A curve has so many rows in the table behind its chart."""
 _POINTS = 8000
-"""Points of all lines of a chart together, so that a page of many runs stays small."""
+"""All lines of a chart together have so many points, so that a page of many runs stays small."""
 _LAST = 0.6
-"""Where the part of the curves begins that is shown enlarged: the arms differ at the end, if at all."""
+"""The part of the curves that is enlarged begins at this share: the arms differ at the end, if at all."""
 _ROW = 46
-"""Height of a row of phases, as in `assets/charts.js`."""
+"""A row of phases is so high, as in `assets/charts.js`."""
 
 
 @dataclass(frozen=True)
 class PageFigure:
-    """A chart with its title, what it shows in words, and the numbers behind it."""
+    """It is a chart with its title, what it shows in words, and the numbers behind it."""
 
     chart: Chart
     table: PageTable
@@ -37,7 +37,7 @@ class PageFigure:
 
 
 def comparison_charts(runs: ComparedRuns) -> dict[str, PageFigure]:
-    """Every chart by its name; those that have nothing to say are left out."""
+    """Make every chart by its name; those that have nothing to say are left out."""
     made = _curves(runs) | _budgets(runs)
     if runs.sweep:
         made["sweep"] = _sweep(runs)
@@ -68,7 +68,7 @@ def _curves(runs: ComparedRuns) -> dict[str, PageFigure]:
 
 
 def _read(curve: Sequence[Sequence[object]]) -> list[Point]:
-    """(seconds, loss) of every [step, seconds, loss] that is known."""
+    """Read (seconds, loss) of every [step, seconds, loss] that is known."""
     read = [(finite(point[1]), finite(point[2])) for point in curve]
     return [(x, y) for x, y in read if x is not None and y is not None]
 
@@ -139,7 +139,7 @@ def _budgets(runs: ComparedRuns) -> dict[str, PageFigure]:
 
 
 def _plain(runs: ComparedRuns, steps_told: bool) -> list[dict[str, Any]]:
-    """A faint line for each seed of plain over its budgets, and a line through their means."""
+    """Draw a faint line for each seed of plain over its budgets, and a line through their means."""
     curve = [point for point in runs.budget_curve if (finite(point["seconds"]) or 0) > 0]
     seeds, series, means = dict.fromkeys(point["seed"] for point in curve), [], {}
     for seed in seeds:
@@ -168,7 +168,7 @@ def _told(point: Mapping[str, Any]) -> str:
 
 
 def _ends(runs: ComparedRuns) -> list[dict[str, Any]]:
-    """Where the runs of the other arms ended, and their means with the deviation between seeds."""
+    """Draw where the runs of the other arms ended, and their means with the deviation between seeds."""
     groups = []
     shown = {str(own[0]["arm"]): own for _, _, own in runs.shown_arms()}
     for arm in runs.arms:
@@ -191,7 +191,7 @@ def _ends(runs: ComparedRuns) -> list[dict[str, Any]]:
 
 
 def _arrows(runs: ComparedRuns) -> list[dict[str, Any]]:
-    """From where an arm ended to where plain reaches the same loss."""
+    """Draw arrows from where an arm ended to where plain reaches the same loss."""
     arrows = []
     for arm in runs.arms:
         factor = finite((arm["speedup"] or {}).get("mean")) if arm["arm"] != "plain" else None
@@ -204,7 +204,7 @@ def _arrows(runs: ComparedRuns) -> list[dict[str, Any]]:
 
 
 def _sweep(runs: ComparedRuns) -> PageFigure:
-    """The final loss of each arm at each learning rate: the seeds as points, a line through their means."""
+    """Draw the final loss of each arm at each learning rate: the seeds as points, a line through their means."""
     groups, rows = [], []
     known = [point for point in runs.sweep if (finite(point["learning_rate"]) or 0) > 0]
     ticks = sorted({float(point["learning_rate"]) for point in known})[:9]
@@ -237,7 +237,7 @@ def _sweep(runs: ComparedRuns) -> PageFigure:
 
 
 def _phases(runs: ComparedRuns) -> PageFigure | None:
-    """What each run with prediction did, over time."""
+    """Draw what each run with prediction did, over time."""
     shown = [run for run in runs.shown_runs() if _predicts(run) and run["phases"]]
     if not shown:
         return None

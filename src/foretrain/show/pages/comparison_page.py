@@ -1,4 +1,4 @@
-"""The page that `foretrain compare` writes: the verdict first, then what it rests on, down to every run."""
+"""Make the page of `foretrain compare`: the verdict first, then what it rests on, down to every run."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from foretrain.show.pages.render import Cell, Line, PageTable, Shown, number, on
 SCRIPTS = ("page", "charts")
 _BADGES = {"gain": "gain", "slower": "slower", "one run": "caution", "incomplete": "caution"}
 _TICKS = 4
-"""Numbers over the column of intervals, at the most: more would run into each other."""
+"""So many numbers stand over the column of intervals, at the most: more would run into each other."""
 
 
 def page(result: Mapping[str, Any]) -> str:
-    """A comparison as one HTML file. Whatever is unknown (null, NaN) is shown as a dash."""
+    """Make one HTML file of a comparison. Whatever is unknown (null, NaN) is shown as a dash."""
     runs = ComparedRuns(result)
     figures = comparison_charts(runs)
     charts = {name: figure.chart for name, figure in figures.items()}
@@ -30,7 +30,7 @@ def page(result: Mapping[str, Any]) -> str:
 
 
 def _layout(result: Mapping[str, Any], runs: ComparedRuns) -> dict[str, Any]:
-    """What the template shows beside the charts."""
+    """Return what the template shows beside the charts."""
     analysis = result["analysis"]
     verdict, settings = str(analysis["verdict"]), mapping(result["settings"])
     bounds = ratio_range([mapping(arm["speedup"]) for arm in runs.arms])
@@ -73,7 +73,7 @@ def _listed(values: object) -> str:
 
 
 def ratio_range(ratios: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
-    """A range around 1 for all of them. An interval without end does not widen it: it is drawn as going on."""
+    """Find a range around 1 for all of them. An interval without end does not widen it: it is drawn as going on."""
     values = [1.0]
     for ratio in ratios:
         mean = finite(ratio.get("mean"))
@@ -85,14 +85,14 @@ def ratio_range(ratios: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
 
 
 def place(value: float, bounds: tuple[float, float]) -> float:
-    """Where a factor lies between the bounds, in percent, on a logarithmic axis."""
+    """Tell where a factor lies between the bounds, in percent, on a logarithmic axis."""
     low, high = bounds
     inside = min(max(value, low), high)
     return round(100 * math.log(inside / low) / math.log(high / low), 2)
 
 
 def round_factors(bounds: tuple[float, float], most: int = _TICKS) -> list[float]:
-    """Round factors that are not too many, 1 among them where there is room; those near the ends are left out."""
+    """Choose round factors, not too many, with 1 where there is room; those near the ends are left out."""
     low, high = bounds
     even = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5) if high / low < 3 else ()
     tried = [[round(step * n, 2) for n in range(math.ceil(low / step), math.floor(high / step) + 1)] for step in even]
@@ -103,7 +103,7 @@ def round_factors(bounds: tuple[float, float], most: int = _TICKS) -> list[float
 
 
 def interval(ratio: Mapping[str, Any], bounds: tuple[float, float]) -> dict[str, Any] | None:
-    """Where a factor with its interval lies between the bounds, and what there is to say of it; None if unknown."""
+    """Tell where a factor and its interval lie between the bounds, and what there is to say of it; None if unknown."""
     mean, low, high = (finite(ratio.get(name)) for name in ("mean", "low", "high"))
     if mean is None or mean <= 0:
         return None
@@ -123,7 +123,7 @@ def interval(ratio: Mapping[str, Any], bounds: tuple[float, float]) -> dict[str,
 
 
 def _with_interval(value: object, form: str, unit: str = "") -> Cell | None:
-    """A mean with its interval below, which is left out where there is none."""
+    """Show a mean with its interval below, which is left out where there is none."""
     parts = mapping(value)
     low, high = number(parts.get("low"), form), number(parts.get("high"), form)
     small: Line = () if low is None or high is None else [f"({low.text} to {high.text})"]
@@ -166,7 +166,7 @@ def _arm(runs: ComparedRuns, arm: Mapping[str, Any], bounds: tuple[float, float]
 
 
 def _rungs(ladder: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Each rung with a bar from 1 to its speed-up over the first."""
+    """Describe each rung, with a bar from 1 to its speed-up over the first."""
     bounds = ratio_range([{"mean": rung["cumulative"]} for rung in ladder])
     made = []
     for rung in ladder:
@@ -192,7 +192,7 @@ def _rungs(ladder: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _runs(runs: ComparedRuns) -> PageTable:
-    """Every run with all its numbers."""
+    """List every run with all its numbers."""
     head = ["arm", "seed", "learning rate", "budget", "steps", "final loss", "time (s)", "backward passes", "tokens"]
     counts = ("backward_passes", "tokens", "probe_tokens", "kept", "refused", "rolled_back")
     rows = [

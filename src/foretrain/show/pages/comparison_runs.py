@@ -1,4 +1,4 @@
-"""What the charts and tables of a comparison ask of its result."""
+"""Answer what the charts and tables of a comparison ask of its result."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FAILED: dict[str, Any] = dict.fromkeys(_NUMBERS) | {
 
 
 class ComparedRuns:
-    """The result of a comparison: which runs stand for an arm, and how an arm looks."""
+    """It knows which runs of a comparison stand for an arm, and how an arm looks."""
 
     def __init__(self, result: Mapping[str, Any]) -> None:
         analysis = result["analysis"]
@@ -44,7 +44,7 @@ class ComparedRuns:
         return self._looks.get(str(arm), 0)
 
     def shown_runs(self) -> list[ComparedRun]:
-        """The runs that stand for their arms: at the arm's best rate, and at the whole budget where there are such."""
+        """List the runs that stand for their arms: at the best rate, and at the whole budget where there are such."""
         shown: list[ComparedRun] = []
         for arm in dict.fromkeys(str(run["arm"]) for run in self.runs):
             best = self._rates.get(arm)
@@ -56,7 +56,7 @@ class ComparedRuns:
         return sorted(shown, key=lambda run: self.look(run["arm"]))
 
     def shown_arms(self) -> list[tuple[int, str, list[ComparedRun]]]:
-        """(look, label, runs) of every arm that has runs to show."""
+        """List (look, label, runs) of every arm that has runs to show."""
         made: dict[str, list[ComparedRun]] = {}
         for run in self.shown_runs():
             made.setdefault(str(run["arm"]), []).append(run)

@@ -1,4 +1,4 @@
-"""What all pages are made with: templates that escape everything, style and scripts, cells and tables of numbers."""
+"""Make pages from templates that escape everything, with style, scripts, and cells and tables of numbers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src {}; img-src
 
 @dataclass(frozen=True)
 class Cell:
-    """A text, the number behind it (for programs), and what is said below it in small letters."""
+    """It has a text, the number behind it (for programs), and what is said below in small letters."""
 
     text: str
     value: object = None
@@ -45,9 +45,9 @@ class Cell:
 
 
 Shown = Cell | str | None
-"""A cell, a text without more, or None for what is unknown."""
+"""What is shown is a cell, a text without more, or None if it is unknown."""
 Line = Sequence[Shown]
-"""Texts and numbers one after the other."""
+"""A line is texts and numbers one after the other."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class PageTable:
 
 
 def number(value: object, form: str = "", unit: str = "", small: Line = ()) -> Cell | None:
-    """A number as it is shown: rounded, without a form as a loss. None if it is unknown."""
+    """Round a number as it is shown; without a form it is a loss. None if it is unknown."""
     known = finite(value)
     if known is None:
         return None
@@ -76,13 +76,13 @@ def percent(value: object) -> Cell | None:
 
 
 def settings_table(settings: Mapping[str, object]) -> PageTable:
-    """A nested mapping as rows of dotted names and values."""
+    """Make rows of dotted names and values from a nested mapping."""
     rows = [(name, "not set" if value is None else str(value)) for name, value in flattened(settings).items()]
     return PageTable("", ["setting", "value"], [[Cell(part, code=True) for part in row] for row in rows], 2)
 
 
 def sentence(text: object) -> str:
-    """The text with a capital, a true minus before numbers, and no line end between a number and its unit."""
+    """Write a capital, a true minus before numbers, and no line end between a number and its unit."""
     told = re.sub(r"(?<![\w.])-(?=\d)", "−", str(text or ""))
     told = re.sub(r"(?<=\d) (?=(?:s|%)(?!\w))", "\u00a0", told)
     return f"{told[:1].upper()}{told[1:]}"
@@ -97,7 +97,7 @@ def template(name: str) -> Template:
 
 
 def macro(file: str, name: str, *values: object) -> str:
-    """What a macro of a template makes of the values: a piece of a page, as markup in which all texts are escaped."""
+    """Make a piece of a page with a macro of a template: markup in which all texts are escaped."""
     made: str = getattr(template(file).module, name)(*values)
     return made
 
@@ -109,7 +109,7 @@ def asset(name: str) -> str:
 
 @cache
 def script(names: Sequence[str]) -> str:
-    """The script of a page, of several files that share one scope."""
+    """Put the script of a page together from several files that share one scope."""
     return "'use strict';\n(() => {\n" + "".join(asset(f"{name}.js") for name in names) + "begin();\n})();\n"
 
 
@@ -118,20 +118,20 @@ def style() -> str:
 
 
 def as_data(value: Any) -> str:
-    """JSON that can stand in a page: nothing in it can end the element that holds it."""
+    """Write JSON that can stand in a page: nothing in it can end the element that holds it."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def one_file(name: str, scripts: Sequence[str], data: Mapping[str, Any], **values: object) -> str:
-    """A page from its template, in one file that needs no network. Its own scripts and no others may run in it."""
+    """Make a page in one file that needs no network. Its own scripts and no others may run in it."""
     own = [asset("uplot.js"), script(tuple(scripts))]
     policy = _POLICY.format(" ".join(f"'sha256-{_digest(text)}'" for text in own))
     return template(name).render(values, policy=policy, style=style(), scripts=own, live=False, data=as_data(data))
 
 
 def served(name: str, data: Mapping[str, Any], **values: object) -> str:
-    """The same page for a server that has style and scripts under addresses of their own."""
+    """Make the page for a server that has style and scripts under addresses of their own."""
     return template(name).render(values, policy="", style="", scripts=(), live=True, data=as_data(data))
 
 
@@ -140,7 +140,7 @@ def _digest(text: str) -> str:
 
 
 def joined(parts: Iterable[Line], between: str = ", ") -> Line:
-    """Several lines as one, with a text between them."""
+    """Join several lines to one, with a text between them."""
     made: list[Shown] = []
     for part in parts:
         made += [between, *part] if made else [*part]

@@ -1,4 +1,4 @@
-"""Writes the report of runs as a file: by hand, and by itself when a run ends."""
+"""Write the report of runs as a file, when asked for and when a run ends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NAME = "report.html"
 
 
 def write_report(folders: Sequence[Path], target: Path) -> int:
-    """The report of these run folders; how many bytes it has."""
+    """Write the report of these run folders, and return how many bytes it has."""
     from foretrain.show.follow import read_runs
     from foretrain.show.pages.report_page import page
 

@@ -1,4 +1,4 @@
-"""The figures at the top of a report: what prediction was worth, where it was measured, and a card for each number."""
+"""Prepare the figures at the top of a report: what prediction was worth, and a card for each number."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ from dataclasses import dataclass
 from foretrain.config.units import clock, counted, format_size, short
 from foretrain.show.numbers import finite, mapping
 from foretrain.show.pages.render import Cell, Line, Shown, joined, number, percent, sentence
-from foretrain.show.record import RunRecord
+from foretrain.show.record import STEPS, RunRecord
 
 _LENGTHS = ((7, ""), (9, "long"), (11, "longer"))
-"""The most characters of a figure in a card for each size of letters, in the widest font that there may be."""
-STEPS = {"warmup": "warm-up", "full": "full", "predict": "predicted", "correct": "correcting"}
+"""A figure in a card has so many characters at the most for each size of letters, in the widest font."""
 
 
 @dataclass(frozen=True)
 class Card:
-    """A number with its name, and what is said below it; the first card has a sentence beside it."""
+    """It has a number with its name, and what is said below it; the first card has a sentence beside it."""
 
     name: str
     figure: Shown
@@ -28,7 +27,7 @@ class Card:
 
     @property
     def length(self) -> str:
-        """The class of a figure that is too long for its card in large letters."""
+        """Return the class of a figure that is too long for its card in large letters."""
         text = self.figure.text if isinstance(self.figure, Cell) else str(self.figure or "–")
         return next((style for most, style in _LENGTHS if len(text) <= most), "longest")
 
@@ -37,12 +36,12 @@ class Card:
 
 
 def worth(record: RunRecord) -> Card | None:
-    """The largest card: only where something was measured that can be said."""
+    """Make the largest card, only where something was measured that can be said."""
     return _exact(record) or _audited(record)
 
 
 def _exact(record: RunRecord) -> Card | None:
-    """What moves that were judged by the exact loss and kept were worth."""
+    """Tell what the moves were worth that were judged by the exact loss and kept."""
     exact = mapping(record.summary.get("exact"))
     told = sentence(exact.get("sentence"))
     if not told:
@@ -57,7 +56,7 @@ def _exact(record: RunRecord) -> Card | None:
 
 
 def _audited(record: RunRecord) -> Card | None:
-    """The net time saved, where audits measured it."""
+    """Tell the net time saved, where audits measured it."""
     if not record.summary:
         so_far = record.last("gain_percent")
         told = "Of the time to this loss, by its own audits so far."
@@ -87,7 +86,7 @@ def _stands(audit: Mapping[str, object]) -> str:
 
 
 def worth_in_short(record: RunRecord) -> Shown:
-    """For a cell of a table."""
+    """Say it for a cell of a table."""
     if exact := _exact(record):
         return exact.figure
     audited = _audited(record)
@@ -105,7 +104,7 @@ def cards(record: RunRecord) -> list[Card]:
 
 
 def held_out_loss(record: RunRecord) -> float | None:
-    """The last one; of a run that has ended the one that it was summed up with."""
+    """Return the last one, or that of the summary where the run has ended."""
     if record.summary:
         return finite(record.summary.get("final_val_loss"))
     return finite(record.evaluations[-1].fields.get("loss")) if record.evaluations else None
@@ -143,7 +142,7 @@ def _perplexity(loss: float) -> str:
 
 
 def metrics(record: RunRecord) -> list[tuple[str, float]]:
-    """The user's own measures at the last evaluation, in the order in which they were given."""
+    """List the user's own measures at the last evaluation, in the order in which they were given."""
     last = mapping(record.evaluations[-1].fields.get("metrics")) if record.evaluations else {}
     return [(str(name), known) for name, value in last.items() if (known := finite(value)) is not None]
 
@@ -165,7 +164,7 @@ def _effort(record: RunRecord) -> list[Card]:
 
 
 def time_cell(seconds: float, given: object = None) -> Cell:
-    """A time that never stands on two lines."""
+    """Write a time that never stands on two lines."""
     return Cell(clock(seconds).replace(" ", "\u00a0"), given)
 
 
@@ -174,7 +173,7 @@ def speed(record: RunRecord) -> object:
 
 
 def _memory(record: RunRecord) -> Card | None:
-    """The most that was held, on the GPU where there is one."""
+    """Tell the most memory that was held, on the GPU where there is one."""
     told = [entry.fields for entry in record.memory] + list(mapping(record.summary.get("memory")).values())
     for name, words in (("peak", "on the GPU, at most"), ("resident_peak", "of the process, at most")):
         known = [value for fields in told if (value := finite(mapping(fields).get(name)))]
@@ -194,7 +193,7 @@ def _steps(record: RunRecord) -> str:
 
 
 def moves(record: RunRecord) -> tuple[int, str]:
-    """(how many were kept, how many had another fate in words)."""
+    """Return (how many were kept, how many had another fate in words)."""
     counts = {str(name).replace("_", " "): count for name, count in mapping(record.summary.get("moves")).items()}
     if not record.summary:
         verdicts = [str(entry.fields.get("verdict")) for entry in record.of_kind("Moved")]

@@ -1,4 +1,4 @@
-"""The charts of a report: curves of every run, the ribbon of its phases, marks for every move and recovery."""
+"""Prepare the charts of a report: curves of every run, the ribbon of its phases, marks for moves and recoveries."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from foretrain.show.pages.report_forecasts import LOWEST, calibration_curves, ho
 from foretrain.show.record import Entry, RunRecord
 
 POINTS = 2400
-"""Points of a curve, in a page of one run."""
+"""A curve has so many points at the most, in a page of one run."""
 _ERRORS = 200
-"""Errors of forecasts that the interval of the next one follows from."""
+"""The interval of a forecast follows from the errors of so many before it."""
 _ENOUGH = 10
 _SHARE = 0.9
 _PAUSE = 3
-"""Entries without a forecast after which the curve is cut."""
+"""The curve is cut after so many entries without a forecast."""
 METRICS = 4
-"""Charts of measures of the user's own; each has a card at the top, however many there are."""
+"""So many measures of the user's own have a chart; each has a card at the top, however many there are."""
 _WORTH_SEEING = ("full", "warmup", "correct", "predict")
-"""Phases, the later the more worth seeing where several share a pixel."""
+"""Where several phases share a pixel, the one that is later in this list is shown."""
 
 Value = Callable[[Entry], float | None]
 
 
 def charts(records: Sequence[RunRecord]) -> dict[str, Chart]:
-    """Data of every chart by its name: per run its series, phases and marks."""
+    """Make the data of every chart by its name: per run its series, phases and marks."""
     limit = max(300, POINTS // len(records))
     drawn: dict[str, tuple[Callable[[RunRecord, int], list[dict[str, Any]]], Chart]] = {
         "loss": (_loss, {"unit": "loss", "chosen": True, "marks": True}),
@@ -118,7 +118,7 @@ def _loss(record: RunRecord, limit: int) -> list[dict[str, Any]]:
 
 
 def _forecasts(record: RunRecord) -> list[Entry]:
-    """Only where something was forecast and came, with one gap where there was nothing for a while."""
+    """List the entries where something was forecast and came, with one gap where there was nothing for a while."""
     found: list[Entry] = []
     missing: list[Entry] = []
     before: float | None = None
@@ -137,7 +137,7 @@ def _forecasts(record: RunRecord) -> list[Entry]:
 
 
 def _forecast(record: RunRecord, limit: int) -> list[dict[str, Any]]:
-    """Predicted against actual, with the interval that the errors before each forecast would have given it."""
+    """Draw predicted against actual, with the interval that the errors before each forecast would have given it."""
     entries = _forecasts(record)
     past: deque[float] = deque(maxlen=_ERRORS)
     edges: list[Entry] = []
@@ -172,7 +172,7 @@ def _gradient(record: RunRecord, limit: int) -> list[dict[str, Any]]:
 
 
 def _metric_names(records: Sequence[RunRecord]) -> list[str]:
-    """In the order in which they came."""
+    """List their names in the order in which they came."""
     told = (entry.fields.get("metrics") for record in records for entry in record.evaluations)
     return list(dict.fromkeys(str(name) for found in told if isinstance(found, Mapping) for name in found))
 
@@ -193,7 +193,7 @@ def _speed(record: RunRecord, limit: int) -> list[dict[str, Any]]:
 
 
 def _paces(record: RunRecord) -> list[Entry]:
-    """For data without tokens."""
+    """Reckon steps per second, for data without tokens."""
     found = []
     for before, after in zip(record.progress, record.progress[1:], strict=False):
         if after.seconds > before.seconds:
@@ -229,7 +229,7 @@ def _phase(change: Entry) -> str:
 
 
 def _merged(changes: list[tuple[int, float, str]], end: int) -> Iterator[tuple[int, float, str, float]]:
-    """Stretches of the same length; a phase without a step of its own, as a leap is, still has a share."""
+    """Yield stretches of the same length. A phase without a step of its own, as a leap is, still has a share."""
     found: list[dict[str, float]] = [{} for _ in range(RIBBON)]
     begins = [(place * end // RIBBON, 0.0) for place in range(RIBBON)]
     ends = [*(step for step, _, _ in changes[1:]), end]
@@ -248,7 +248,7 @@ def _merged(changes: list[tuple[int, float, str]], end: int) -> Iterator[tuple[i
 
 
 def marks(record: RunRecord) -> list[list[Any]]:
-    """[step, second, kind, words, count] of everything that is marked above the curves."""
+    """List [step, second, kind, words, count] of everything that is marked above the curves."""
     found: list[tuple[Entry, str, str]] = []
     for entry in record.decisions:
         if entry.kind == "Moved":

@@ -1,4 +1,4 @@
-"""How good the forecasts of a run were, per horizon, and whether its confidence came true."""
+"""Tell how good the forecasts of a run were, per horizon, and whether its confidence came true."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from foretrain.show.pages.render import PageTable, number, percent, sentence
 from foretrain.show.record import RunRecord
 
 LOWEST = -1.0
-"""The lowest R² that the chart shows; what is below stands on its edge."""
+"""The chart shows no lower R²; what is below stands on its edge."""
 
 
 def said_of_prediction(record: RunRecord, kept: int, others: str) -> str:
-    """What it was worth in the words of the run, or why it was not tried."""
+    """Say what prediction was worth in the words of the run, or why it was not tried."""
     if not record.predicts:
         return "Prediction was off."
     summed_up = (mapping(record.summary.get(name)).get("sentence") for name in ("exact", "audit"))
@@ -62,7 +62,7 @@ def horizon_curves(record: RunRecord, limit: int) -> list[dict[str, Any]]:
 
 
 def _score_curve(record: RunRecord, name: str, label: str, style: str) -> dict[str, Any]:
-    """A score over the horizons. Values below the frame lie on its edge; their tips tell them."""
+    """Draw a score over the horizons. Values below the frame lie on its edge; their tips tell them."""
     known = [
         (steps, finite(_scored(quality).get(name)))
         for horizon, quality in mapping(record.summary.get("forecast")).items()
@@ -76,14 +76,14 @@ def _score_curve(record: RunRecord, name: str, label: str, style: str) -> dict[s
 
 
 def is_below_frame(record: RunRecord) -> bool:
-    """Whether a score lies below what the chart shows."""
+    """Tell whether a score lies below what the chart shows."""
     forecast = mapping(record.summary.get("forecast"))
     scores = [finite(_scored(quality).get(name)) for quality in forecast.values() for name in ("r2", "repeat_r2")]
     return any(score is not None and score < LOWEST for score in scores)
 
 
 def _steps_ahead(horizon: str) -> float | None:
-    """None for what is no number: a summary may have been damaged."""
+    """Read a horizon; None if it is no number, as a summary may have been damaged."""
     try:
         return finite(float(horizon))
     except ValueError:
@@ -115,7 +115,7 @@ def _reliability(record: RunRecord) -> list[Mapping[str, Any]]:
 
 
 def calibration_curves(record: RunRecord, limit: int) -> list[dict[str, Any]]:
-    """The diagonal, and how often what was predicted with some confidence came true."""
+    """Draw the diagonal, and how often what was predicted with some confidence came true."""
     bins = [(finite(one.get("said")), finite(one.get("kept"))) for one in _reliability(record)]
     known = [(said, kept) for said, kept in bins if said is not None and kept is not None]
     if not known:

@@ -1,4 +1,4 @@
-"""The health of a run, as far as its log and summary tell it: measures of every layer over time, and findings."""
+"""Show the health of a run: the measures of every layer over time, and what was found."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ def _usual(row: list[float | None]) -> float:
 
 
 def _distance(value: float, usual: float) -> float:
-    """How many times more or less; nothing at all is as far as can be."""
+    """Tell how many times more or less than usual it is; 0 is as far as can be."""
     return abs(math.log(value / usual)) if value > 0 and value / usual > 0 else math.inf
 
 
 def layer_table(record: RunRecord) -> PageTable | None:
-    """The lowest, highest and last number of every measure, for every layer."""
+    """List the lowest, highest and last number of every measure, for every layer."""
     looks = [found for entry in record.health if (found := _look(entry))]
     rows = []
     for layer in dict.fromkeys(name for found in looks for name in found):
@@ -92,7 +92,7 @@ def _parts(count: int, limit: int) -> list[range]:
 
 
 def findings(record: RunRecord) -> list[dict[str, Any]]:
-    """What was found, each once with its first and last step and how often: level, step, place, text, advice."""
+    """List what was found, each finding once with its first and last step and how often it came."""
     found: dict[tuple[str, str, str], dict[str, Any]] = {}
     for entry, fields in _told(record):
         one = _finding(fields)
@@ -104,7 +104,7 @@ def findings(record: RunRecord) -> list[dict[str, Any]]:
 
 
 def _told(record: RunRecord) -> Iterator[tuple[int | None, Mapping[str, Any]]]:
-    """Findings, and warnings of any other kind."""
+    """Yield findings, and warnings of any other kind."""
     for entry in record.health:
         if entry.kind == "HealthFound":
             yield entry.step, entry.fields

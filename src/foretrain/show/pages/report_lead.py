@@ -29,7 +29,7 @@ from foretrain.show.trouble import longer_in_words
 
 _STATES = {"finished": "gain", "stopped early": "gain", "failed": "slower", "interrupted": "caution"}
 _RECENT = 30
-"""Progress entries that the time left is reckoned from."""
+"""The time left is reckoned from so many progress entries."""
 _FILES = {
     "model": "model",
     "adapter": "adapter",
@@ -68,7 +68,7 @@ def lead(records: Records, beside: Path | None = None) -> dict[str, Any]:
 
 
 def headline(record: RunRecord) -> str:
-    """Result and state: gpt2-tiny: held-out loss 2.534 after 800 steps, finished."""
+    """Say result and state: gpt2-tiny: held-out loss 2.534 after 800 steps, finished."""
     return f"{_result(record)}, {_state_words(record)}"
 
 
@@ -94,7 +94,7 @@ def _minus(text: str) -> str:
 
 
 def _short_paths(text: str) -> str:
-    """The text with the last two names of every path."""
+    """Shorten every path in the text to its last two names."""
     return re.sub(r"[^\s/]*(?:/[^\s/]+)*/([^\s/]+/[^\s/]+)", r"\1", text)
 
 
@@ -116,13 +116,13 @@ def critical_ailments(record: RunRecord) -> list[str]:
 
 
 def share_done(record: RunRecord) -> float | None:
-    """How far a run that goes on is, between 0 and 1."""
+    """Tell how far a run that goes on is, between 0 and 1."""
     planned = finite(record.started.get("max_steps")) or 0
     return min(1.0, record.step / planned) if record.state == "running" and planned > 0 else None
 
 
 def seconds_left(record: RunRecord) -> float | None:
-    """At the pace of the last entries, with what evaluations have taken per step so far."""
+    """Guess the time left by the pace of the last entries, and by what evaluations have taken per step so far."""
     planned = finite(record.started.get("max_steps")) or 0
     if record.state != "running" or not record.progress or planned <= 0:
         return None
@@ -159,7 +159,7 @@ def _facts(record: RunRecord) -> str:
 
 
 def _files(record: RunRecord, beside: Path | None) -> list[tuple[str, str]]:
-    """(address, name) of every file that is there."""
+    """List (address, name) of every file that is there."""
     if beside is None or not record.folder:
         return []
     folder = Path(record.folder)
@@ -167,7 +167,7 @@ def _files(record: RunRecord, beside: Path | None) -> list[tuple[str, str]]:
 
 
 def _address(path: Path, beside: Path) -> str:
-    """A link that is right as long as the page stays where it is among the run folders."""
+    """Make a link that is right as long as the page stays where it is among the run folders."""
     relative = Path(os.path.relpath(path.resolve(), beside.resolve())).as_posix()
     return quote(relative) + ("/" if path.is_dir() else "")
 
@@ -219,6 +219,6 @@ def _overview(records: Records, beside: Path | None) -> PageTable:
 
 
 def _own_report(record: RunRecord, beside: Path | None) -> str:
-    """The address of the run's own report, where it has one."""
+    """Return the address of the run's own report, where it has one."""
     report = Path(record.folder) / "report.html"
     return _address(report, beside) if beside is not None and record.folder and report.is_file() else ""

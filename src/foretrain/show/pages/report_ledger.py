@@ -1,4 +1,4 @@
-"""The ledger of a run: every decision with its reason, in the order in which they were made."""
+"""Make the ledger of a run: every decision with its reason, in the order in which they were made."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from foretrain.show.pages.report_charts import move_words, recovery_words
 from foretrain.show.record import Entry, RunRecord
 
 ROWS = 4000
-"""In a page; the others are in `metrics.jsonl`."""
+"""A page has so many rows at the most; the others are in `metrics.jsonl`."""
 SHOWN = 100
-"""At first, and more when asked for; also how many are sent together to a page that is live."""
+"""So many rows are shown at first, and more when asked for; a live page is sent so many together."""
 _FIRST = {"step": "number", "time": "number", "decision": "decision"}
 _OF_MOVES = {
     "loss before": "number extra",
@@ -22,7 +22,7 @@ _OF_MOVES = {
     "confidence": "number extra",
     "worth": "number extra",
 }
-"""Names and classes of columns; a narrow screen has no room for what is extra."""
+"""Columns have names and classes; a narrow screen has no room for what is extra."""
 _LAST = {"reason": "reason"}
 
 
@@ -42,7 +42,7 @@ def ledger_rows(records: Sequence[RunRecord]) -> dict[str, Any]:
 
 
 def first_rows(data: Mapping[str, Any]) -> list[list[str]]:
-    """The rows that the page shows before its script does; then the reader chooses and orders them."""
+    """Choose the rows that the page shows before its script runs; then the reader chooses and orders them."""
     rows = [row for name, block in data.items() if name.startswith("rows/") for row in block]
     return rows[:SHOWN] if data["ledger"]["order"] == "first" else rows[: -SHOWN - 1 : -1]
 
@@ -64,7 +64,7 @@ def _most_telling(entries: list[tuple[str, Entry]]) -> list[tuple[str, Entry]]:
 
 
 def _row(entry: Entry, first: list[str], moves: bool) -> list[str]:
-    """moves: there are columns for the numbers of moves."""
+    """Make the texts of a row. moves: there are columns for the numbers of moves."""
     fields = entry.fields
     mark, decision, reason = _said(entry)
     numbers = [""] * len(_OF_MOVES) if moves else []
@@ -87,7 +87,7 @@ def _row(entry: Entry, first: list[str], moves: bool) -> list[str]:
 
 
 def _said(entry: Entry) -> tuple[str, str, str]:
-    """(class of its mark, decision, reason)."""
+    """Return (class of its mark, decision, reason)."""
     fields = entry.fields
     match entry.kind:
         case "Moved":

@@ -1,4 +1,4 @@
-"""The page of `foretrain report` and `foretrain watch`: one document, in one file with all it needs, or served live."""
+"""Make the page of `foretrain report` and `foretrain watch`: in one file with all it needs, or served live."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from foretrain.show.record import RunRecord
 
 SCRIPTS = ("page", "charts", "report", "heat", "ledger", "live")
 HEAT_COLUMNS = 160
-"""Columns of the heat maps of all runs together."""
+"""The heat maps of all runs together have so many columns."""
 _MEMORY = {
     "peak": "peak on the device",
     "reserved": "reserved",
@@ -50,7 +50,7 @@ Records = Sequence[RunRecord]
 
 @dataclass(frozen=True)
 class Parts:
-    """What changes while a run goes on: markup of the text sections, and the data of the charts."""
+    """It holds what changes while a run goes on: markup of the text sections, and the data of the charts."""
 
     title: str
     sections: dict[str, str]
@@ -58,7 +58,7 @@ class Parts:
 
 
 def parts(records: Records, beside: Path | None = None) -> Parts:
-    """beside: the folder in which the page will lie, for links to the files of its runs."""
+    """Make what changes of the page. beside: the folder in which it will lie, for links to the files of its runs."""
     names = ", ".join(record.name for record in records)
     if len(records) == 1 and (share := share_done(records[0])) is not None:
         names = f"{100 * share:.0f} % · {names}"
@@ -85,7 +85,7 @@ def live_script() -> str:
 
 
 def _layout(made: Parts) -> dict[str, Any]:
-    """What the template of the document asks for beside the sections."""
+    """Return what the template of the document asks for beside the data."""
     prediction, metrics = made.charts["shared"]["prediction"], [f"metric-{place}" for place in range(METRICS)]
     absent = {"health": not made.charts["heat"], "prediction": prediction == "off"}
     optional = ["horizons", "calibration", *metrics]
@@ -107,7 +107,7 @@ def _layout(made: Parts) -> dict[str, Any]:
 
 
 def _sections(records: Records, shared: Mapping[str, Any], beside: Path | None) -> dict[str, str]:
-    """Markup of every text section by its name."""
+    """Make the markup of every text section by its name."""
     tried = any(record.tried for record in records)
     layers = [(name, found) for name, found in _each(records, layer_table) if found]
     return {
@@ -129,12 +129,12 @@ def _made(name: str, told: object) -> str:
 
 
 def _each(records: Records, section: Callable[[RunRecord], Told]) -> list[tuple[str, Told]]:
-    """(name, section) of every run; a single run needs no name."""
+    """List (name, section) of every run; a single run needs no name."""
     return [(record.name if len(records) > 1 else "", section(record)) for record in records]
 
 
 def _key(shared: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What the phases and marks mean that there are."""
+    """Tell what those phases and marks mean that there are."""
     runs = shared["runs"]
     phases = {phase for run in runs for _, _, phase, _ in run["phases"]} if shared["prediction"] == "tried" else set()
     marks = {kind for run in runs for _, _, kind, _, _ in run["marks"]}
@@ -142,7 +142,7 @@ def _key(shared: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _ends(chart: Mapping[str, Any]) -> PageTable | None:
-    """The ends and extremes of every curve, for readers who cannot see it."""
+    """List the ends and extremes of every curve, for readers who cannot see it."""
     rows = []
     for run in chart["runs"]:
         for series in run["series"]:
@@ -182,7 +182,7 @@ def _resources(record: RunRecord) -> PageTable | None:
 
 
 def _speeds(record: RunRecord) -> dict[str, float]:
-    """How much was done per second in each phase: the mean of the entries that ended in it, each by its length."""
+    """Reckon how much was done per second in each phase: the mean of the entries that ended in it, by their lengths."""
     tokens: dict[str, float] = {}
     seconds: dict[str, float] = {}
     for before, after in zip(record.progress, record.progress[1:], strict=False):

@@ -30,16 +30,16 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
 CLIENTS = 8
-"""Browsers at a time."""
+"""So many browsers may look at a time."""
 INTERVAL = 0.5
-"""Seconds between two looks at the files, however many browsers there are."""
+"""The files are read every so many seconds, however many browsers there are."""
 SHARE = 0.1
-"""Of the time, spent on looks at the most: the page of a long run takes longer to make, and is made more rarely."""
+"""Looks take this share of the time at the most: the page of a long run takes longer, and is made more rarely."""
 _SIGN_OF_LIFE = 15.0
 
 
 class Live:
-    """The state of the run for all browsers, read at most once per interval."""
+    """It holds the state of the run for all browsers, which is read at most once per interval."""
 
     def __init__(self, folder: Path) -> None:
         self.follower = Follower(folder)
@@ -50,7 +50,7 @@ class Live:
         self._looking: asyncio.Task[None] | None = None
 
     async def current(self) -> tuple[str, Parts]:
-        """(version, parts) as of now. There is one look at a time, whoever waits for it: it goes on when they leave."""
+        """Return (version, parts) as of now. There is one look at a time; it goes on when those who wait leave."""
         if self._looking is None and time.monotonic() >= self._next:
             self._looking = asyncio.create_task(self._look_once())
         if self._looking is not None:
@@ -80,7 +80,7 @@ class Live:
         return await asyncio.to_thread(live_page, made)
 
     async def changes(self, known: str | None, stopping: Callable[[], bool]) -> AsyncIterator[str]:
-        """Server-sent events: first everything, unless the browser has this version, then what changed."""
+        """Yield server-sent events: first everything, unless the browser has this version, then what changed."""
         sent: dict[str, str] = {}
         version, told = known, time.monotonic()
         self.clients += 1
@@ -102,7 +102,7 @@ class Live:
 
 
 def _changed(made: Parts, sent: dict[str, str]) -> str:
-    """The sections and charts that differ from what was sent, as one line; `sent` knows them from now on."""
+    """Write the sections and charts that differ from what was sent as one line; `sent` knows them from now on."""
     message: dict[str, Any] = {"title": made.title, "sections": {}, "charts": {}}
     for kind, items in (("sections", made.sections), ("charts", made.charts)):
         for name, value in items.items():
@@ -117,7 +117,7 @@ def _changed(made: Parts, sent: dict[str, str]) -> str:
 
 
 def application(live: Live, token: str, port: int, stopping: Callable[[], bool] = lambda: False) -> Doorkeeper:
-    """Five addresses, all fixed; whatever else is asked for does not exist."""
+    """Answer at five fixed addresses; whatever else is asked for does not exist."""
     from starlette.applications import Starlette
     from starlette.responses import PlainTextResponse, StreamingResponse
     from starlette.routing import Route
@@ -154,7 +154,7 @@ def application(live: Live, token: str, port: int, stopping: Callable[[], bool] 
 
 
 class WatchServer:
-    """Bound to this machine's own address when it is made; `run` serves until it is told to stop."""
+    """It is bound to this machine's own address when it is made; `run` serves until it is told to stop."""
 
     def __init__(self, folder: Path, port: int = 0) -> None:
         import uvicorn
@@ -187,7 +187,7 @@ class WatchServer:
         return f"http://{HOST}:{self.port}/?token={self.token}"
 
     def address_to_open(self) -> str:
-        """For the command line of a browser, where others can read it: it opens the page once, and for this user."""
+        """Make an address for the command line of a browser, which others can read: it opens once, for this user."""
         self.guard.code = Code()
         return f"http://{HOST}:{self.port}/?code={self.guard.code.text}"
 

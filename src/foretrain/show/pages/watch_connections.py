@@ -1,4 +1,4 @@
-"""Connections that ask for nothing do not keep the live page from those who look at it."""
+"""Close connections that ask for nothing: they must not keep the live page from those who look at it."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import asyncio
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 PATIENCE = 5.0
-"""Seconds from a connection to the end of its first request's head."""
+"""The head of the first request must end so many seconds after the connection began."""
 MOST_SILENT = 32
-"""Connections without a request at a time; when one more comes, the oldest goes. Well below the server's limit."""
+"""So many connections may ask for nothing; when one more comes, the oldest goes. The server's limit is well above."""
 
 
 class Connection(H11Protocol):
-    """Closed unless it asks for something soon. What is asked without the key is answered with a closed connection."""
+    """It is closed unless it asks for something soon. Without the key it gets one answer, and is closed."""
 
     came = 0.0
     _limit: asyncio.TimerHandle | None = None

@@ -1,4 +1,4 @@
-"""Who may look at the live page: whoever has the key, from a page of this server's own, and nobody through another."""
+"""Let only those look at the live page who have the key, and nobody through another page."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 HOST = "127.0.0.1"
 CODE_SECONDS = 60.0
-"""Between the start of a browser and its first request, at the most."""
+"""A browser must ask so many seconds after it was started, at the most."""
 _CONNECTIONS = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
 _ESTABLISHED = "01"
 """A connection that its owner has closed is listed as nobody's, which is as root's."""
@@ -79,13 +79,13 @@ def owner_of(client: tuple[str, int], server: tuple[str, int]) -> int | None:
 
 
 class Doorkeeper:
-    """Before anything is answered: the method, the host that was asked for, where the request comes from, the key."""
+    """It checks before anything is answered: the method, the host asked for, where the request comes from, the key."""
 
     def __init__(self, app: ASGIApp, token: str, port: int) -> None:
         self.app = app
         self.token = token
         self.code: Code | None = None
-        """For the browser that is being opened."""
+        """The browser that is being opened has it."""
         self.hosts = {f"{name}:{port}" for name in (HOST, "localhost")}
         self.cookie = f"foretrain-{port}"
         """Cookies know no ports: every server has one of its own name."""
@@ -133,7 +133,7 @@ class Doorkeeper:
         return None
 
     def _has_key(self, scope: Scope) -> bool:
-        """Whether it comes with the printed address, or is the browser that was opened."""
+        """Tell whether it comes with the printed address, or is the browser that was opened."""
         if self._same(_query(scope, "token")):
             return True
         return self.code is not None and self.code.opens(_query(scope, "code"), scope)

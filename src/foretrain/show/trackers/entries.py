@@ -1,4 +1,4 @@
-"""What trackers are told: events as named numbers and short texts, settings as flat names."""
+"""Prepare what trackers are told: events as named numbers and short texts, settings as flat names."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from foretrain.persist.files import for_json
 PHASES = ("warmup", "full", "predict", "correct")
 """The number `phase` is a place in here."""
 SERIOUS = frozenset({"finding", "recovery", "warning"})
-"""Kinds of texts that say that something was wrong."""
+"""Texts of these kinds say that something was wrong."""
 
 
 @dataclass(frozen=True)
 class TrackerEntry:
-    """What happened at a step. Numbers are finite; texts go by their kind."""
+    """It says what happened at a step. Numbers are finite; texts go by their kind."""
 
     step: int
     numbers: Mapping[str, float] = field(default_factory=dict)
@@ -94,7 +94,7 @@ def _finite(numbers: Mapping[str, float | None]) -> dict[str, float]:
 
 
 def summary_entry(step: int, summary: Mapping[str, Any]) -> TrackerEntry:
-    """The summary's numbers and sentences as `summary/...`. Settings and machine are told at the start."""
+    """Name the summary's numbers and sentences `summary/...`. Settings and machine are told at the start."""
     numbers: dict[str, float] = {}
     texts: dict[str, str] = {}
     told = {name: value for name, value in summary.items() if name not in ("config", "environment")}
@@ -107,7 +107,7 @@ def summary_entry(step: int, summary: Mapping[str, Any]) -> TrackerEntry:
 
 
 def hyperparameters(settings: Mapping[str, Any]) -> dict[str, str | int | float | bool]:
-    """Settings by their dotted names; a list as JSON, as no tracker has lists."""
+    """Name settings with dots; a list becomes JSON, as no tracker has lists."""
     return {
         name: value if isinstance(value, (str, int, float, bool)) else json.dumps(value)
         for name, value in flattened(settings).items()

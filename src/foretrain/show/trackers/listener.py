@@ -1,4 +1,4 @@
-"""Between the bus and a tracker: a queue and a thread, so that no step waits for one, and none can stop training."""
+"""Put a queue and a thread between the bus and a tracker, so that no step waits for one, and none can stop training."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class TrackerListener:
             self._tasks.put(lambda: self._tracker.log(entry))
 
     def _work(self) -> None:
-        """The tracker's thread. It emits nothing itself: other listeners are not made for two threads."""
+        """Run in the tracker's thread. It emits nothing itself: other listeners are not made for two threads."""
         try:
             while (task := self._tasks.get()) is not None:
                 task()
@@ -73,7 +73,7 @@ class TrackerListener:
         self._emit(Notice(f"tracker {self.name} {text}; the run itself goes on, and metrics.jsonl has everything"))
 
     def finish(self) -> None:
-        """No more comes; do not wait for what is not written yet."""
+        """End it without waiting for what is not written yet."""
         self._look()
         self._ending = True
         self._tasks.put(None)
@@ -88,7 +88,7 @@ class TrackerListener:
 
 
 def close_all(listeners: Sequence[TrackerListener], patience: float = 60.0) -> None:
-    """The end of a run: all trackers write what is left side by side. patience: seconds, for all of them together."""
+    """Let all trackers write what is left, side by side. patience: seconds, for all of them together."""
     for listener in listeners:
         listener.finish()
     until = time.monotonic() + patience

@@ -1,4 +1,4 @@
-"""Opens the trackers of a run, or says what is missing before it begins."""
+"""Open the trackers of a run, or say what is missing before it begins."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from foretrain.show.trackers.listener import TrackerListener
 from foretrain.show.trackers.tracker import Place, Tracker
 
 IDS = "trackers.json"
-"""In the run folder: each tracker's own id of the run, and the last row of those that count rows."""
+"""This file of the run folder holds each tracker's own id of the run, and the last row of those that count rows."""
 _ROW = "{}/row"
 
 _CLASSES = {"tensorboard": "TensorBoard", "wandb": "WeightsAndBiases", "mlflow": "MLflow", "trackio": "Trackio"}
@@ -28,13 +28,13 @@ _PACKAGES = {
     "mlflow": ("mlflow", "sqlalchemy", "alembic"),
     "trackio": ("trackio",),
 }
-"""What has to be there; nothing is imported to find out."""
+"""These packages have to be there; nothing is imported to find out."""
 _LIGHTER = {"mlflow": "mlflow-skinny"}
-"""Package -> what brings it with less."""
+"""Instead of such a package, a smaller one can be installed."""
 
 
 def check_installed(names: Sequence[str]) -> None:
-    """Before data are read and models are made."""
+    """Check this before data are read and models are made."""
     for name in names:
         missing = [package for package in _PACKAGES[name] if not _is_there(package)]
         if missing:

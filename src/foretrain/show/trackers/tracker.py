@@ -1,4 +1,4 @@
-"""What a tracker is to foretrain."""
+"""Define what a tracker is to foretrain."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ PROJECT = "foretrain"
 
 @dataclass(frozen=True)
 class Place:
-    """The run that a tracker shows."""
+    """It describes the run that a tracker shows."""
 
     folder: Path
-    """The run folder, absolute."""
+    """It is the run folder, as an absolute path."""
     settings: Mapping[str, str | int | float | bool]
     run_id: str | None = None
-    """The tracker's own name of this run, where the run is resumed."""
+    """The tracker knows the run by this id, where the run is resumed."""
     row: int = -1
-    """The last row it has written of this run, for trackers whose rows can only grow."""
+    """The tracker has written rows up to this one, for trackers whose rows can only grow."""
     keep_row: Callable[[int], None] = lambda _: None
-    """Writes it down, for a run that is resumed."""
+    """It writes down the last row, for a run that is resumed."""
 
     @property
     def name(self) -> str:
@@ -33,20 +33,20 @@ class Place:
 
 
 class Tracker(ABC):
-    """Made in the main thread, which may raise anything; told all else in a thread of its own, in order."""
+    """It is made in the main thread and may raise anything there; all else is told in a thread of its own, in order."""
 
     run_id: str | None = None
-    """Kept in the run folder, so that a resumed run goes on in the same one."""
+    """It is kept in the run folder, so that a resumed run goes on in the same one."""
     look: str = ""
-    """Where it writes, and the command to look at it; said at the end of a run."""
+    """It says where the tracker writes, and how to look at it; the end of a run says so."""
 
     @abstractmethod
     def start(self, step: int) -> None:
-        """The run begins, or goes on, after this step."""
+        """Begin the run, or go on with it, after this step."""
 
     @abstractmethod
     def log(self, entry: TrackerEntry) -> None: ...
 
     @abstractmethod
     def close(self, reason: str) -> None:
-        """reason: as in `RunEnded`."""
+        """End the run. reason: as in `RunEnded`."""

@@ -9,7 +9,7 @@ from foretrain.show.trackers.entries import TrackerEntry
 from foretrain.show.trackers.tracker import PROJECT, Place, Tracker
 
 _AHEAD = 1000
-"""Rows that are kept as used before they are."""
+"""So many rows are written down as used before they are."""
 
 
 class WeightsAndBiases(Tracker):

@@ -1,0 +1,156 @@
+"""Say how a run ended, in one line and in one table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from foretrain.config.paths import assignments
+from foretrain.config.units import duration, format_size, format_speed, loss_text
+from foretrain.show.record import STEPS
+from foretrain.show.trouble import findings_in_words, rollbacks_in_words, trouble_in_words
+
+GLOSSARY = "docs/glossary.md"
+
+
+def result_line(summary: Mapping[str, Any]) -> str:
+    """Say in one line how a quiet run ended."""
+    losses = {"held-out loss": summary.get("final_val_loss"), "training loss": summary.get("final_train_loss")}
+    known = [f"{name} {loss_text(loss)}" for name, loss in losses.items() if loss is not None][:1]
+    if "accuracy" in summary:
+        known.append(f"accuracy {summary['accuracy']:.1%}")
+    if "exact_match" in summary:
+        known.append(f"exact match {summary['exact_match']:.1%}")
+    known.append(f"{summary['global_step']:,} steps in {duration(summary['seconds'])}")
+    trouble = trouble_in_words(summary)
+    return f"{summary['reason']}: {', '.join(known)}" + (f"; {trouble}" if trouble else "")
+
+
+def summary_table(summary: Mapping[str, Any], verbose: bool = False) -> Table:
+    """Make the table of results. What leaps reached comes first; what was idle is left out, unless verbose."""
+    table = Table(show_header=False)
+    unit = str(summary.get("unit") or "tokens")
+    rows = {
+        "result": (summary.get("exact") or {}).get("sentence"),
+        "held-out loss": _number(summary.get("final_val_loss")),
+        "best held-out loss": _number(summary.get("best_val_loss")),
+        **{name: f"{value:.4g}" for name, value in (summary.get("metrics") or {}).items()},
+        "training loss": _number(summary.get("final_train_loss")),
+        "learning rate": _found_rate(summary.get("learning_rate")),
+        "steps": _steps(summary, _tried(summary) or verbose),
+        "backward passes": _passes(summary),
+        unit: f"{summary['tokens']:,}",
+        "training time": f"{duration(summary['seconds'])} ({summary['seconds']:.1f} s)",
+        "total time": _total(summary.get("total_seconds")),
+        "speed": format_speed(pace, unit) if (pace := summary.get("tokens_per_second")) else None,
+        "skipped steps": str(summary["skipped_steps"]) if summary.get("skipped_steps") else None,
+        "recoveries": rollbacks_in_words(summary),
+        "findings": findings_in_words(summary),
+        "peak GPU memory": f"{summary['peak_memory_mb']:,.0f} MB" if summary.get("peak_memory_mb") else None,
+        "memory": _memory(summary.get("memory") or {}),
+        "out of memory": _made_smaller(summary.get("out_of_memory") or {}),
+        **_prediction(summary, verbose),
+    }
+    for name, value in rows.items():
+        if value is not None:
+            table.add_row(name, escape(value))
+    return table
+
+
+def _number(value: float | None) -> str | None:
+    return None if value is None else loss_text(value)
+
+
+def _found_rate(found: Mapping[str, Any] | None) -> str | None:
+    """Say which rate was found, where the learning rate was `auto`."""
+    return f"{found['chosen']:.3g}, the best of {len(found['tried'])} that were tried" if found else None
+
+
+def _total(seconds: float | None) -> str | None:
+    return None if seconds is None else f"{duration(seconds)} with start-up, evaluation and saving"
+
+
+def _steps(summary: Mapping[str, Any], in_parts: bool) -> str:
+    """Write 800 = 100 warm-up + 640 full + 40 predicted + 20 correcting, or the sum where all steps are full ones."""
+    parts = [f"{count:,} {STEPS[phase]}" for phase, count in summary["steps"].items() if count]
+    total = f"{summary['global_step']:,}"
+    return f"{total} = {' + '.join(parts)}" if in_parts and len(parts) > 1 else total
+
+
+def _passes(summary: Mapping[str, Any]) -> str | None:
+    """Write how many backward passes there were, where that is not the number of steps."""
+    passes = summary["backward_passes"]
+    return None if passes == summary["global_step"] else f"{passes:,}"
+
+
+def _memory(phases: Mapping[str, Mapping[str, int]]) -> str | None:
+    """Write the peak of every phase, or the resident memory of the process where there is no GPU."""
+    peaks = {phase: usage["peak"] for phase, usage in phases.items() if "peak" in usage}
+    if peaks:
+        words = [f"{format_size(peak, 1)} in {phase}" for phase, peak in peaks.items() if phase != "setup"]
+        pinned = max(usage.get("pinned", 0) for usage in phases.values())
+        return (
+            "peak " + ", ".join(words) + (f"; {format_size(pinned, 1)} pinned on the host" if pinned else "")
+            if words
+            else None
+        )
+    resident = [usage["resident_peak"] for usage in phases.values() if "resident_peak" in usage]
+    return f"the process held {format_size(max(resident), 1)} at the most" if resident else None
+
+
+def _made_smaller(found: Mapping[str, Any]) -> str | None:
+    """Say how often memory ran out, and with which settings the run went on."""
+    if not found:
+        return None
+    changes = assignments(found["settings"])
+    moves = f", {_times(found['failed_moves'])} in a move" if found["failed_moves"] else ""
+    ended = f"; went on with {changes}" if changes else ""
+    return f"{_times(found['times'])}{moves}{ended}; prediction {found['prediction']}"
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
+
+
+def _tried(summary: Mapping[str, Any]) -> bool:
+    """Tell whether a move was made, whatever became of it."""
+    return any((summary.get("moves") or {}).values())
+
+
+def closing_lines(summary: Mapping[str, Any]) -> list[str]:
+    """Return what is said below the table: where its words are explained."""
+    return [f"what a move, a leap, an audit and other words mean: {GLOSSARY}"] if _tried(summary) else []
+
+
+def _prediction(summary: Mapping[str, Any], verbose: bool) -> dict[str, str | None]:
+    """Say what prediction did: nothing for a plain run, one sentence where nothing was tried."""
+    audit, moves = summary.get("audit"), summary.get("moves")
+    if not audit or not moves:
+        return {}
+    exact = bool(summary.get("exact"))
+    tried = _tried(summary)
+    told = {"moves": _counted(moves) if tried or verbose else None}
+    if verbose or (tried and not exact):  # leaps judged by the exact loss rest on no forecast
+        forecasts = [f"{horizon} steps: {_scores(values)}" for horizon, values in summary["forecast"].items()]
+        error, outcomes = summary["confidence"]["calibration_error"], summary["confidence"]["outcomes"]
+        told["forecasts"] = "\n".join(forecasts) or None
+        told["calibration error"] = None if error is None else f"{error:.3f} ({outcomes} outcomes)"
+        told["predictability"] = summary["predictability"]["verdict"]
+    if not exact or verbose or audit["gain_percent"] is not None:  # else the first row says what they were worth
+        told["prediction"] = str(audit["sentence"]).removeprefix("prediction was ")
+    return told
+
+
+def _counted(moves: Mapping[str, int]) -> str:
+    """Write: 3 kept, 1 rolled back."""
+    return ", ".join(f"{count} {verdict.replace('_', ' ')}" for verdict, count in moves.items() if count) or "none"
+
+
+def _scores(values: Mapping[str, Any]) -> str:
+    """Write how good the forecasts of one horizon were. A predictor makes none before it knows something."""
+    if values.get("made") == 0:
+        return f"no forecast yet (repeat {values['repeat_r2']:.2f})"
+    return f"R2 {values['r2']:.2f} (repeat {values['repeat_r2']:.2f}), cosine {values['cosine']:.2f}"
