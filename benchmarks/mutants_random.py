@@ -18,7 +18,7 @@ MODULES = (
     "hybrid/gate.py",
     "health/detect.py",
     "hybrid/horizon.py",
-    "hybrid/moves/leap.py",
+    "hybrid/moves/search.py",
     "hybrid/cycle.py",
     "hybrid/moves/obstacles.py",
     "health/act.py",

@@ -75,9 +75,9 @@ class Action:
     clip: float | None = None
     """Largest gradient norm from now on; `Recovery.clip` contains it already."""
     full_steps_factor: int = 1
-    """Factor of the length of FULL phases (`Machine.lengthen_full`)."""
+    """Factor of the length of FULL phases (`Cycle.lengthen_full`)."""
     warmup_factor: int = 1
-    """Above 1, prediction is postponed by (this - 1) x `warmup_steps` (`Machine.postpone`)."""
+    """Above 1, prediction is postponed by (this - 1) x `warmup_steps` (`Cycle.postpone`)."""
     threshold_delta: float = 0.0
     """Rise of the confidence threshold; `Recovery.threshold` contains it already."""
 

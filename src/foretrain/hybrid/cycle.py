@@ -13,16 +13,18 @@ from foretrain.events import Phase
 from foretrain.persist.stateful import Stateful
 
 PATIENCE_OF_WARMUP = 3
-"""WARMUP ends after this many times `warmup_steps`, whether or not the loss has settled."""
+"""WARMUP ends after this many times `warmup_steps`, whether or not the loss has settled. Chosen: a loss that has not
+settled by then is noisy rather than young."""
 PATIENCE_OF_CORRECT = 4
-"""CORRECT ends, as a failure, after this many times `correct_steps` without a judgement."""
+"""CORRECT ends, as a failure, after this many times `correct_steps` without a judgement. Chosen: a safety net, which no
+move of this package reaches."""
 MOST_FULL_STEPS = 8
-"""Rollbacks multiply `full_steps` by no more than this."""
+"""Undone moves multiply `full_steps` by no more than this. Chosen: three doublings."""
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """All that a transition may look at. The defaults are those of a run that knows nothing yet."""
+    """Holds all that a transition may look at. The defaults are those of a run that knows nothing yet."""
 
     step: int
     """`global_step`."""
@@ -38,7 +40,7 @@ class View:
     gate_reason: str = "it has not paid so far"
     """Why the gate is shut, in words that follow "the gate is shut:"."""
     nothing_to_try: bool = False
-    """Nor will it open, as far as can be seen: WARMUP need not go on."""
+    """The gate will not open later either, as far as can be seen: WARMUP need not go on."""
     horizon_reached: bool = False
     prediction_error: float = 0.0
     """How far the loss lies above the predicted loss, relative to it; negative where it is better than predicted."""

@@ -43,7 +43,7 @@ class ExactGain(Stateful):
         self.moves = 0
         """Kept."""
         self.chains = 0
-        """Of them, chains of quasi-Newton leaps."""
+        """How many of these moves were chains of quasi-Newton leaps."""
         self.worth = 0.0
         """Steps of the optimizer that their falls are worth."""
         self.bounded = False
@@ -62,7 +62,7 @@ class ExactGain(Stateful):
         """The end of a move up to which most steps were saved, if any were; what all falls up to there are worth; and
         whether that is only the least that they are."""
         self.share = 0.0
-        """Of the peak learning rate, at the end of the last window."""
+        """The learning rate at the end of the last window, as a share of its peak."""
         self.rising = False
 
     def watched(self, record: WindowRecord, seconds: float, passes: int) -> None:

@@ -130,6 +130,6 @@ class Ledger(Stateful):
         return f"prediction is not shown to pay ({percent:.1f} %, {interval}); {cost}"
 
     def in_words(self) -> str:
-        """Of moves that need no audit."""
+        """Say how many moves were kept that need no audit."""
         moves = f"{self.exact_moves} move" + (" was" if self.exact_moves == 1 else "s were")
         return f"{moves} kept for lowering the loss by which moves are judged"

@@ -40,7 +40,7 @@ class Policy(Deliberation):
         self.move: JudgedMove | None = None
         """The open one."""
         self.end_loss: float | None = None
-        """Of the training batch, where a move led the run to a lower point at its end."""
+        """Loss of the training batch, where a move led the run to a lower point at its end."""
         self._predictor_harmed = False
         """The open move led to numbers that are not finite."""
 

@@ -15,9 +15,10 @@ from foretrain.engine.progress import HELD_OUT_RECORD
 from foretrain.persist.codec import Snapshot, put_together, snapshot
 
 _ON_HOST = ("random.", "loader.", "predictor.")
-"""Parts of a state that are never on the device."""
+"""Parts of a state that are never on the device begin with these."""
 _EVERY = 500
-"""Full steps between snapshots that an emergency can return to."""
+"""Full steps between snapshots that an emergency can return to. Chosen: a snapshot costs less than a step, and as many
+steps are lost at the most."""
 
 
 class Covered(NamedTuple):
@@ -50,7 +51,7 @@ class Snapshots:
         self.on = True
         """Off where memory has run out too often: then there is no way back, and nothing is tried either."""
         self.best: Snapshot | None = None
-        """Of the point in the open chain where the held-out loss was lowest."""
+        """A snapshot of the point in the open chain where the held-out loss was lowest."""
         self._other: Snapshot | None = None
         """Host memory of the second snapshot, used over and over."""
 
@@ -73,7 +74,7 @@ class Snapshots:
         return self.on and (first or passes - self.taken_at >= _EVERY)
 
     def take(self, for_move: bool = True) -> None:
-        """Of a move it may still be on its way to host memory, while nothing but probes is made: until `wait`."""
+        """Take the snapshot. That of a move may be on its way to host memory until `wait`: only probes follow."""
         before, self.taken = self.taken, None  # half overwritten, should memory run out
         state = self.state(for_move)
         self.taken = snapshot(state, into=before) if self.host is None else self.host.take(state, into=before)
@@ -90,7 +91,7 @@ class Snapshots:
         return self._other
 
     def take_best(self) -> None:
-        """Of a chain, which changes no predictor."""
+        """Remember this point of the open chain."""
         state = self.state(for_move=False)
         if self.host is None:
             self.best = snapshot(state, into=self.best)
@@ -134,7 +135,7 @@ class Snapshots:
 
     @property
     def names(self) -> list[str]:
-        """Of the trained weights in a snapshot."""
+        """Names of the trained weights in a snapshot."""
         return [f"model.{name}" for name in self.engine.trained.names]
 
     def cover_trained(self) -> None:

@@ -40,9 +40,9 @@ class Audited(Judge):
         self.by = by
         self.exact = by.exact
         self.batches = []
-        """Of the validating steps, for the fork without the move."""
+        """Batches of the validating steps, for the fork without the move."""
         self.mean = []
-        """Sum of the weights over the second half of the validating steps."""
+        """The sum of the weights over the second half of the validating steps."""
 
     def begin(self, move: JudgedMove) -> None:
         self.by.begin(move)

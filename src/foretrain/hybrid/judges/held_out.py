@@ -22,18 +22,19 @@ if TYPE_CHECKING:
     from foretrain.hybrid.moves.judged import JudgedMove
 
 _FEWEST_LEAPS = 4
-"""Leaps between two looks of a chain, at the least."""
+"""A chain makes at least this many leaps between two looks at the held-out loss. Chosen: as many as it is judged by."""
 _SHARE = 0.1
-"""Of the chain's own cost that looks may take: where held-out data is large they are made less often."""
+"""Looks may take this share of the chain's own cost: where held-out data is large they are made less often. Chosen."""
 _PATIENCE = 4
-"""Looks in a row without a new lowest loss, after which a chain that overfits has had its time."""
+"""A chain that overfits ends after so many looks in a row without a new lowest loss. Chosen: such a loss wobbles."""
 _RISE = 1e-3
-"""Share of the lowest loss by which a later one must be above it to have risen."""
+"""A loss has risen when it is above the lowest one by this share of it. Chosen: far more than rounding, less than any
+rise that matters."""
 _OVERFITTING_RISE = 0.05
-"""The same, for that to be overfitting: on the way down a held-out loss wobbles, by up to a fifth within three looks in
-physics-informed networks."""
+"""A rise by this share may be overfitting. Chosen: on the way down a held-out loss wobbles, by up to a fifth within
+three looks in physics-informed networks."""
 _BY_HEART = 0.1
-"""Share of the training loss by which the held-out loss is then above it, too."""
+"""It is overfitting if the held-out loss is also above the training loss by this share of it. Chosen."""
 
 
 class HeldOut(Exact):
@@ -58,11 +59,11 @@ class Unseen(Stateful):
         self.snapshots = snapshots
         self.batches: list[Any] = []
         self.lowest = math.nan
-        """Of the open chain, the point where it began included."""
+        """Lowest held-out loss of the open chain, the point where it began included."""
         self.leaps = 0
-        """Of the chain up to there; 0: where it began."""
+        """Leaps that the chain had made when it was lowest; 0 means where it began."""
         self.training_loss = math.nan
-        """There."""
+        """Training loss at that point."""
         self.last = math.nan
         self.last_training_loss = math.nan
         self.looked_at = 0
@@ -74,14 +75,14 @@ class Unseen(Stateful):
         self.step = 0
         """When that was."""
         self._weights = []
-        """There."""
+        """The weights at that evaluation."""
 
     @property
     def active(self) -> bool:
         return bool(self.batches) and not self.probes.held_out
 
     def loss(self) -> float:
-        """Of the weights as they are. Random generators go on as if it had not been."""
+        """Measure the held-out loss of the weights as they are. Random generators go on as if it had not been."""
         random = random_state()
         try:
             return self.engine.probe_all(self.batches)
@@ -89,7 +90,7 @@ class Unseen(Stateful):
             restore_random_state(random)
 
     def price(self, batch: Any) -> float:
-        """Of one look, in full steps."""
+        """What one look costs, in full steps."""
         return FORWARD * sum(count(held_out) for held_out in self.batches) / max(1, count(batch))
 
     # --- the end of the run ------------------------------------------------------------------------------------------

@@ -28,8 +28,9 @@ class Worth(Stateful):
         self.engine = engine
         self.slope = slope
         self._passes = 0
+        """Backward passes at the last probe of weights that stayed."""
         self._held_out_loss = math.nan
-        """Of the last probe of weights that stayed, after so many backward passes."""
+        """What that probe said."""
         self._held_out_pace = math.nan
         """Fall of the held-out loss per full step, lately."""
 

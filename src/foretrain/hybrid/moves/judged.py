@@ -52,7 +52,7 @@ class JudgedMove(Move):
         self.made = 0
         """Predicted steps made so far, those that were undone included."""
         self.share = 1.0
-        """Of the planned displacement that was made."""
+        """How much of the planned displacement was made."""
         self.loss = math.nan
         """Probe loss after the move, before any full step."""
         self.credit = 0

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from foretrain.engine.engine import Engine
 
 FEWEST_PAIRS = 5
+"""Pairs that leaps must be allowed to keep. Chosen: one more than the first leap needs."""
 
 
 class Obstacle(NamedTuple):

@@ -27,14 +27,21 @@ EXACT = 1e-5
 """Largest relative difference of two batches' losses at the same weights that still counts as the same loss. Full
 batches differ by up to 2e-7 when shuffled; 90 % of the data already by 2e-4."""
 LEAST_PAIRS = 4
+"""Pairs before the first leap. Chosen: fewer say too little about curvature."""
 _ARMIJO = 1e-4
+"""Share of the fall that the slope promises which a leap must reach. Chosen: the usual value for quasi-Newton steps
+(Nocedal and Wright, Numerical Optimization)."""
 _MOST_BACKTRACKS = 4
+"""Shorter leaps that are tried. Chosen: each is at most half as long, so the last is a sixteenth or less."""
 _REACH = 10.0
-"""A leap goes no further than this many times the longest step that its pairs were taken from."""
+"""A leap goes no further than this many times the longest step that its pairs were taken from. Chosen: the curvature
+is not known further away."""
 _FIRST_LENGTH = 512
-"""Every leap is judged by itself and takes a gradient, so a chain need not be short at first."""
+"""Leaps of the first chain at the most. Chosen: every leap is judged by itself, so it need not be short."""
 _SHORTEST_LENGTH = 4
+"""Leaps before a chain is compared with the optimizer's own steps. Chosen: fewer say too little."""
 _FADE = 0.7
+"""Share that the pace of a chain keeps with each leap. Chosen: about the last three leaps count."""
 _SAVED = (
     *("length", "loss", "leaps", "start_loss", "rate", "cost", "returned", "lowest", "exact", "lowest_unseen"),
     "stopped",
@@ -323,5 +330,5 @@ def _same(loss: float, other: float) -> bool:
 
 
 def _fall(before: float, after: float) -> float:
-    """Of the logarithm of a loss; of the loss itself where it is not positive."""
+    """The fall of the logarithm of a loss, or of the loss itself where that is not positive."""
     return math.log(before / after) if before > 0 and after > 0 else before - after

@@ -7,9 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 _SHRINK = (0.5, 0.25)
+"""Shares of a move that are tried where the whole of it is a disaster. Chosen: two more probes at the most."""
 SHORTER = (0.5, 0.25, 0.125, 0.0625)
-"""Shares of a move that are tried where the whole of it does not lower the loss."""
+"""Shares of a move that are tried where the whole of it does not lower the loss. Chosen: four more probes at most."""
 _LONGEST = 2.0**9
+"""Largest share that a search doubles up to. Chosen: far beyond what forecasts are good for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +19,7 @@ class Found:
     """What was tried and what remained. The weights stand where this says."""
 
     share: float
-    """Of the displacement that was asked for; 0 when refused."""
+    """How much of the displacement was made; 0 when it was refused."""
     loss: float
     """Probe loss where the weights stand now."""
     probes: int

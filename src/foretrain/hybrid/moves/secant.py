@@ -50,7 +50,7 @@ class Secant:
         self._sy: Array = np.zeros((pairs, pairs))
         """s_i . y_j, by row."""
         self._lengths: Array = np.zeros(pairs)
-        """Of s, by row."""
+        """Length of s, by row."""
         self.mark: Point | None = None
         """A point to come back to, over all chains."""
         self.best: Point | None = None
