@@ -108,7 +108,7 @@ def full_batch(**settings: Any) -> World:
 def test_a_chain_keeps_what_it_reached(validating: bool) -> None:
     run = full_batch()
     trainer = run.trainer
-    run.run(lambda: trainer.chaining and trainer.policy.move.moved >= 6)
+    run.run(lambda: trainer.hybrid.chaining and trainer.policy.move.moved >= 6)
     if validating:
         run.run(lambda: trainer.phase is Phase.CORRECT and trainer.policy.move.steps > 0)
     step, frozen = trainer.global_step, middle(trainer.model)
@@ -399,7 +399,7 @@ def test_head_first_is_resumed_to_the_bit(kind: str, mode: str, tmp_path: Path) 
 
 def fit(folder: Path, resume: bool = False, max_steps: int = 60, **settings: Any) -> tuple[HybridTrainer, list[Event]]:
     trainer = make("adamw", **{"evaluation.interval": 5, "checkpoint.interval": 15, "log.interval": 1, **settings})
-    trainer.end_at(60)
+    trainer.engine.end_at(60)
     events: list[Event] = []
 
     def callback(event: Event) -> None:

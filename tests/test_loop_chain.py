@@ -100,7 +100,7 @@ def test_an_evaluation_of_what_was_taken_back_is_no_record(tmp_path: Path) -> No
     """The held-out loss is made to be low where the chain is, and the chain to be refused all the same."""
     trainer, events = trainer_of(evaluation__interval=2, checkpoint__interval=5, max_steps=60)
     evaluate = trainer.engine.forward.evaluate
-    trainer.engine.forward.evaluate = lambda batches: evaluate(batches) - 100 * trainer.chaining  # type: ignore[method-assign]
+    trainer.engine.forward.evaluate = lambda batches: evaluate(batches) - 100 * trainer.hybrid.chaining  # type: ignore[method-assign]
     rise = iter(range(1000))
     trainer.policy.tools.unseen.loss = lambda: float(next(rise))  # type: ignore[method-assign]
     trainer.fit([TRAINED], [HELD_OUT], out=tmp_path, progress=False)

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from foretrain.data.loader import Loader, MappedSamples, TokenWindows
     from foretrain.engine.optim.muon import Muon
     from foretrain.engine.own import supervised
+    from foretrain.engine.result import StepResult
     from foretrain.engine.weights import load_weights
     from foretrain.errors import CheckpointError, ConfigError, DataError, DivergenceError, ForetrainError, InputError
     from foretrain.events import Bus
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from foretrain.serve.generate import Completion, TextGenerator
     from foretrain.serve.sampling import Sampling
     from foretrain.serve.streaming import StreamToken
-    from foretrain.trainer import HybridTrainer, StepResult
+    from foretrain.trainer import HybridTrainer
 
 _HOMES = {
     "AdapterRegistry": "serve.adapters",
@@ -53,7 +54,7 @@ _HOMES = {
     "Predictor": "motion.predictors.base",
     "Sampling": "serve.sampling",
     "Situation": "motion.predictors.base",
-    "StepResult": "trainer",
+    "StepResult": "engine.result",
     "StreamToken": "serve.streaming",
     "TextGenerator": "serve.generate",
     "TokenWindows": "data.loader",

@@ -478,7 +478,7 @@ def test_what_goes_wrong_again_and_again_is_given_up_with_a_checkpoint(
     again.load_state_dict(loaded.state)
     assert again.policy is not None
     assert again.policy.recovery.rollbacks > trainer.config.guard.max_rollbacks
-    again.start_counting_anew()  # as `fit` does when it resumes
+    again.hybrid.start_counting_anew()  # as `fit` does when it resumes
     assert again.policy.recovery.rollbacks == 0
 
 

@@ -26,7 +26,7 @@ def die_in_a_chain(out: str, step: int) -> None:
 
     def killed(batch: object) -> object:
         result = taken(batch)
-        if trainer.chaining and trainer.global_step >= step:
+        if trainer.hybrid.chaining and trainer.global_step >= step:
             os.kill(os.getpid(), signal.SIGKILL)
         return result
 

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from foretrain.engine.world import World
 from foretrain.motion.records import DIRECTIONS, HORIZONS_IN_WINDOWS, WINDOWS_OF_MEANS
 from foretrain.motion.trajectory import Trajectory
 
@@ -187,12 +188,14 @@ def test_dots_are_reduced_in_one_place() -> None:
     halves = [[p[: len(p) // 2].clone() for p in parameters], [p[len(p) // 2 :].clone() for p in parameters]]
     seen: list[torch.Tensor] = []
 
-    def collect(dots: torch.Tensor) -> torch.Tensor:
-        seen.append(dots.clone())
-        return dots
+    class Collecting(World):
+        def reduce(self, vector: torch.Tensor, kind: str) -> torch.Tensor:
+            assert kind == "sum"
+            seen.append(vector.clone())
+            return vector
 
-    whole = Trajectory(parameters, window=2, reduce_dots=collect)
-    shards = [Trajectory(half, window=2, reduce_dots=collect) for half in halves]
+    whole = Trajectory(parameters, window=2, world=Collecting())
+    shards = [Trajectory(half, window=2, world=Collecting()) for half in halves]
     generator = torch.Generator().manual_seed(3)
     for _ in range(4):
         change = [torch.randn(p.shape, generator=generator) for p in parameters]

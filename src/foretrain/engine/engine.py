@@ -27,11 +27,13 @@ from foretrain.engine.optim import build as optim
 from foretrain.engine.precision import Precision, choose_device
 from foretrain.engine.progress import RunProgress
 from foretrain.engine.rates import FollowedRates, Rates, RateSource, ScheduledRates, check_scheduler
+from foretrain.engine.result import StepResult
 from foretrain.engine.sparse import check_sparse
 from foretrain.engine.step import FullStep, LossFunction, StepOutput
 from foretrain.engine.trained import Change, TrainedWeights
-from foretrain.engine.world import World
+from foretrain.engine.world import ALONE, World
 from foretrain.errors import ConfigError
+from foretrain.events import Phase
 from foretrain.persist.codec import (
     seed_random,
 )
@@ -50,7 +52,7 @@ class Engine:
         scheduler: Any = None,
         world: World | None = None,
     ) -> None:
-        self.world = world or World()
+        self.world = world or ALONE
         optimizer, config = own.with_named_optimizer(optimizer, config)
         self.config = config
         self.max_steps_given = "max_steps" in config.model_fields_set
@@ -90,6 +92,7 @@ class Engine:
             compile_loss=switch(config.engine.compile, auto=self.device.type == "cuda"),
             update_in_backward=config.engine.update_in_backward,
             parameters=self.trained.parameters,
+            world=self.world,
         )
         self.away: OptimizerParking | None = None
         """The optimizer's state leaves the device while nothing needs it."""
@@ -103,20 +106,29 @@ class Engine:
         fixed = self.away is None  # a graph is bound to addresses: its tensors cannot leave
         recordable = fixed and (not self.own_optimizer or optim.can_be_recorded(self.optimizer))
         self.execution = Execution(self.full_step, config.engine.cuda_graph, recordable)
-        self.meter = StepMeter(lagging=self.device.type == "cuda")
+        self.meter = StepMeter(lagging=self.device.type == "cuda", world=self.world)
         self.clock = Stopwatch()
         self.progress = RunProgress()
         self.unit = "tokens" if is_configured(self.model) else "samples"
         """What `progress.tokens` counts."""
         self.fence = Fence()
         self.forward = Forward(
-            self.full_step, self.execution, self.average, self.progress, self.fence, self.to_device, self.count
+            self.full_step,
+            self.execution,
+            self.average,
+            self.progress,
+            self.fence,
+            self.to_device,
+            self.count,
+            self.world,
         )
         self.first_trained: Callable[[dict[str, nn.Parameter]], None] = lambda weights: None
         """Called with weights that are about to be trained for the first time in this run, which nobody saved so far.
         Set by `fit`."""
         self.on_cover: list[Callable[[], None]] = []
         """Called when other weights are trained than before."""
+        self.on_length: list[Callable[[int], None]] = []
+        """Called when it becomes known how many steps the run has."""
         self._fingerprint = state.Fingerprint()
 
     # --- how far the run is, as others ask for it -------------------------------------------------------------------
@@ -233,11 +245,18 @@ class Engine:
         """Length of the run; without an end it is taken to go on for as long again as it has been."""
         return self.config.max_steps if self.has_end else max(self.config.max_steps, 2 * self.progress.global_step)
 
+    @property
+    def ended(self) -> bool:
+        """All steps are done that were planned."""
+        return self.has_end and self.progress.global_step >= self.config.max_steps
+
     def end_at(self, max_steps: int) -> None:
         """From now on it is known how long the run is."""
         self.config = self.config.model_copy(update={"max_steps": max_steps, "epochs": None})
         self.has_end = True
         self.rate.end_at(max_steps)
+        for told in self.on_length:
+            told(max_steps)
 
     # --- one full step -----------------------------------------------------------------------------------------------
 
@@ -261,6 +280,13 @@ class Engine:
         self.progress.global_step += 1
         self.full_step.changing = False
         return output
+
+    def result(
+        self, phase: Phase, output: StepOutput, predicted_loss: float | None = None, confidence: float | None = None
+    ) -> StepResult:
+        """What a step did, as its caller sees it."""
+        step, rate = self.progress.global_step, self.rate.used
+        return StepResult(phase.value, step, rate, output, predicted_loss, confidence, world=self.world)
 
     def take_back_step(self) -> None:
         """The step that was begun will not be done, and its update has not begun: hooks undo what they changed."""

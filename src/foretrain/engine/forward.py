@@ -18,6 +18,7 @@ from foretrain.engine.fence import Failure, Fence, OwnCodeError, failure_of, sam
 from foretrain.engine.metrics import measured
 from foretrain.engine.progress import RunProgress
 from foretrain.engine.step import FullStep
+from foretrain.engine.world import ALONE, World
 from foretrain.errors import InputError, is_out_of_memory
 
 
@@ -36,6 +37,7 @@ class Forward:
         fence: Fence,
         to_device: Callable[[Any], Any],
         count: Callable[[Any], int],
+        world: World = ALONE,
     ) -> None:
         self.full_step = full_step
         self.model, self.device, self.precision = full_step.model, full_step.device, full_step.precision
@@ -45,6 +47,7 @@ class Forward:
         self.fence = fence
         self.to_device = to_device
         self.count = count
+        self.world = world
         self.float_type = own.float_type(self.model)
 
     @overload
@@ -72,7 +75,7 @@ class Forward:
         if not self.execution.records:
             self.full_step.optimizer.zero_grad(set_to_none=True)  # the next step makes gradients anew
         with self.averaged_weights():
-            return float(self.forward_loss(batches))
+            return self.world.to_host(self.forward_loss(batches))[0]
 
     @torch.no_grad()
     def measure(
@@ -112,13 +115,13 @@ class Forward:
         pieces = self.full_step.accumulation
         parts = [batch] if pieces == 1 else [split(batch, pieces, index) for index in range(pieces)]
         with self._probing():
-            return float(self.forward_loss([part for part in parts if rows_of(part)]))
+            return self.world.to_host(self.forward_loss([part for part in parts if rows_of(part)]))[0]
 
     def probe_all(self, batches: list[Any]) -> float:
         """Mean loss over several batches, each as it is."""
         self.progress.probe_tokens += sum(self.count(batch) for batch in batches)
         with self._probing():
-            return float(self.forward_loss(batches))
+            return self.world.to_host(self.forward_loss(batches))[0]
 
     @contextmanager
     def _probing(self) -> Iterator[None]:
@@ -139,7 +142,7 @@ class Forward:
         with self.evaluating():
             for batch, weight in zip(batches, weights, strict=True):
                 total = total + self.execution.loss(self.to_device(batch)).float() * weight.to(self.device)
-        return total
+        return self.world.reduce(total, "mean")
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from foretrain.engine.step import StepOutput
+from foretrain.engine.world import ALONE, World
 from foretrain.persist.stateful import Stateful
 
 _READ_AT_LEAST_EVERY = 1000
@@ -40,8 +41,9 @@ class StepMeter(Stateful):
     unread: list[Row]
     _noted: list[Row] | None
 
-    def __init__(self, lagging: bool = False) -> None:
+    def __init__(self, lagging: bool = False, world: World = ALONE) -> None:
         self._lagging = lagging
+        self._world = world
         self._outputs: list[Tensor] = []
         self._flights: list[tuple[Tensor, torch.cuda.Event | None]] = []
         """Rows on their way to the host."""
@@ -88,7 +90,7 @@ class StepMeter(Stateful):
         rows, event = self._flights.pop(0)
         if event is not None:
             event.synchronize()
-        values = rows.tolist()
+        values = self._world.to_host(rows)
         found = list(zip(values[::3], values[1::3], values[2::3], strict=True))
         for _, _, skipped in found:
             self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0

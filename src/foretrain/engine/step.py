@@ -18,6 +18,7 @@ from foretrain.engine.optim.build import supports_device_skip
 from foretrain.engine.optim.in_backward import UpdatesInBackward
 from foretrain.engine.own import one_number
 from foretrain.engine.precision import Precision
+from foretrain.engine.world import ALONE, World
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
 """(model, batch) -> mean loss."""
@@ -52,11 +53,13 @@ class FullStep:
         compile_loss: bool = False,
         update_in_backward: bool = False,
         parameters: list[nn.Parameter] | None = None,
+        world: World = ALONE,
     ) -> None:
         """parameters: what is trained; None: all that require gradients."""
         self.model = model
         self.optimizer = optimizer
         self.precision = precision
+        self.world = world
         self.clip = clip
         self.accumulation = accumulation
         self.nan_check = nan_check
@@ -193,7 +196,7 @@ class FullStep:
         # An optimizer that cannot skip on the device: the host has to look, which waits for the device once a step.
         if divisor is not None:
             torch._foreach_div_([g._values() if g.is_sparse else g for g in gradients], divisor)
-        if not bool(bad):
+        if not self.world.to_host(bad)[0]:
             optimizer.step()
 
 

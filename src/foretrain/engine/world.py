@@ -2,7 +2,8 @@
 
 A run of one process uses `World` itself, which does nothing. Whoever trains with several processes hands the engine a
 subclass. Two rules make that enough: every number that leaves the device goes through `to_host`, and every decision
-that is made from such numbers goes through `agree`.
+that is made from such numbers goes through `agree`. Two kinds of numbers are no measurements and stay outside: rates
+that a user keeps as tensors in his optimizer, and whether memory has run out, which is a matter of each process alone.
 """
 
 from __future__ import annotations
@@ -34,3 +35,6 @@ class World:
         """Bring a tensor's numbers to the host, as a flat list. On a GPU this waits for the device."""
         numbers: list[float] = tensor.flatten().tolist()
         return numbers
+
+
+ALONE = World()

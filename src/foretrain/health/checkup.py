@@ -42,8 +42,10 @@ class Checkup(StepHook, Stateful):
         self.emit = emit
         self.known_of_moves: Callable[[RunStatus], RunStatus] = lambda status: status
         """Adds to the status of the run what is known of moves."""
+        self.tuned: Callable[[], None] = lambda: None
+        """Called when something was tuned. The engine asks for the learning rate and the clipping by itself."""
         self.interval = engine.config.health.interval
-        self.layers = LayerMeter(engine.model, engine.full_step.parameters)
+        self.layers = LayerMeter(engine.model, engine.full_step.parameters, engine.world)
         self.levers = levers_of_own(engine.optimizer) if engine.own_optimizer else levers_of(engine.config)
         if not is_configured(engine.model):
             self.levers = replace(self.levers, dropout="dropout in your model")
@@ -64,7 +66,7 @@ class Checkup(StepHook, Stateful):
         """Other weights are trained from now on. A measurement that is not judged yet is made again."""
         if self.layers.measuring or self.layers.on_its_way:
             self.next_measurement = self._measured_at
-        self.layers = LayerMeter(self.engine.model, self.engine.full_step.parameters)
+        self.layers = LayerMeter(self.engine.model, self.engine.full_step.parameters, self.engine.world)
         self.health.cover(self.layers.names)
         self._latest = {}
         self._worst = {layer: self._worst[layer] for layer in self.layers.names if layer in self._worst}
@@ -108,8 +110,8 @@ class Checkup(StepHook, Stateful):
         lag = self.engine.device.type == "cuda"
         return self.layers.on_its_way and not (lag and self.engine.global_step == self._measured_at + 1)
 
-    def judge(self) -> bool:
-        """Judge the last measurement. Return whether something was tuned, so that the run has to follow."""
+    def judge(self) -> None:
+        """Judge the last measurement, and tune what it wants tuned."""
         measured = self.layers.take()
         step = self._measured_at if measured is not None else self.engine.global_step
         status = self._status(step)
@@ -118,7 +120,7 @@ class Checkup(StepHook, Stateful):
             self.measurements += 1
             self._keep(measured.step, self._numbers(measured))
             self.emit(self._event(measured, vitals))
-        return self._tell(news)
+        self._tell(news)
 
     def finish(self) -> None:
         """The run is over: judge the last steps, which no measurement follows."""
@@ -131,21 +133,20 @@ class Checkup(StepHook, Stateful):
         self.engine.meter.fetch()
         self.health.monitor.close()
 
-    def evaluated(self, held_out: float) -> bool:
+    def evaluated(self, held_out: float) -> None:
+        """A held-out loss was measured."""
         if not self.on:
-            return False
+            return
         status = self._status(self.engine.global_step)
-        return self._tell(self.health.evaluated(status, held_out, self.engine.progress.last_train_loss))
+        self._tell(self.health.evaluated(status, held_out, self.engine.progress.last_train_loss))
 
-    def _tell(self, news: list[HealthFinding]) -> bool:
-        tuned = False
-        for finding in news:
+    def _tell(self, news: list[HealthFinding]) -> None:
+        for finding in self.engine.world.agree(news):
             self._say(finding)
             made = self.health.tune(finding, self._peak)
             if made:
-                tuned = True
                 self.emit(Tuned(finding.step, finding.ailment.value, made))
-        return tuned
+                self.tuned()
 
     def _say(self, finding: HealthFinding) -> None:
         record = finding.record()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from foretrain.engine.step import StepOutput, stacked
+from foretrain.engine.world import ALONE, World
 from foretrain.persist.codec import real_view
 
 SAMPLED = 4096
@@ -48,7 +49,8 @@ class LayerMeter:
     pass. A layer is a module with parameters of its own, such as `blocks.0.attention.qkv`.
     """
 
-    def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter], world: World = ALONE) -> None:
+        self._world = world
         self.parameters: list[Tensor] = [real_view(p.detach()) for p in parameters]
         names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         owners = [name.rpartition(".")[0] or name for name in names]
@@ -113,8 +115,7 @@ class LayerMeter:
         step, numbers, event = self._flight
         if event is not None:
             event.synchronize()
-        values: list[float] = numbers.tolist()
-        return step, values
+        return step, self._world.to_host(numbers)
 
     def put_back(self, saved: Sequence[Any] | None) -> None:
         """Restore what `wait` returned."""

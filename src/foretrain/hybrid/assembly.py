@@ -20,6 +20,28 @@ from foretrain.hybrid.moves.rollout import RolloutKind
 from foretrain.hybrid.policy import Policy
 from foretrain.hybrid.snapshot import Snapshots
 
+_LOOK_AHEAD_ENDS = 2 / 3
+"""Share of a run after which nothing looks ahead: forward moves harm while the learning rate decays. Chosen: the decay
+of the default schedule takes the last part of a run."""
+
+
+def look_ahead_of(engine: Engine) -> LookAhead | None:
+    """The look-ahead that the configuration wants: on after the warm-up, off for the last third, and only as far as the
+    learning rate is up. None where it wants none."""
+    wanted = engine.config.predictor
+
+    def share() -> float:
+        step, peak = engine.progress.global_step, engine.rate.peak
+        if step < engine.config.hybrid.warmup_steps or step >= _LOOK_AHEAD_ENDS * engine.planned_steps:
+            return 0.0
+        return engine.schedule(step) / peak if peak else 0.0
+
+    if not wanted.beta > 0:
+        return None
+    found = LookAhead(engine.trained.parameters, wanted.beta, wanted.gamma, wanted.stride, share)
+    engine.on_cover.append(lambda: found.cover(engine.trained.parameters))
+    return found
+
 
 def equip(
     policy: Policy,

@@ -11,7 +11,7 @@ from foretrain.engine import described
 from foretrain.engine.engine import Engine
 from foretrain.engine.memory.usage import MemoryMeter
 from foretrain.hybrid.account import account_of
-from foretrain.hybrid.moves.rate_race import RateRace
+from foretrain.hybrid.hybrid import Hybrid
 from foretrain.hybrid.policy import Policy
 
 _NOT_IN_EVERY_RUN = (
@@ -72,10 +72,10 @@ def of_steps(engine: Engine, memory: MemoryMeter) -> dict[str, Any]:
     return summary
 
 
-def of_prediction(engine: Engine, policy: Policy, race: RateRace) -> dict[str, Any]:
+def of_prediction(engine: Engine, hybrid: Hybrid) -> dict[str, Any]:
     """What prediction did, and with what."""
-    observer = policy.observer
-    summary = account_of(policy, engine.progress.backward_passes)
+    observer, race = hybrid.observer, hybrid.race
+    summary = account_of(hybrid.policy, engine.progress.backward_passes)
     if race.tried:
         summary["learning_rate"] = race.summary()
     basis_mb = round(observer.trajectory.bytes / 2**20, 1)

@@ -61,7 +61,7 @@ class Evaluator:
             except Ordered:  # the run stops here, and is resumed with this evaluation
                 return False
             seconds = time.perf_counter() - started
-        best = loss == loss and (progress.best_val_loss is None or loss < progress.best_val_loss)
+        best = engine.world.agree(loss == loss and (progress.best_val_loss is None or loss < progress.best_val_loss))
         progress.last_val_loss = loss
         progress.evaluations_without_best = 0 if best else progress.evaluations_without_best + 1
         if best:

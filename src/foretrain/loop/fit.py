@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from foretrain.config import Config
 from foretrain.config.schema import Level
 from foretrain.engine.batches import steps_in
+from foretrain.engine.engine import Engine
 from foretrain.engine.own import Measure, as_tensors, check_metrics
 from foretrain.engine.rates import FollowedRates, Rates
 from foretrain.engine.weights import write_weights
@@ -89,7 +90,7 @@ def fit(
     options.check(engine.config, held_out)
     engine.execution.check()
     trainer.stopping = False
-    _set_length(trainer, loader, options.epochs)
+    _set_length(engine, loader, options.epochs)
     random = random_state()  # a DataLoader draws from it when it is read
     held = [as_tensors(batch, engine.float_type) for batch in held_out] if held_out is not None else []
     check_scheduler(engine.rate, engine.config.max_steps, bool(held))
@@ -128,9 +129,8 @@ def fit(
     return summary
 
 
-def _set_length(trainer: HybridTrainer, loader: Iterable[Any], epochs: float | None) -> None:
+def _set_length(engine: Engine, loader: Iterable[Any], epochs: float | None) -> None:
     """`fit` needs an end: so many epochs, or `max_steps`."""
-    engine = trainer.engine
     if epochs is not None and engine.max_steps_given:
         raise ConfigError(
             f"epochs = {epochs:g} and max_steps = {engine.config.max_steps} of the Config both say how long the run "
@@ -138,9 +138,9 @@ def _set_length(trainer: HybridTrainer, loader: Iterable[Any], epochs: float | N
         )
     epochs = epochs if epochs is not None else engine.config.epochs
     if epochs is not None:
-        trainer.end_at(steps_in(epochs, loader))
+        engine.end_at(steps_in(epochs, loader))
     elif not engine.has_end:
-        trainer.end_at(engine.config.max_steps)
+        engine.end_at(engine.config.max_steps)
 
 
 def check_scheduler(rate: Rates, max_steps: int, evaluates: bool) -> None:

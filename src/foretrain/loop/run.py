@@ -14,17 +14,18 @@ from foretrain.engine.batches import Batches
 from foretrain.engine.described import unwrapped
 from foretrain.engine.meters import Stopwatch
 from foretrain.engine.rates import FollowedRates
+from foretrain.engine.result import StepResult
 from foretrain.errors import DivergenceError, ForetrainError, InputError, OutOfMemory
 from foretrain.events import Notice, Progress, RunEnded, RunStarted
 from foretrain.health import shortage
-from foretrain.hybrid.summary import optimizer_in_words
+from foretrain.hybrid.summary import optimizer_in_words, prediction_progress
 from foretrain.loop import words
 from foretrain.loop.evaluator import Evaluator
 from foretrain.loop.saver import Saver
 from foretrain.persist.signals import StopRequest
 
 if TYPE_CHECKING:
-    from foretrain.trainer import HybridTrainer, StepResult
+    from foretrain.trainer import HybridTrainer
 
 
 class Loop:
@@ -37,6 +38,7 @@ class Loop:
         self.config = trainer.config
         self.emit = trainer.bus.emit
         self.rescue = trainer.rescue
+        self.hybrid = trainer.hybrid
         self.evaluator = evaluator
         self.saver = saver
         self.folder = saver.folder if saver is not None else None
@@ -57,7 +59,8 @@ class Loop:
         max_steps, evaluate, save = self.config.max_steps, self.config.evaluation, self.config.checkpoint
         self.evaluate_every = max(1, max_steps // 10) if evaluate.interval is None else evaluate.interval
         self.save_every = max(1, max_steps // 5) if save.interval is None else save.interval
-        trainer.judge_by(evaluator.held_out)
+        if self.hybrid is not None:
+            self.hybrid.judge_by(evaluator.held_out)
         self.engine.first_trained = self._first_trained
         evaluator.evaluated = trainer.evaluated
         if saver is not None:
@@ -106,7 +109,7 @@ class Loop:
         due = progress.evaluation_due and progress.global_step < self.config.max_steps
         if (due and self.evaluator.evaluate()) or self.evaluator.patience_is_over:
             return "stopped early"
-        if self._interrupted and (trainer.window_due or progress.evaluation_due):
+        if self._interrupted and (self._window_due or progress.evaluation_due):
             return "interrupted"  # what comes before the next step was left
         if progress.global_step >= self.config.max_steps:
             if not resume:
@@ -114,7 +117,8 @@ class Loop:
                 self.emit(Notice(f"nothing is left to do: {done}"))
             return "finished"
         self.batches = Batches(loader, self.emit)
-        trainer.data_is_at(self.batches.state)
+        if self.hybrid is not None:
+            self.hybrid.policy.tools.snapshots.loader_state = self.batches.state
         return self._steps(self.batches)
 
     # --- steps -------------------------------------------------------------------------------------------------------
@@ -139,8 +143,9 @@ class Loop:
                             raise
                         break
                     self.untrained = False
-                    if result.rewound:
-                        self.loader_state, self.rewound = trainer.data_was_at(), True
+                    if result.rewound and self.hybrid is not None:
+                        snapshots = self.hybrid.policy.tools.snapshots
+                        self.loader_state, self.rewound = snapshots.loader_state_then(), True
                     if first:
                         self._check_first(result)
                         first = False
@@ -174,23 +179,29 @@ class Loop:
             self.farthest_log = max(self.farthest_log, self.next_log)
             if self._log(result) and new:
                 self._check_finite()
-        settled = trainer.chaining or not trainer.judging  # a short move had better be judged first
+        settled = not trainer.judging or (self.hybrid is not None and self.hybrid.chaining)  # a short move comes first
         if step >= self.next_evaluation and not last and settled:
             self.next_evaluation = (step // self.evaluate_every + 1) * self.evaluate_every
-            if trainer.window_due:  # it comes first, in the run that is resumed
+            if self._window_due:  # it comes first, in the run that is resumed
                 self.progress.evaluation_due = bool(self.evaluator.held_out)
-            elif self.evaluator.evaluate():
-                trainer.end_chain()
-        if last:
-            return "finished"
-        if self._interrupted:
-            return "interrupted"
-        if (trainer.stopping or self.evaluator.patience_is_over) and not trainer.judging:
-            return "stopped early"
-        if step >= self.next_save:
+            elif self.evaluator.evaluate() and self.hybrid is not None:
+                self.hybrid.end_soon()
+        reason = self.engine.world.agree("finished" if last else self._reason_to_stop())
+        if reason is None and step >= self.next_save:
             self.next_save = (step // self.save_every + 1) * self.save_every
             self._save(must=False)
+        return reason
+
+    def _reason_to_stop(self) -> str | None:
+        if self._interrupted:
+            return "interrupted"
+        if (self.trainer.stopping or self.evaluator.patience_is_over) and not self.trainer.judging:
+            return "stopped early"
         return None
+
+    @property
+    def _window_due(self) -> bool:
+        return self.hybrid is not None and self.hybrid.window_due
 
     def _check_first(self, result: StepResult) -> None:
         """A run whose first loss is no number would never learn; fp16 may overflow at first and finds its scale. One
@@ -221,7 +232,7 @@ class Loop:
                 seconds=round(seconds, 3),
                 skipped_steps=self.engine.meter.skipped,
                 phase=result.phase,
-                **self.trainer.prediction_progress(),
+                **({} if self.hybrid is None else prediction_progress(self.engine, self.hybrid.policy)),
             )
         )
         if reading.skipped:
@@ -275,8 +286,9 @@ class Loop:
             return reason
         progress = self.progress
         complete = self._saved_step == progress.global_step and not progress.evaluation_due
-        if reason == "finished" and self.trainer.end_loss is not None:
-            progress.last_train_loss = self.trainer.end_loss
+        end_loss = None if self.hybrid is None else self.hybrid.policy.end_loss
+        if reason == "finished" and end_loss is not None:
+            progress.last_train_loss = end_loss
         if reason == "finished" and self.evaluator.held_out and not complete:
             self.evaluator.evaluate()
             if progress.evaluation_due:
@@ -345,8 +357,11 @@ class Loop:
         return self.loader_state if self.batches is None or self.rewound else self.batches.state()
 
     def _load(self, state: dict[str, Any], origin: str) -> None:
+        """A run that was given up, and is gone on with, gets as many tries as any other."""
         self.trainer.load_state_dict(state, origin)
-        self.trainer.start_counting_anew()
+        self.engine.meter.skipped_in_a_row = 0
+        if self.hybrid is not None:
+            self.hybrid.start_counting_anew()
 
     def _resume(self) -> None:
         if self.saver is None:

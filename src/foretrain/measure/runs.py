@@ -165,7 +165,7 @@ def _warm_up(task: Task, config: Config, warmed: set[str]) -> None:
     with closing(iter(job.loader)) as batches:  # type: ignore[type-var]
         windows = 2 * config.hybrid.window_steps if trainer.policy is not None else 0  # the second scores a forecast
         if _WARM_STEPS + windows > config.max_steps:
-            trainer.end_at(_WARM_STEPS + windows)
+            trainer.engine.end_at(_WARM_STEPS + windows)
         for _ in range(_WARM_STEPS + windows):
             batch = next(batches)
             trainer.step(batch)

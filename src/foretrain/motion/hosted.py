@@ -7,13 +7,14 @@ on the current stream, so each finds what the one before it left. The host waits
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from foretrain.engine.memory.host import Lane, copy_each, host_zeros, on_device, settle
+from foretrain.engine.world import ALONE, World
 from foretrain.motion.predictors.base import Array
 from foretrain.motion.records import DIRECTIONS
 from foretrain.motion.trajectory import Trajectory
@@ -47,12 +48,12 @@ class HostedTrajectory(Trajectory):
         *,
         window: int = 10,
         dtype: torch.dtype = torch.float32,
-        reduce_dots: Callable[[Tensor], Tensor] = lambda dots: dots,
+        world: World = ALONE,
         hold: bool = True,
         buffer_bytes: int = BUFFER_BYTES,
     ) -> None:
         self._buffer_bytes = buffer_bytes
-        super().__init__(parameters, names, window=window, dtype=dtype, reduce_dots=reduce_dots, hold=hold)
+        super().__init__(parameters, names, window=window, dtype=dtype, world=world, hold=hold)
         self._lanes = [Lane(self.device) for _ in range(_BUFFERS)]
 
     def _lay_out(self, parameters: Sequence[Tensor], names: Sequence[str] | None, dtype: torch.dtype) -> None:

@@ -2,12 +2,12 @@
 
 All directions live in one buffer, row by row, each group of weights padded to whole chunks. So two batched products per
 window give every dot product that is needed, exactly and with one host wait, and a move is a few passes over the rows.
-A run on shards replaces `reduce_dots`, the only place where numbers of different shards meet.
+In a run on shards their dot products meet in `World.reduce`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from foretrain.engine.memory.host import add_each, copy_each
+from foretrain.engine.world import ALONE, World
 from foretrain.motion.predictors.base import Array
 from foretrain.motion.records import DIRECTIONS, HORIZONS_IN_WINDOWS, WINDOWS_OF_MEANS
 from foretrain.persist.codec import real_view
@@ -80,13 +81,13 @@ class Trajectory(Stateful):
         *,
         window: int = 10,
         dtype: torch.dtype = torch.float32,
-        reduce_dots: Callable[[Tensor], Tensor] = lambda dots: dots,
+        world: World = ALONE,
         hold: bool = True,
     ) -> None:
         """hold: keep directions from the beginning, and not only after `hold` is called."""
         self.parameters: list[Tensor] = []
         self.window = window
-        self.reduce_dots = reduce_dots
+        self.world = world
         self._lay_out(parameters, names, dtype)
         self.held = hold
         """There is memory for directions. Without it windows are counted, and the motion is not seen."""
@@ -179,7 +180,13 @@ class Trajectory(Stateful):
     def skip(self, extra: Sequence[Tensor]) -> tuple[Array, ...]:
         """End a window of which no direction is kept, and read only what the caller wants."""
         self.steps = 0
-        return tuple(_to_host(extra))
+        return tuple(self._to_host(extra))
+
+    def _to_host(self, tensors: Sequence[Tensor]) -> list[Array]:
+        """Read all numbers in one transfer."""
+        flat = torch.cat([tensor.reshape(-1).to(tensors[0].dtype) for tensor in tensors])
+        numbers = np.asarray(self.world.to_host(flat), dtype=np.float64)
+        return np.split(numbers, np.cumsum([tensor.numel() for tensor in tensors])[:-1])
 
     @torch.no_grad()
     def close(self, extra: Sequence[Tensor] = ()) -> Motion:
@@ -189,7 +196,7 @@ class Trajectory(Stateful):
         self.windows += 1
         self.steps = 0
         followed, gram = (self.layout.sum_groups(partial) for partial in self._enter(frozen, freeze))
-        numbers = _to_host([self.reduce_dots(torch.cat([followed, gram], dim=1)), *extra])
+        numbers = self._to_host([self.world.reduce(torch.cat([followed, gram], dim=1), "sum"), *extra])
         dots = numbers[0].reshape(len(self.groups), -1)
         followed_size, gram_size = followed.shape[1], gram.shape[1]
         followed_dots = dots[:, :followed_size].reshape(-1, followed_size // 2, 2)
@@ -334,12 +341,6 @@ class Layout:
     def sum_groups(self, partial: Tensor) -> Tensor:
         """Sum [chunks, n] to [G, n]."""
         return self._membership @ partial.to(self._membership.dtype)
-
-
-def _to_host(tensors: Sequence[Tensor]) -> list[Array]:
-    """Read all numbers in one transfer."""
-    flat = torch.cat([tensor.reshape(-1).to(tensors[0].dtype) for tensor in tensors]).cpu().double().numpy()
-    return np.split(flat, np.cumsum([tensor.numel() for tensor in tensors])[:-1])
 
 
 @contextmanager

@@ -36,7 +36,7 @@ def run_of(judged: bool = True, **settings: Any) -> World:
     changes = {name.replace("__", "."): value for name, value in settings.items()}
     run = world(Wide(), lambda position: TRAINED, {**CHAINED, **changes}, "repeat")
     if judged:
-        run.trainer.judge_by([HELD_OUT])
+        run.trainer.hybrid.judge_by([HELD_OUT])
     return run
 
 
@@ -49,7 +49,7 @@ def unseen_of(run: World) -> Unseen:
 
 
 def chaining(run: World) -> World:
-    return run.run(lambda: run.trainer.chaining)
+    return run.run(lambda: run.trainer.hybrid.chaining)
 
 
 # --- chains ----------------------------------------------------------------------------------------------------------
@@ -236,7 +236,7 @@ def test_a_move_that_raises_it_is_not_kept(mode: str, rise: float, verdict: str)
 
 def test_where_batches_differ_it_is_not_asked() -> None:
     run = world(Net(), DATA, {"audit.time_budget": 1.0}, "repeat")
-    run.trainer.judge_by([DATA(5000)])
+    run.trainer.hybrid.judge_by([DATA(5000)])
     unseen_of(run).loss = lambda: pytest.fail("asked")  # type: ignore[method-assign]
     run.run(lambda: bool(run.moves))
     assert run.moves[-1].audited

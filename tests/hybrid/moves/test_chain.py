@@ -16,6 +16,7 @@ from foretrain.config import from_mapping
 from foretrain.events import Moved, Phase
 from foretrain.health.act import Action, Kind
 from foretrain.hybrid.moves.quasi_newton import QuasiNewton
+from foretrain.hybrid.summary import prediction_progress
 from foretrain.motion.losses import WindowLosses
 from foretrain.persist.codec import put_together, snapshot
 
@@ -351,7 +352,7 @@ def after_a_chain() -> tuple[World, QuasiNewton]:
     with torch.no_grad():
         for p in run.trainer.model.parameters():
             p.add_(0.3)
-    run.trainer.end_at(run.trainer.global_step + 100)  # a chain may have taken all of the run
+    run.trainer.engine.end_at(run.trainer.global_step + 100)  # a chain may have taken all of the run
     run.step()
     return run, chain
 
@@ -434,20 +435,20 @@ def test_between_leaps_the_weights_are_where_the_loss_was_measured() -> None:
 def test_nothing_is_told_of_before_a_chain_as_if_it_were_now() -> None:
     """Means and forecasts are of full steps: inside a chain and right after it there are none."""
     run = ready(max_steps=400)
-    assert run.trainer.prediction_progress()["smoothed_loss"] > 0
+    assert prediction_progress(run.trainer.engine, run.trainer.policy)["smoothed_loss"] > 0
     run.step()
     told: list[dict[str, Any]] = []
-    run.run(lambda: told.append(run.trainer.prediction_progress()) or bool(run.moves))
-    run.trainer.end_at(run.trainer.global_step + 100)  # a chain may have taken all of the run
+    run.run(lambda: told.append(prediction_progress(run.trainer.engine, run.trainer.policy)) or bool(run.moves))
+    run.trainer.engine.end_at(run.trainer.global_step + 100)  # a chain may have taken all of the run
     run.step()
-    told.append(run.trainer.prediction_progress())
+    told.append(prediction_progress(run.trainer.engine, run.trainer.policy))
     assert len(told) > 5
     for progress in told:
         assert progress["smoothed_loss"] is None
         assert progress["predicted_loss"] is None
     assert [progress["confidence"] for progress in told[1:-2]] == [None] * (len(told) - 3)
     run.run(lambda: run.trainer.observer.windows == 1)
-    after = run.trainer.prediction_progress()
+    after = prediction_progress(run.trainer.engine, run.trainer.policy)
     assert after["smoothed_loss"] < 2 * leaps_of(run.trainer).loss  # not the mean of before
     assert after["predicted_loss"] is None  # nothing was said of this window
 

@@ -96,7 +96,7 @@ class QuasiNewton(StepHook, Stateful):
 
     def before_step(self) -> None:
         if self.secant is None:
-            self.secant = Secant(self.parameters, self.pairs, _REACH)
+            self.secant = Secant(self.parameters, self.pairs, _REACH, self.engine.world)
         self.secant.at()
 
     def gradients_ready(self) -> None:
@@ -128,7 +128,7 @@ class QuasiNewton(StepHook, Stateful):
         if self.secant is None or self._last is None:
             return
         with self.at_start(), same_random_numbers():
-            self.exact = _same(self.engine.probe(batch), float(self._last))
+            self.exact = _same(self.engine.probe(batch), self._number(self._last))
 
     @contextmanager
     def at_start(self) -> Iterator[None]:
@@ -150,7 +150,7 @@ class QuasiNewton(StepHook, Stateful):
         if self.secant is None or self._last is None:
             return False
         secant = self.secant
-        self.loss = self.start_loss = float(self._last)
+        self.loss = self.start_loss = self._number(self._last)
         self.leaps, self.cost, self.rate, self.returned, self.stopped = 0, 0.0, math.nan, False, False
         with self.at_start(), same_random_numbers():
             self.exact = _same(self.engine.probe(batch), self.loss)
@@ -212,7 +212,7 @@ class QuasiNewton(StepHook, Stateful):
         output = engine.update(loss)
         secant.place()  # the optimizer has learned from the gradient; its own step is not wanted
         engine.count_step(batch, output)
-        cost, new = 1 + probes / 3, float(loss)
+        cost, new = 1 + probes / 3, self._number(loss)
         fall = _fall(self.loss, new) / cost
         self.rate = fall if math.isnan(self.rate) else _FADE * self.rate + (1 - _FADE) * fall
         self.loss, self._last = new, output.loss
@@ -231,7 +231,7 @@ class QuasiNewton(StepHook, Stateful):
             return 0.0, 0, nothing
         secant.place(direction, 1.0)
         loss = engine.gradient(batch)
-        value, share, probes = float(loss), 1.0, 0
+        value, share, probes = self._number(loss), 1.0, 0
         if value <= self.loss + _ARMIJO * slope:
             return 1.0, 0, loss
         engine.backward_passes += 1  # this gradient is of no use
@@ -248,11 +248,15 @@ class QuasiNewton(StepHook, Stateful):
                 return share, probes + wasted, engine.gradient(batch)
         return 0.0, probes + wasted, nothing
 
+    def _number(self, loss: Tensor) -> float:
+        return self.engine.world.to_host(loss)[0]
+
     def _scales(self, secant: Secant) -> Tensor | None:
         """The optimizer's own scale per weight, where it has one: it makes the first guess of the curvature."""
         states = [self.engine.optimizer.state.get(p, {}) for p in self.parameters]
         moments = [read_moment(state, "exp_avg_sq") for state in states]
-        step = float(states[0].get("step", 1)) if states else 1.0
+        found = states[0].get("step", 1) if states else 1
+        step = self._number(found) if isinstance(found, Tensor) else float(found)
         _, correction = bias_corrections(self.engine.optimizer, max(1, int(step)))
         return secant.scales(moments, correction, 1e-8)
 
@@ -305,7 +309,7 @@ class QuasiNewton(StepHook, Stateful):
         last = state["last"]
         self._last = None if last is None else last.clone().to(self.engine.device)
         if self.possible and state["secant"] is not None:
-            self.secant = self.secant or Secant(self.parameters, self.pairs, _REACH)
+            self.secant = self.secant or Secant(self.parameters, self.pairs, _REACH, self.engine.world)
             self.secant.load_state_dict(state["secant"])
         else:
             self.secant = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from foretrain.config import Config, changed
@@ -11,6 +11,7 @@ from foretrain.config.schema import FIRST_RATE
 from foretrain.engine.batch import map_tensors
 from foretrain.engine.fence import Failure, OwnCodeError
 from foretrain.engine.step import StepOutput
+from foretrain.errors import ConfigError
 from foretrain.events import Notice, Phase, RateTrial, RateTried
 from foretrain.hybrid.judges.judgement import Judgement
 from foretrain.hybrid.moves.base import Move, MoveTools
@@ -35,6 +36,15 @@ def with_short_warmup(config: Config) -> Config:
     if config.schedule.type in ("constant", "cyclic"):
         return config
     return changed(config, {"schedule.warmup_steps": _steps(config) // 2})
+
+
+def check_race(config: Config, probe: Sequence[Any]) -> None:
+    """Refuse a rate that is to be found where nothing can judge rates."""
+    if config.optimizer.learning_rate == "auto" and (config.hybrid.mode == "off" or not probe):
+        raise ConfigError(
+            "optimizer.learning_rate = 'auto' needs held-out examples that judge rates: use `foretrain finetune` with "
+            "hybrid.mode = 'leap' and hybrid.probe_examples above 0, or set a rate"
+        )
 
 
 def _steps(config: Config) -> int:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from foretrain.engine.world import ALONE, World
 from foretrain.motion.predictors.base import Array
 from foretrain.motion.trajectory import Layout
 from foretrain.persist.codec import real_view
@@ -27,9 +28,10 @@ Point = tuple[Tensor, Tensor]
 class Secant:
     """The last `pairs` pairs, and the point of the last gradient."""
 
-    def __init__(self, parameters: Sequence[Tensor], pairs: int, reach: float = np.inf) -> None:
+    def __init__(self, parameters: Sequence[Tensor], pairs: int, reach: float = np.inf, world: World = ALONE) -> None:
         """reach: a leap goes no further than this many times the longest step that a pair was taken from."""
         self.reach = reach
+        self.world = world
         self.parameters = [real_view(p.detach()) for p in parameters]
         self.layout = Layout(self.parameters, [str(index) for index in range(len(self.parameters))])
         device, size = self.parameters[0].device, self.layout.size
@@ -102,7 +104,7 @@ class Secant:
 
     def _add(self, s: Tensor, y: Tensor) -> None:
         row = self.order[0] if len(self.order) == len(self.s) else len(self.order)
-        curvature, ss, yy = torch.stack([s @ y, s @ s, y @ y]).tolist()
+        curvature, ss, yy = self.world.to_host(torch.stack([s @ y, s @ s, y @ y]))
         if not curvature > _LEAST_CURVATURE * np.sqrt(ss * yy):
             return
         if len(self.order) == len(self.s):
@@ -112,7 +114,7 @@ class Secant:
         self.order.append(row)
         self._lengths[row] = np.sqrt(ss)
         count = len(self.order)
-        dots = torch.cat([self.y[:count] @ s, self.s[:count] @ y]).double().cpu().numpy()
+        dots = self.world.to_host(torch.cat([self.y[:count] @ s, self.s[:count] @ y]))
         self._sy[row, :count], self._sy[:count, row] = dots[:count], dots[count:]
 
     @torch.no_grad()
@@ -133,7 +135,7 @@ class Secant:
         start = (q * scales if scales is not None else q) * (sy[-1, -1] / (newest @ bent).double()).to(s.dtype)
         rest = _solve(upper.T, alpha * sy.diagonal() - (y @ start).double()[place], upper_triangle=False)
         direction = -(start + s.T @ torch.zeros_like(s[:, 0]).index_copy_(0, place, rest.to(s.dtype)))
-        slope, square = torch.stack([direction @ g, direction @ direction]).tolist()
+        slope, square = self.world.to_host(torch.stack([direction @ g, direction @ direction]))
         share = min(1.0, self.reach * self.longest / max(np.sqrt(square), 1e-30))  # the curvature is not known further
         return direction.mul_(share) if share < 1 else direction, share * slope
 

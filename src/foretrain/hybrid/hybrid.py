@@ -1,0 +1,302 @@
+"""The hybrid part of a run: its policy, the race of learning rates, and what follows on full steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from foretrain.engine.engine import Engine
+from foretrain.engine.fence import Ordered
+from foretrain.engine.rates import FollowedRates
+from foretrain.engine.result import StepResult
+from foretrain.engine.step import StepOutput
+from foretrain.errors import DivergenceError
+from foretrain.events import Event, Notice, Phase, PhaseChanged, Recovered
+from foretrain.health.act import Action, Kind
+from foretrain.health.checkup import Checkup
+from foretrain.health.rescue import Rescue
+from foretrain.hybrid.assembly import equip
+from foretrain.hybrid.emergencies import Emergencies
+from foretrain.hybrid.moves.lookahead import LookAhead
+from foretrain.hybrid.moves.rate_race import RateRace
+from foretrain.hybrid.policy import Policy
+from foretrain.motion.hosted import HostedTrajectory
+from foretrain.motion.observer import Moment, Observer
+from foretrain.motion.predictors import registry
+from foretrain.motion.predictors.base import Predictor
+from foretrain.motion.predictors.guarded import MOST_FAILURES
+from foretrain.motion.trajectory import Trajectory, basis_type
+
+_ADAPTERS = 0.2
+"""Share of the model's parameters below which those that are trained are called adapters. Chosen: adapters are a few
+percent; a model of which a fifth is trained behaves like one that is trained whole."""
+_SAY_EVERY = 100
+"""Steps. Chosen: a run that recovers over and over says so a few times per thousand steps, not at every window."""
+_LOOK_EVERY = 10
+"""Steps of a rest after which its losses are looked at. Chosen: as often as a window of the default length ends."""
+_OBSTACLES = "obstacles"
+
+
+class Hybrid:
+    """Stands between the steps of a run and the policy: tells the policy what happened, and does what it wants done."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        checkup: Checkup,
+        rescue: Rescue,
+        look_ahead: LookAhead | None,
+        predictor: Predictor | None,
+        probe: Iterable[Any],
+        emit: Callable[[Event], None],
+    ) -> None:
+        """predictor: None: that of the configuration. probe: batches that are never trained on."""
+        self.engine = engine
+        self.checkup = checkup
+        self.rescue = rescue
+        self.emit = emit
+        config, parameters = engine.config, engine.full_step.parameters
+        trained, size = (sum(p.numel() for p in some) for some in (parameters, engine.model.parameters()))
+        trajectory = (HostedTrajectory if config.memory.basis == "pinned" else Trajectory)(
+            parameters,
+            engine.trained.names,
+            window=config.hybrid.window_steps,
+            dtype=basis_type(config.hybrid.basis_type, trained),
+            world=engine.world,
+            hold=False,
+        )
+        predictor = predictor or registry.build(config.predictor, config.seed)
+        self.observer = Observer(trajectory, predictor, parameters, engine.optimizer, engine.fence)
+        if engine.full_step.in_backward is not None:
+            engine.full_step.in_backward.watchers.append(self.observer.sample.watch())
+        kind = "adapters" if trained < _ADAPTERS * size else "full weights"
+        self.policy = policy = Policy(config, self.observer, kind, engine.world)
+        policy.recovery.rate_name = checkup.levers.rate
+        policy.appraiser.falls_once &= not isinstance(engine.rate, FollowedRates)
+        equip(policy, engine, checkup, look_ahead, [engine.to_device(batch) for batch in probe], emit)
+        policy.hold_directions()
+        self.race = RateRace(policy.tools, policy.fail)
+        self.said: dict[str, int] = {}
+        """Kind of action -> step at which it was last told."""
+        engine.rate_sources = (policy.recovery, self.race, checkup.health)
+        engine.on_cover.append(self.cover)
+        engine.on_length.append(policy.appraiser.plan_for)
+        rescue.excursions = emergencies = Emergencies(policy)
+        checkup.known_of_moves = emergencies.add_to
+        checkup.tuned = lambda: policy.cycle.use_full_steps(checkup.health.full_steps)
+
+    @property
+    def phase(self) -> Phase:
+        return self.policy.cycle.phase
+
+    @property
+    def chaining(self) -> bool:
+        """A chain of leaps is being made: it can be long, and its weights are as good as any."""
+        move = self.policy.move
+        return move is not None and move.chained and self.phase is Phase.PREDICT
+
+    @property
+    def window_due(self) -> bool:
+        """An order to end came in the middle of the predictor: its window is still to be learned from."""
+        return self.observer.due
+
+    @property
+    def settled(self) -> bool:
+        """Nothing stands in the way of judging the run's health: no window is due, no short move is open."""
+        return not self.observer.due and (self.policy.move is None or self.chaining)
+
+    def cover(self) -> None:
+        """Others are trained from now on."""
+        self.policy.cover()
+        self.race.begin_anew()
+
+    # --- full steps --------------------------------------------------------------------------------------------------
+
+    def full(self, batch: Any) -> StepResult:
+        """A full step in WARMUP or FULL, and what follows on it. Only the end of a window can lead to another phase."""
+        engine, policy, phase = self.engine, self.policy, self.phase
+        if self.race.open:
+            return engine.result(phase, self._race_step(batch))
+        if self._rests:
+            return self._rest_step(batch)
+        if engine.progress.backward_passes == 0:
+            self.rescue.aside(policy.keep_safe)
+        output = engine.full(batch, self.observer, *policy.watching())
+        if engine.progress.backward_passes == 1:
+            engine.check_optimizer_state()
+        policy.count(1, phase)
+        policy.tools.recent.remember(batch)
+        result = engine.result(phase, output)
+        if self.observer.complete:
+            self.rescue.aside(self.end_window)
+        return result
+
+    def _race_step(self, batch: Any) -> StepOutput:
+        """One of the first steps where the learning rate is `auto`."""
+        engine, race = self.engine, self.race
+        output = race.advance(batch)
+        if race.over:
+            race.judge()  # the last step is that of the rate that goes on, not of the last one that was tried
+            engine.rate.used = engine.schedule(max(0, engine.progress.global_step - 1)) * engine.rate_factor
+        self.policy.count(1, self.phase)
+        return output
+
+    @property
+    def _rests(self) -> bool:
+        """Nothing would come of watching the weights now."""
+        if self.policy.off and not self.policy.rest.steps:
+            self.policy.rest.for_good()
+        return self.policy.rest.steps > 0
+
+    def _rest_step(self, batch: Any) -> StepResult:
+        """A full step of which nobody watches the weights: only now and then losses are looked at."""
+        policy, meter, phase = self.policy, self.engine.meter, self.phase
+        if not meter.noting:
+            meter.start_noting()
+        result = self.engine.result(phase, self.engine.full(batch))
+        policy.count(1, phase)
+        policy.rest.steps -= 1
+        if policy.rest.steps % _LOOK_EVERY == 0:
+            self.rescue.aside(self.look)
+        if policy.rest.steps == 0:
+            meter.stop_noting()
+            policy.wake()
+        return result
+
+    # --- what follows on full steps ----------------------------------------------------------------------------------
+
+    def end_window(self) -> None:
+        """A window is full: measure it, learn from it, and decide how to go on."""
+        engine, policy = self.engine, self.policy
+        moment = Moment(
+            step=engine.progress.global_step,
+            max_steps=engine.planned_steps,
+            full_steps=engine.progress.backward_passes,
+            learning_rate=float(engine.rate.used),
+            peak_rate=engine.rate.peak,
+            phase=policy.phase_record(),
+            acceptance_rate=policy.score.counts.acceptance_rate,
+            confidence=policy.appraiser.current_confidence,
+        )
+        policy.observer.measure(moment)
+        self.judge_window()
+
+    def judge_window(self) -> None:
+        """The second half of `end_window`. Where own code orders the program to end it is left, and still due."""
+        engine, policy = self.engine, self.policy
+        try:
+            record = policy.observer.learn()
+        except Ordered:  # the next step begins with it, here or in the run that is resumed
+            return
+        policy.heed()
+        actions = policy.watch(record, engine.world.agree(policy.tools.recent.same()), fp16=engine.precision.scaled)
+        policy.score.exact.watched(record, engine.clock.seconds, engine.progress.backward_passes)
+        if self.carry_out(actions):
+            return
+        policy.keep_safe()
+        before, step, planned = policy.cycle.phase, engine.progress.global_step, engine.planned_steps
+        if before is Phase.WARMUP:
+            policy.prepare()
+        policy.appraiser.plan_for(planned)
+        policy.decide(step, planned - step, engine.rate.trend(step))
+        if not policy.observer.trajectory.held:
+            policy.tools.snapshots.forget_other()
+        if policy.cycle.phase is not before:
+            self.tell_phase()
+        self._tell_obstacles()
+
+    def look(self) -> None:
+        """At the losses of a rest. What is seen on a GPU is one look old, except at the end: the device never waits."""
+        meter, policy = self.engine.meter, self.policy
+        rows = meter.take_noted(everything=policy.rest.steps == 0)
+        numbers = [(torch.nan if skipped else loss, norm) for loss, norm, skipped in rows]
+        step = self.engine.progress.global_step - meter.untaken
+        if self.carry_out(policy.rested(step, numbers, fp16=self.engine.precision.scaled)):
+            meter.start_noting()  # what came after the fault was undone
+        policy.keep_safe()
+
+    def carry_out(self, actions: list[Action]) -> bool:
+        """Do what recovery wants. Returns whether that was a rollback."""
+        for action in actions:
+            self._carry_out(action)
+        return any(action.kind is Kind.ROLL_BACK for action in actions)
+
+    def _carry_out(self, action: Action) -> None:
+        policy, at = self.policy, self.engine.progress.global_step
+        policy.apply(action, at)
+        if action.kind is Kind.ROLL_BACK and policy.move is None:
+            policy.recover()
+            policy.score.counts.rollbacks += 1
+            policy.score.counts.undone_steps += at - self.engine.progress.global_step
+        matters = action.kind is not Kind.CONTINUE or action.rate_factor != 1.0
+        if matters and self._is_news(action):
+            self.emit(Recovered(self.engine.progress.global_step, action.kind.value, action.text, at))
+        if action.kind is Kind.ROLL_BACK and action.rate_factor < 1:
+            policy.recovery.hand_over(self.checkup.rolled_back(action.rate_factor, at))
+        if action.kind is Kind.ABORT:
+            raise DivergenceError(f"{action.text} (step {self.engine.progress.global_step})")
+
+    def _is_news(self, action: Action) -> bool:
+        """The same kind of action over and over is said once per hundred steps."""
+        step = self.engine.progress.global_step
+        weighty = action.kind in (Kind.ROLL_BACK, Kind.ABORT) or action.rate_factor != 1.0
+        said = self.said.get(action.kind.value, -_SAY_EVERY)
+        if not weighty and 0 <= step - said < _SAY_EVERY:
+            return False
+        self.said[action.kind.value] = step
+        return True
+
+    def tell_phase(self) -> None:
+        """The run is in another phase now."""
+        policy = self.policy
+        self.emit(PhaseChanged(self.engine.progress.global_step, policy.cycle.phase.value, policy.last_reason))
+
+    def _tell_obstacles(self) -> None:
+        """Once: that leaps could be tried here, and which setting keeps them off. Batches are compared once only."""
+        if _OBSTACLES in self.said or not self.policy.predictability.low_noise:
+            return
+        found = self.policy.obstacles()
+        if None not in found:
+            self.said[_OBSTACLES] = self.engine.progress.global_step
+        for text in filter(None, found):
+            self.emit(Notice(text, level="info"))
+
+    # --- what a run of `fit` tells and asks --------------------------------------------------------------------------
+
+    def judge_by(self, held_out: list[Any]) -> None:
+        """Held-out batches: where the loss is exact, a move must not raise their loss."""
+        self.policy.tools.unseen.batches, self.policy.appraiser.unseen = held_out, bool(held_out)
+
+    def start_counting_anew(self) -> None:
+        """A run that was given up, and is gone on with, gets as many tries as any other."""
+        if self.policy.recovery.rollbacks > self.engine.config.guard.max_rollbacks:
+            self.policy.recovery.rollbacks = 0
+
+    def end_soon(self) -> None:
+        """A chain of leaps ends with its next leap, if there is one."""
+        if self.policy.move is not None:
+            self.policy.move.end_soon()
+
+    # --- state -------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        predictor, moving = self.observer.guarded.state_dict(), self.phase in (Phase.PREDICT, Phase.CORRECT)
+        self.policy.heed()
+        return {
+            "predictor": predictor,
+            "policy": self.policy.state_dict(self.engine.config.checkpoint.directions or moving),
+            "race": self.race.state_dict(),
+            "said": dict(self.said),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        policy = self.policy
+        policy.load_state_dict(state["policy"])
+        self.observer.guarded.load_state_dict(state["predictor"])
+        if state["predictor"]["strikes"] >= MOST_FAILURES and not policy.off:
+            policy.rest.steps = min(1, policy.rest.steps)  # another one is watched with at once
+        self.race.load_state_dict(state["race"])
+        self.said = dict(state["said"])
+        policy.heed()
