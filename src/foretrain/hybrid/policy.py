@@ -295,6 +295,7 @@ class Policy(Deliberation):
         trained = self.tools.engine.trained
         dtype = basis_type(self.config.hybrid.basis_type, sum(p.numel() for p in trained.parameters))
         self.observer.cover(trained.parameters, trained.names, dtype)
+        self.correction.forget()
         for kind in self.kinds:
             kind.cover()
         self.tools.forks.cover()

@@ -130,12 +130,28 @@ class JudgedMove(Move):
     # --- CORRECT -----------------------------------------------------------------------------------------------------
 
     def validate(self, batch: Any) -> StepOutput:
-        """A full step that shows what the move did."""
+        """Make the residual correction before the first full step; then a full step that shows what the move did."""
+        if self.steps == 0:
+            self._correct()
         output = self.tools.engine.full(batch)
         self._outputs.extend((output.loss, output.gradient_norm))
         self.steps += 1
         self.judge_of_move.validated(self, batch)
         return output
+
+    def _correct(self) -> None:
+        """Move on by what forecasts missed in similar states, if that helped lately."""
+        tools, planned = self.tools, self.plan.coefficients
+        if planned is None:
+            return
+        coefficients = tools.suggestion(planned * min(1.0, self.share), self.moved)
+        if not coefficients.any():
+            return
+        tools.engine.full_step.changing = True
+        tools.trajectory.move(coefficients)
+        if tools.engine.average is not None:
+            tools.engine.average.shift(tools.trajectory.displacement(coefficients), 1.0)
+        tools.counts.corrections += 1
 
     @property
     def over(self) -> bool:
