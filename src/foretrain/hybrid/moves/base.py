@@ -52,8 +52,8 @@ class MoveTools:
     counts: Counts
     checkup: Checkup
     """Looks at the steps of a chain, as at full steps."""
-    monitor: Callable[[JudgedMove, float, float, bool], tuple[View, Transition]]
-    """The policy's opinion of a predicted step: (move, probe loss or nan, predicted loss, last step) -> stay or go."""
+    monitor: Callable[[JudgedMove, float, float | None, bool], tuple[View, Transition]]
+    """The policy's opinion of a predicted step: (move, probe loss, predicted loss or None, last step) -> stay or go."""
     emit: Callable[[Event], None]
 
     def count(self, steps: int) -> None:

@@ -23,7 +23,7 @@ class Rollout(JudgedMove):
 
     def predict(self, batch: Any) -> StepOutput | None:
         self._step_ahead()
-        loss, expected, last = math.nan, math.nan, self.moved >= self.plan.horizon
+        loss, expected, last = math.nan, None, self.moved >= self.plan.horizon
         if self.moved % self.tools.engine.config.hybrid.monitor_interval == 0 or last:
             loss = self.probe(batch)
             self.cost += FORWARD
