@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 
+from foretrain.hybrid.judges.worth import in_steps
 from foretrain.motion.losses import LossHistory, WindowLosses
 
 
@@ -23,8 +24,8 @@ def falling(per_step: float, windows: int = 10, noise: float = 0.0, seed: int = 
 def test_a_straight_fall_is_measured_exactly(per_step: float, low_noise: bool) -> None:
     slope = falling(per_step)
     assert slope.per_step(low_noise) == pytest.approx(per_step)
-    assert slope.steps_for(7 * per_step, low_noise) == pytest.approx(7.0)
-    assert slope.steps_for(-7 * per_step, low_noise) == pytest.approx(-7.0)
+    assert in_steps(7 * per_step, slope.per_step(low_noise)) == pytest.approx(7.0)
+    assert in_steps(-7 * per_step, slope.per_step(low_noise)) == pytest.approx(-7.0)
 
 
 def test_noise_averages_out_over_windows() -> None:
@@ -41,9 +42,9 @@ def test_nothing_is_known_before_three_windows() -> None:
 
 
 @pytest.mark.parametrize("per_step", [0.0, -0.01])
-def test_a_loss_that_does_not_fall_is_worth_nothing_sayable(per_step: float) -> None:
+def test_where_the_loss_does_not_fall_a_gain_is_worth_no_steps(per_step: float) -> None:
     for low_noise in (False, True):
-        assert math.isnan(falling(per_step).steps_for(1.0, low_noise))
+        assert in_steps(1.0, falling(per_step).per_step(low_noise)) == 0.0
 
 
 def test_only_the_last_twelve_windows_count() -> None:

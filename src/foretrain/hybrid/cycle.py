@@ -62,7 +62,7 @@ class Transition:
     reason: str
     changed: bool = False
     undo: bool = False
-    """The open move must be taken back: restore the snapshot."""
+    """The open move must be undone: restore the snapshot."""
 
 
 LEGAL: frozenset[tuple[Phase, Phase]] = frozenset(

@@ -71,7 +71,7 @@ class Ledger(Stateful):
     unaudited_moves: int = 0
     """Moves that were kept on the evidence of earlier audits."""
     cost: float = 0.0
-    """Full steps that probes, audits, and steps taken back have cost."""
+    """Full steps that probes, audits and undone steps have cost."""
 
     def gain(self, full_steps: float) -> dict[str, Any]:
         """`audit` of the summary: percent of the time to this loss that prediction saved, all its costs charged.

@@ -167,7 +167,7 @@ class Policy(Deliberation):
             self._reset_predictor("it led to numbers that are not finite")
 
     def abandon(self, reason: str) -> Any:
-        """Take a move back that something else than its forecast stopped, wherever it is; full steps follow.
+        """Undo a move that something else than its forecast stopped, wherever it is; full steps follow.
 
         Returns the batch it began with, if it had begun.
         """
@@ -184,7 +184,7 @@ class Policy(Deliberation):
         return move.batch
 
     def interrupt(self, reason: str) -> Any:
-        """End the open move at once. One that stays without a judgement is kept; any other is taken back, and the batch
+        """End the open move at once. One that stays without a judgement is kept; any other is undone, and the batch
         it began with is returned."""
         move = self._open_move
         move.end_now()

@@ -273,11 +273,6 @@ class WindowLosses(Stateful):
         steps = steps - steps.mean()
         return float(-(steps @ losses) / (steps @ steps))
 
-    def steps_for(self, gain: float, low_noise: bool) -> float:
-        """Full steps that a gain in loss is worth; nan where the loss does not fall."""
-        slope = self.per_step(low_noise)
-        return gain / slope if slope > 0 else math.nan
-
 
 def middle(ordered: Sequence[float]) -> float:
     """The median of numbers that are in order."""

@@ -72,7 +72,7 @@ class Move(Stateful, ABC):
     cost: float = 0.0
     """Full steps spent on it that plain training would not have spent."""
     refused: bool = False
-    """It was taken back before any full step followed on it: its batch is still there to be trained on."""
+    """It was undone before any full step followed on it: its batch is still there to be trained on."""
     reason: str = ""
     """Why it was refused."""
 

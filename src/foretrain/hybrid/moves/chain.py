@@ -29,7 +29,7 @@ so a long chain risks no more than a short one."""
 
 class Chain(JudgedMove):
     """Leaps to where the gradient should vanish, for as long as they beat the optimizer's own steps. Held-out data may
-    end it, and takes it back to where the held-out loss was lowest."""
+    end it, and it returns to where the held-out loss was lowest."""
 
     kind = "chain"
     chained = True
