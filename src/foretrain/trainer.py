@@ -265,8 +265,8 @@ class HybridTrainer:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that decides how the run goes on, also in the middle of a move. Tensors are not copied."""
-        parts = {name: None if part is None else part.state_dict() for name, part in self._parts().items()}
-        return self.engine.state_dict() | parts
+        state = self.engine.state_dict()  # first: with it the last numbers of the meter reach the others
+        return state | {name: None if part is None else part.state_dict() for name, part in self._parts().items()}
 
     def load_state_dict(self, state: dict[str, Any], origin: str = "the given state") -> None:
         """Put a state back, in place: afterwards every step is, bit for bit, what it would have been."""

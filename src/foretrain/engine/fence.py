@@ -114,7 +114,8 @@ class Fence:
 
     def obey(self) -> None:
         """End the program if own code wants that, unless it is postponed. To be called where the run can go on from."""
-        if not self._postponed and (order := self.taken()) is not None:
+        if self.order is not None and not self._postponed:
+            order, self.order = self.order, None
             raise order
 
     def taken(self) -> BaseException | None:
