@@ -16,6 +16,8 @@ from foretrain import HybridTrainer
 from foretrain.config import from_mapping
 from foretrain.events import Phase, Recovered
 from foretrain.hybrid import resting as rests
+from foretrain.hybrid.moves.base import MoveTools
+from foretrain.hybrid.moves.judged import JudgedMove
 from foretrain.hybrid.moves.leap import Leap
 from foretrain.motion.predictors.base import Followed, Forecast, Predictor, Situation
 from foretrain.motion.trajectory import Trajectory
@@ -473,14 +475,16 @@ def test_monitor_interval_is_how_often_a_forward_pass_looks(interval: int) -> No
         assert math.isnan(loss) == (number not in looked)
 
 
-def test_correction_interval_is_how_often_a_rollout_is_corrected() -> None:
+def test_correction_interval_is_how_often_a_rollout_is_corrected(monkeypatch: pytest.MonkeyPatch) -> None:
     run = rolled(hybrid__correction_interval=4)
-    trainer, plan = run.trainer, run.trainer.pilot.plan()
+    trainer, plan = run.trainer, run.trainer.policy.plan()
     asked: list[int] = []
-    trainer.mover._suggestion = lambda coefficients, steps: (  # type: ignore[method-assign]
-        asked.append(trainer.mover.open_move.moved + 1),
-        np.zeros_like(coefficients),
-    )[1]
+
+    def suggestion(tools: MoveTools, coefficients: Any, steps: int) -> Any:
+        asked.append(trainer.policy.move.moved + 1)
+        return np.zeros_like(coefficients)
+
+    monkeypatch.setattr(MoveTools, "suggestion", suggestion)
     for _ in range(plan.horizon):
         run.step()
     assert asked == list(range(4, plan.horizon + 1, 4))
@@ -488,11 +492,11 @@ def test_correction_interval_is_how_often_a_rollout_is_corrected() -> None:
 
 def test_an_active_correction_moves_the_weights() -> None:
     plain_run, corrected = rolled(hybrid__correction_interval=0), rolled(hybrid__correction_interval=2)
-    correction = corrected.trainer.pilot.correction
+    correction = corrected.trainer.policy.correction
     correction.tried, correction.plain_error, correction.corrected_error = 10, 1.0, 0.5
     assert correction.active
     assert correction.stored > 0
-    horizon = corrected.trainer.pilot.plan().horizon
+    horizon = corrected.trainer.policy.plan().horizon
     for run in (plain_run, corrected):
         for _ in range(horizon):
             run.step()
@@ -502,7 +506,7 @@ def test_an_active_correction_moves_the_weights() -> None:
 def test_the_correction_before_validation_is_counted() -> None:
     run = world(Net(), Regression(), AUDITED, "repeat")
     before_a_move(run)
-    correction = run.trainer.pilot.correction
+    correction = run.trainer.policy.correction
     correction.tried, correction.plain_error, correction.corrected_error = 10, 1.0, 0.5
     while not run.moves:
         run.step()
@@ -845,11 +849,11 @@ def test_a_predictor_that_keeps_the_tensors_it_is_given_does_not_spoil_the_snaps
     assert counts == [10.0, 10.0]
 
 
-def test_the_correction_carries_the_average_along() -> None:
+def test_the_correction_carries_the_average_along(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {**AUDITED, "evaluation.ema_decay": 0.9}
     run = before_a_move(world(Net(), Regression(), settings, "repeat"))
     trainer = run.trainer
-    correction = trainer.pilot.correction
+    correction = trainer.policy.correction
     correction.tried, correction.plain_error, correction.corrected_error = 10, 1.0, 0.5
     run.step()
     assert trainer.phase is Phase.CORRECT
@@ -861,8 +865,8 @@ def test_the_correction_carries_the_average_along() -> None:
             return {"weights": weights, "average": [p.detach().clone() for p in trainer.model.parameters()]}
 
     before = both()
-    inner = trainer.mover._apply_correction
-    trainer.mover._apply_correction = lambda move: (inner(move), seen.update(both()))  # type: ignore[method-assign]
+    inner = JudgedMove._correct
+    monkeypatch.setattr(JudgedMove, "_correct", lambda move: (inner(move), seen.update(both())))
     run.step()
     assert not torch.equal(seen["weights"][0], before["weights"][0])
     for index in range(len(before["weights"])):
