@@ -83,8 +83,7 @@ class HybridTrainer:
         self.hybrid: Hybrid | None = None
         """All that predicts; None in a run of full steps only."""
         self.policy: Policy | None = None
-        self.stopping = False
-        """Somebody called `stop`."""
+        self.stopping = False  # until somebody calls `stop`
         self._length = KnownLength(engine, emit)
         if config.hybrid.mode != "off" and engine.full_step.parameters:
             self.hybrid = hybrid = Hybrid(engine, self.checkup, self.rescue, self.look_ahead, predictor, probe, emit)
@@ -243,8 +242,6 @@ class HybridTrainer:
     def _look_at_health(self) -> None:
         if self.checkup.due and (self.hybrid is None or self.hybrid.settled):
             self.checkup.judge()
-
-    # --- the whole state ---------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that decides how the run goes on, also in the middle of a move. Tensors are not copied."""
