@@ -35,8 +35,6 @@ import foretrain
 from foretrain import Followed, Forecast, HybridTrainer, Predictor, Situation, load
 
 Trace = list[str]
-GONE = {"correction", "corrections", "correction_interval"}
-"""Settings and entries of the summary that some of the commits compared do not have."""
 TIMES = {"seconds", "total_seconds", "tokens_per_second", "time", "path", "resident_peak", "eta"}
 TIMES |= {"megabytes", "weights_megabytes", "prediction_megabytes"}  # these depend on the form of checkpoints
 RENAMED = {"lookahead": "return_ahead"}
@@ -181,7 +179,7 @@ class Kept:
 def plain(value: Any) -> Any:
     """JSON without times and paths; numbers as their exact digits."""
     if isinstance(value, Mapping):
-        kept = {key: entry for key, entry in value.items() if key not in TIMES | GONE}
+        kept = {key: entry for key, entry in value.items() if key not in TIMES}
         return {RENAMED.get(str(key), str(key)): plain(entry) for key, entry in kept.items()}
     if isinstance(value, list | tuple):
         return [plain(entry) for entry in value]
@@ -193,8 +191,6 @@ def plain(value: Any) -> Any:
 
 
 def configured(settings: Mapping[str, Any], preset: str = "measured") -> Any:
-    if hasattr(load(None).config, "correction"):  # commits that still had it: without it, as all others are
-        settings = {"correction.limit": 0.0, **settings}
     return load(None, [f"{name}={json.dumps(value)}" for name, value in settings.items()], preset).config
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 MODULES = (
     "hybrid/ledger.py",
+    "hybrid/correction.py",
     "hybrid/exact_gain.py",
     "hybrid/gate.py",
     "health/detect.py",

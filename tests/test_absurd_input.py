@@ -89,6 +89,7 @@ def refused(call: Call) -> Callable[..., str]:
         f"model.heads={2**63}",
         f"hybrid.max_predict_steps=9{'0' * 400}",
         "hybrid.max_predict_steps=9e400",
+        f"correction.residuals={2**63 - 1}",
         "hybrid.secant_memory_mb=1e308",
         f"data.max_documents={2**63}",
         "optimizer.learning_rate=1e308",

@@ -1160,6 +1160,12 @@ def harmful(**changes: Any) -> Hybrid:
     return hybrid(predictor=Repeating(1.0, far=-30.0), **changes)
 
 
+def biased(**changes: Any) -> Hybrid:
+    """Forecasts go half as far as the weights really go: past residuals tell by how much to correct a move."""
+    settings = {"hybrid__warmup_steps": 100, "hybrid__full_steps": 30, **changes}
+    return hybrid(300, predictor=Repeating(0.5), **settings)
+
+
 @effect("hybrid.mode")
 def _(bench: Bench) -> None:
     plain, leap, rollout = (hybrid(hybrid__mode=mode) for mode in ("off", "leap", "rollout"))
@@ -1213,6 +1219,15 @@ def _(bench: Bench) -> None:
     """Of a loss right after a leap: what is tolerated is judged later."""
     for threshold, verdict in ((3.0, "refused"), (1e6, "rolled back")):
         assert harmful(hybrid__search=False, hybrid__divergence_threshold=threshold).moves[0].verdict == verdict
+
+
+@effect("hybrid.correction_interval")
+def _(bench: Bench) -> None:
+    never, often = (biased(hybrid__mode="rollout", hybrid__correction_interval=steps) for steps in (0, 3))
+    pairs = enumerate(zip(never.losses, often.losses, strict=False))
+    differing = next(place for place, (one, other) in pairs if one != other)
+    assert never.phases[differing - 2 : differing + 1] == ["predict"] * 3
+    assert often.losses[differing] < never.losses[differing]  # half of the way was missing
 
 
 @effect("hybrid.monitor_interval")
@@ -1412,6 +1427,38 @@ def _(bench: Bench) -> None:
 def _(bench: Bench) -> None:
     for kind in ("mlp", "rssm"):
         changes_forecasts("predictor__learning_rate", 1e-3, 1e-2, **{**SMALL, "predictor__type": kind})
+
+
+@effect("correction.residuals")
+def _(bench: Bench) -> None:
+    for count in (3, 6):
+        state = hybrid(correction__residuals=count, hybrid__warmup_steps=200).trainer.state_dict()
+        assert len(state["hybrid"]["pilot"]["correction"]["ring"][1]) == count
+
+
+@effect("correction.similarity")
+def _(bench: Bench) -> None:
+    assert biased(correction__similarity=-1.0).trainer.summary()["corrections"]["applied"] > 0
+    assert biased(correction__similarity=0.999999).trainer.summary()["corrections"]["applied"] == 0
+
+
+@effect("correction.neighbors")
+def _(bench: Bench) -> None:
+    runs = [biased(correction__neighbors=count, correction__similarity=-1.0) for count in (1, 1, 5)]
+    assert torch.equal(runs[0].weights, runs[1].weights)
+    assert not torch.equal(runs[0].weights, runs[2].weights)
+
+
+@effect("correction.limit")
+def _(bench: Bench) -> None:
+    settings = {"hybrid__mode": "rollout", "hybrid__correction_interval": 1, "correction__similarity": -1.0}
+    falls = []
+    for limit in (0.0, 0.2, 1.0):
+        run = biased(correction__limit=limit, **settings)
+        place = run.phases.index("predict")
+        falls.append(run.losses[place - 1] - run.losses[place + 5])
+    assert 0 < falls[0] < falls[1] < falls[2]
+    assert biased(correction__limit=0.0).trainer.summary()["corrections"]["applied"] == 0
 
 
 @effect("audit.time_budget")

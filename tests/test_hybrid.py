@@ -289,6 +289,7 @@ def test_an_audit_that_says_better_leaves_the_run_with_the_move(monkeypatch: pyt
     first = run.position
     trainer = run.trainer
     trainer.policy.tools.worth.noisy = lambda gain: 3.0  # type: ignore[method-assign]
+    trainer.policy.correction.tried = -1000  # no correction of the move
     begun: dict[str, Any] = {}
     inner = Leap.arrive
 
@@ -470,6 +471,42 @@ def test_monitor_interval_is_how_often_a_forward_pass_looks(interval: int) -> No
     assert probed == [0, *looked, plan.horizon]  # the anchor first, the same tokens again last
     for number, loss in enumerate(losses, start=1):
         assert math.isnan(loss) == (number not in looked)
+
+
+def test_correction_interval_is_how_often_a_rollout_is_corrected() -> None:
+    run = rolled(hybrid__correction_interval=4)
+    trainer, plan = run.trainer, run.trainer.pilot.plan()
+    asked: list[int] = []
+    trainer.mover._suggestion = lambda coefficients, steps: (  # type: ignore[method-assign]
+        asked.append(trainer.mover.open_move.moved + 1),
+        np.zeros_like(coefficients),
+    )[1]
+    for _ in range(plan.horizon):
+        run.step()
+    assert asked == list(range(4, plan.horizon + 1, 4))
+
+
+def test_an_active_correction_moves_the_weights() -> None:
+    plain_run, corrected = rolled(hybrid__correction_interval=0), rolled(hybrid__correction_interval=2)
+    correction = corrected.trainer.pilot.correction
+    correction.tried, correction.plain_error, correction.corrected_error = 10, 1.0, 0.5
+    assert correction.active
+    assert correction.stored > 0
+    horizon = corrected.trainer.pilot.plan().horizon
+    for run in (plain_run, corrected):
+        for _ in range(horizon):
+            run.step()
+    assert not same_weights(plain_run.trainer.model, corrected.trainer.model)
+
+
+def test_the_correction_before_validation_is_counted() -> None:
+    run = world(Net(), Regression(), AUDITED, "repeat")
+    before_a_move(run)
+    correction = run.trainer.pilot.correction
+    correction.tried, correction.plain_error, correction.corrected_error = 10, 1.0, 0.5
+    while not run.moves:
+        run.step()
+    assert run.trainer.summary()["corrections"]["applied"] == 1
 
 
 # --- rest ------------------------------------------------------------------------------------------------------------
@@ -806,6 +843,31 @@ def test_a_predictor_that_keeps_the_tensors_it_is_given_does_not_spoil_the_snaps
         for _ in range(20):
             run.step()
     assert counts == [10.0, 10.0]
+
+
+def test_the_correction_carries_the_average_along() -> None:
+    settings = {**AUDITED, "evaluation.ema_decay": 0.9}
+    run = before_a_move(world(Net(), Regression(), settings, "repeat"))
+    trainer = run.trainer
+    correction = trainer.pilot.correction
+    correction.tried, correction.plain_error, correction.corrected_error = 10, 1.0, 0.5
+    run.step()
+    assert trainer.phase is Phase.CORRECT
+    seen: dict[str, list[Tensor]] = {}
+
+    def both() -> dict[str, list[Tensor]]:
+        weights = [p.detach().clone() for p in trainer.model.parameters()]
+        with trainer.averaged_weights():
+            return {"weights": weights, "average": [p.detach().clone() for p in trainer.model.parameters()]}
+
+    before = both()
+    inner = trainer.mover._apply_correction
+    trainer.mover._apply_correction = lambda move: (inner(move), seen.update(both()))  # type: ignore[method-assign]
+    run.step()
+    assert not torch.equal(seen["weights"][0], before["weights"][0])
+    for index in range(len(before["weights"])):
+        moved = seen["weights"][index] - before["weights"][index]
+        assert torch.allclose(seen["average"][index] - before["average"][index], moved, atol=1e-6)
 
 
 def test_look_ahead_switched_on_at_a_resume_survives_an_emergency() -> None:

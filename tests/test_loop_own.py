@@ -239,7 +239,7 @@ def test_the_record_is_what_happened(tmp_path: Path) -> None:
     assert settings["optimizer"].items() >= used.items()
     assert settings["schedule"] == {"type": "torch.optim.lr_scheduler.ExponentialLR"}
     assert (settings["batch_size"], settings["hybrid"]) == (8, {"mode": "off"})
-    assert not settings.keys() & {"data", "lora", "predictor", "audit"}
+    assert not settings.keys() & {"data", "lora", "predictor", "audit", "correction"}
     page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
     assert "points per second" in page
     for false in ("muon", "gpt2", "tokens per second"):

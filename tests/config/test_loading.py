@@ -11,7 +11,7 @@ import pytest
 from foretrain import config as configuration
 from foretrain.config import KNOWN, Config, from_mapping, load, settings, to_mapping, to_toml
 from foretrain.config.loading import LoadedConfig
-from foretrain.config.names import BARE_ALIASES, GONE, KEY_ALIASES, NICKNAMES, PRESETS, RESERVED
+from foretrain.config.names import BARE_ALIASES, KEY_ALIASES, NICKNAMES, PRESETS, RESERVED
 from foretrain.errors import ConfigError
 
 
@@ -436,12 +436,6 @@ def test_a_notice_names_the_key_and_why_it_changes_nothing(tmp_path: Path) -> No
     assert notices == tuple(
         f"dataset.{key} has no effect: it only describes the data" for key in ("domain", "diversity_score")
     )
-
-
-@pytest.mark.parametrize("name", sorted(GONE))
-def test_settings_that_are_gone_are_refused_with_the_reason(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"--set: {name} is gone: .*; leave it out"):
-        load(None, [f"{name}=1"])
 
 
 @pytest.mark.parametrize("name", sorted(RESERVED))

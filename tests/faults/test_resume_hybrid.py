@@ -625,6 +625,7 @@ OTHER = {
     "another way": {"hybrid.mode": "rollout"},
     "no prediction": {"hybrid.mode": "off"},
     "a narrow basis": {"hybrid.basis_type": "bf16"},
+    "fewer residuals": {"correction.residuals": 3},
 }
 
 

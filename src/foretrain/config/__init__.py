@@ -4,6 +4,7 @@ from foretrain.config.listing import KNOWN, settings
 from foretrain.config.loading import from_mapping, load, parse_override
 from foretrain.config.schema import (
     Config,
+    CorrectionConfig,
     DataConfig,
     ModelConfig,
     OptimizerConfig,
@@ -15,6 +16,7 @@ from foretrain.config.writing import changed, given, to_mapping, to_toml
 __all__ = [
     "KNOWN",
     "Config",
+    "CorrectionConfig",
     "DataConfig",
     "ModelConfig",
     "OptimizerConfig",

@@ -163,15 +163,8 @@ VALUE_ALIASES: dict[str, dict[Any, Any]] = {
 RESERVED: dict[str, str] = {
     "data.domain": "it only describes the data",
     "data.diversity_score": "it only describes the data",
-    "hybrid.correction_interval": "the residual correction is gone, because no run was better for it",
 }
 """Known names without a setting behind them (yet): they load, and a notice says that they change nothing and why."""
-
-GONE: dict[str, str] = {
-    f"correction.{key}": "the residual correction is no more, because no run was better for it"
-    for key in ("residuals", "similarity", "neighbors", "limit")
-}
-"""Settings that were there once, and why they are gone: they are refused with that."""
 
 
 def _preset(*values: float) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from typing import Any
 from foretrain.config.listing import KNOWN, settings
 from foretrain.config.names import (
     BARE_ALIASES,
-    GONE,
     KEY_ALIASES,
     NICKNAMES,
     RESERVED,
@@ -55,8 +54,6 @@ def canonical_names(name: str, source: str, beside: frozenset[str] = frozenset()
         if len(_same_key(key)) > 1 and not (spelled == key and _in_company(BARE_ALIASES[key], beside)):
             raise ConfigError(f"{source}: {name} can mean {_both(_same_key(key))}; write the full name")
         return (BARE_ALIASES[key],)
-    if spelled in GONE:
-        raise ConfigError(f"{source}: {name} is gone: {GONE[spelled]}; leave it out")
     near = nearest(spelled, section, key)
     hint = f"; did you mean {near}?" if near else "; `foretrain config show` lists every key"
     raise ConfigError(f"{source}: unknown key {name}{hint}")

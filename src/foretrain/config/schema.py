@@ -341,6 +341,8 @@ class HybridConfig(Section):
     """Predict only when a move is more likely than this to be kept."""
     divergence_threshold: Positive = 3.0
     """A loss this many standard deviations above its average is a warning."""
+    correction_interval: CountOrZero = 0
+    """Predicted steps between corrections inside a long rollout. 0: only at its end."""
     monitor_interval: Count = 1
     """Predicted steps between forward passes that watch a rollout."""
     window_steps: Annotated[int, Field(ge=2, le=MOST)] = 10
@@ -394,6 +396,19 @@ class PredictorConfig(Section):
     """Windows that `rssm` is trained through."""
     learning_rate: Positive = 1e-3
     """Learning rate of `mlp` and `rssm` themselves."""
+
+
+class CorrectionConfig(Section):
+    """How errors of past forecasts correct a move."""
+
+    residuals: Annotated[int, Field(ge=1, le=2**20)] = 1000
+    """Residuals that are remembered."""
+    similarity: Annotated[float, Field(ge=-1, lt=1)] = 0.7
+    """Cosine of two training states above which a residual of one counts for the other."""
+    neighbors: Count = 5
+    """Most similar residuals that are used."""
+    limit: NonNegative = 0.2
+    """Largest correction, as a share of the move, per group of weights."""
 
 
 class AuditConfig(Section):
@@ -503,6 +518,7 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     hybrid: HybridConfig = HybridConfig()
     predictor: PredictorConfig = PredictorConfig()
+    correction: CorrectionConfig = CorrectionConfig()
     audit: AuditConfig = AuditConfig()
     guard: GuardConfig = GuardConfig()
     health: HealthConfig = HealthConfig()

@@ -14,7 +14,7 @@ from foretrain.models.gpt2 import GPT2
 _OF_MODEL = ("model", "data", "lora")
 _OF_TEXT = frozenset({"batches", "answers", "final_answer", "fused_loss", "loss_rows", "narrow_residual"})
 """Settings of other sections that only language models of ours and their data go by."""
-_OF_PREDICTION = ("predictor", "audit")
+_OF_PREDICTION = ("predictor", "correction", "audit")
 _HIDDEN = frozenset({"params", "peak_lr", "initial_lr", "foreach", "fused", "capturable", "differentiable", "maximize"})
 
 

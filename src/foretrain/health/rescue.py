@@ -43,6 +43,10 @@ class Excursions(Protocol):
     @property
     def phase(self) -> Phase: ...
 
+    @property
+    def corrections(self) -> int:
+        """Corrections of moves so far: they change weights, and no other count shows them."""
+
     def abandon(self, reason: str) -> Any:
         """Undo the open move, wherever it is. Returns the batch it began with, None if it had not begun."""
 
@@ -196,8 +200,8 @@ class Rescue:
 
     def _counts(self) -> tuple[int, ...]:
         """Counts that change with everything a step cannot undo. The position in the data comes first."""
-        progress = self.engine.progress
-        return progress.position, progress.global_step, progress.backward_passes, progress.probe_tokens
+        progress, corrections = self.engine.progress, 0 if self.excursions is None else self.excursions.corrections
+        return progress.position, progress.global_step, progress.backward_passes, progress.probe_tokens, corrections
 
     @property
     def _phase(self) -> Phase:

@@ -21,6 +21,7 @@ def account_of(policy: Deliberation, backward_passes: int) -> dict[str, Any]:
         "steps": dict(counts.steps),
         "moves": dict(counts.moves),
         "predicted_steps": counts.predicted_steps,
+        "corrections": {"applied": counts.corrections, "error_ratio": policy.correction.error_ratio},
         "recoveries": {kind: count for kind, count in counts.recoveries.items() if count},
         "rollbacks": {"times": counts.rollbacks, "undone_steps": counts.undone_steps},
         "forecast": quality.summary(),

@@ -69,6 +69,7 @@ def equip(
         recent=RecentBatches(engine, observer.trajectory),
         observer=observer,
         trajectory=observer.trajectory,
+        correction=policy.correction,
         counts=policy.score.counts,
         checkup=checkup,
         monitor=policy.monitor,

@@ -11,6 +11,7 @@ from foretrain.engine.world import World
 from foretrain.events import Phase
 from foretrain.health.act import Action, Kind, Outcome
 from foretrain.hybrid.appraisal import WINDOWS_TO_SCORE, Appraiser
+from foretrain.hybrid.correction import Correction
 from foretrain.hybrid.cycle import Cycle, Transition, View
 from foretrain.hybrid.gate import Answer
 from foretrain.hybrid.judges.judgement import Judgement
@@ -28,7 +29,7 @@ _WINDOWS_AWAKE = 10
 _WATCHED_IN_VAIN = 0.1
 """Share of a run's windows that are watched though nothing will be tried. Chosen: enough to say how predictable the run
 is, at a tenth of what watching costs."""
-_PARTS = ("cycle", "guard", "recovery", "gate", "bandit", "confidence", "predictability", "score", "rest")
+_PARTS = ("cycle", "guard", "recovery", "gate", "bandit", "confidence", "correction", "predictability", "score", "rest")
 
 
 class Deliberation:
@@ -45,6 +46,7 @@ class Deliberation:
         self.appraiser = Appraiser(config, observer, kind)
         self.gate, self.bandit = self.appraiser.gate, self.appraiser.bandit
         self.confidence, self.predictability = self.appraiser.confidence, self.appraiser.predictability
+        self.correction = Correction(config.correction)
         self.slope = observer.losses
         self.score = Scorekeeper(self.appraiser)
         self.rest = Rest(config, observer)
@@ -81,6 +83,7 @@ class Deliberation:
         numbers = list(zip(record.losses, record.gradient_norms, strict=True))
         actions = self.oversight.check_full(record.step - len(numbers) + 1, numbers, fp16)
         for followed, forecast, quality in self.observer.scored:  # would a move by them have been right?
+            self.correction.observe(followed, forecast.at(followed.horizon))
             right = quality.cosine > 0 if self.appraiser.searches else quality.r2 > 0
             self.appraiser.learn(forecast, followed.horizon, right, weight=0.25)
         return self.world.agree(actions)

@@ -21,6 +21,10 @@ class Emergencies:
     def phase(self) -> Phase:
         return self.policy.cycle.phase
 
+    @property
+    def corrections(self) -> int:
+        return self.policy.score.counts.corrections
+
     def abandon(self, reason: str) -> Any:
         return self.policy.abandon(reason)
 

@@ -18,13 +18,15 @@ _TWO_SIDED_95 = 0.975
 class Counts(Stateful):
     """What the summary counts."""
 
-    saved = ("steps", "moves", "predicted_steps", "recoveries", "rollbacks", "undone_steps")
+    saved = ("steps", "moves", "predicted_steps", "corrections", "recoveries", "rollbacks", "undone_steps")
 
     steps: dict[str, int] = field(default_factory=lambda: {phase.value: 0 for phase in Phase})
     """Virtual steps per phase; together `global_step`."""
     moves: dict[str, int] = field(default_factory=lambda: {"kept": 0, "shrunk": 0, "refused": 0, "rolled_back": 0})
     predicted_steps: int = 0
     """Steps ahead that all kept moves went, whatever they turned out to be worth."""
+    corrections: int = 0
+    """Moves that a residual correction followed on."""
     recoveries: dict[str, int] = field(default_factory=lambda: {kind.value: 0 for kind in Kind if kind != "continue"})
     rollbacks: int = 0
     """In an emergency; a move that is undone is none."""

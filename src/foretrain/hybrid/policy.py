@@ -13,7 +13,7 @@ from foretrain.engine.fence import Failure, OwnCodeError
 from foretrain.engine.hooks import StepHook
 from foretrain.engine.step import StepOutput
 from foretrain.engine.world import World
-from foretrain.events import Moved, Phase, Recovered
+from foretrain.events import Phase, Recovered
 from foretrain.health.act import Action, Kind, Outcome
 from foretrain.health.signs import StepReading
 from foretrain.hybrid.cycle import Transition, View
@@ -71,7 +71,12 @@ class Policy(Deliberation):
             raise RuntimeError(f"there is no kind of move for {plan.kind!r}")
         move = self.move = kind.make(plan)
         move.cost += spent
-        move.begin(batch)
+        try:
+            move.begin(batch)
+        except BaseException:
+            if move.batch is None:  # not even its snapshot was taken
+                self.move = None
+            raise
         if move.refused:
             self._learn_refused(move)
         else:
@@ -99,12 +104,12 @@ class Policy(Deliberation):
             if move.plan.low_noise:
                 self.guard.after_move()
 
-    def monitor(self, move: JudgedMove, loss: float, expected: float, last: bool) -> tuple[View, Transition]:
-        """What to do after a predicted step. loss: of a probe; nan if none was made."""
+    def monitor(self, move: JudgedMove, loss: float, expected: float | None, last: bool) -> tuple[View, Transition]:
+        """What to do after a predicted step. loss: of a probe; expected: what was forecast, None if none was made."""
         step, plan = self.tools.engine.global_step, move.plan
         self._follow(move)
         view = View(step, confidence=1.0, horizon_reached=last)
-        if not math.isnan(expected) and plan.forecast is not None:
+        if expected is not None and plan.forecast is not None:
             confidence = self.appraiser.estimate(plan.forecast, plan.horizon)
             threshold = min(self.recovery.threshold, plan.confidence)
             exit_to, actions = self.oversight.check_predicted(
@@ -150,7 +155,8 @@ class Policy(Deliberation):
                 move.undo()
         self.move = None
         verdict = "rolled back" if not judgement.kept else "shrunk" if move.share < 1 else "kept"
-        self._tell(move, verdict, judgement.reason + transition.reason, judgement.loss, judgement.worth_steps)
+        reason = judgement.reason + transition.reason
+        self.tools.emit(move.told(verdict, reason, judgement.loss, judgement.worth_steps))
         outcome = Outcome.KEPT if judgement.kept else Outcome.UNDONE
         actions = [action for action in actions if action.kind is not Kind.ROLL_BACK]
         return actions + self.recovery.cycle_ended(engine.global_step, self.cycle.number, outcome)
@@ -162,7 +168,7 @@ class Policy(Deliberation):
         coefficients = move.plan.coefficients
         if coefficients is not None and not np.isfinite(coefficients).all():
             self._reset_predictor("its forecast was no number")
-        self._tell(move, "refused", move.reason)
+        self.tools.emit(move.told("refused", move.reason))
         if self._predictor_harmed:
             self._reset_predictor("it led to numbers that are not finite")
 
@@ -173,14 +179,14 @@ class Policy(Deliberation):
         """
         move = self.move
         self.tools.snapshots.drop_best()
-        if move is None or move.batch is None:  # not even its snapshot was taken
+        if move is None:  # it had not begun
             self._force_full(reason)
             return None
         move.refuse(reason)
         self.score.spent(move.plan, move.cost + move.steps)
         self.score.counts.moves["refused"] += 1
         self._force_full(reason)
-        self._tell(move, "refused", reason)
+        self.tools.emit(move.told("refused", reason))
         return move.batch
 
     def interrupt(self, reason: str) -> Any:
@@ -200,7 +206,7 @@ class Policy(Deliberation):
         self.cycle.settle(reason)
         self.last_reason, self.move = reason, None
         self.observer.restart(new_level=move.chained)
-        self._tell(move, "kept", reason, move.loss)
+        self.tools.emit(move.told("kept", reason, move.loss))
         return None
 
     @property
@@ -212,25 +218,6 @@ class Policy(Deliberation):
     def _force_full(self, reason: str) -> None:
         self.cycle.force_full(reason)
         self.last_reason, self.move = reason, None
-
-    def _tell(self, move: JudgedMove, verdict: str, reason: str, loss: float = math.nan, worth: float = 0.0) -> None:
-        self.tools.emit(
-            Moved(
-                step=self.tools.engine.global_step,
-                horizon=move.horizon,
-                chained=move.chained,
-                verdict=verdict,
-                share=move.share,
-                audited=move.plan.audited,
-                anchor=move.anchor,
-                predicted_loss=move.plan.predicted_loss,
-                loss=loss,
-                confidence=move.plan.confidence,
-                worth_steps=round(worth, 2),
-                cost_steps=round(move.cost, 2),
-                reason=f"{move.plan.reason}; {reason}",
-            )
-        )
 
     # --- emergencies -------------------------------------------------------------------------------------------------
 
@@ -295,6 +282,7 @@ class Policy(Deliberation):
         trained = self.tools.engine.trained
         dtype = basis_type(self.config.hybrid.basis_type, sum(p.numel() for p in trained.parameters))
         self.observer.cover(trained.parameters, trained.names, dtype)
+        self.correction.forget()
         for kind in self.kinds:
             kind.cover()
         self.tools.forks.cover()

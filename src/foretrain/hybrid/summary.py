@@ -15,7 +15,7 @@ from foretrain.hybrid.hybrid import Hybrid
 from foretrain.hybrid.policy import Policy
 
 _NOT_IN_EVERY_RUN = (
-    *("moves", "predicted_steps", "recoveries", "rollbacks", "forecast", "confidence", "predictability"),
+    *("moves", "predicted_steps", "corrections", "recoveries", "rollbacks", "forecast", "confidence", "predictability"),
     *("exact", "audit", "learning_rate", "predictor", "basis_mb", "health", "memory", "peak_memory_mb"),
     *("out_of_memory", "signal", "best_checkpoint"),
 )

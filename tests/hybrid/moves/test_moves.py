@@ -23,6 +23,7 @@ from foretrain.hybrid.judges.held_out import HeldOut
 from foretrain.hybrid.judges.judgement import Judgement, Trusted
 from foretrain.hybrid.moves.base import Move
 from foretrain.hybrid.moves.judged import JudgedMove
+from foretrain.hybrid.snapshot import Snapshots
 from foretrain.persist.codec import put_together, snapshot
 
 DATA = Regression()
@@ -185,6 +186,24 @@ def test_a_judgement_that_says_no_undoes_the_move(name: str, monkeypatch: pytest
     assert run.moves[0].verdict == "rolled back"
     assert "the test wants it" in run.moves[0].reason
     assert differences(before, everything(run.trainer)) == []
+
+
+@moves
+def test_a_move_whose_snapshot_fails_has_not_begun(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It begins with the next batch then, also in a run that was saved and resumed in between."""
+    run = about_to_move(name)
+    before = everything(run.trainer)
+
+    def fail(snapshots: Snapshots, for_move: bool = True) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Snapshots, "take", fail)
+        with pytest.raises(MemoryError):
+            run.trainer.policy.open(run.data(run.position))
+    assert run.trainer.policy.move is None
+    assert differences(before, everything(run.trainer)) == []
+    assert begun(run, name).batch is not None
 
 
 # --- look-ahead and the race of rates --------------------------------------------------------------------------------

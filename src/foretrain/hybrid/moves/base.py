@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
+
 from foretrain.engine.engine import Engine
 from foretrain.engine.hooks import StepHook
 from foretrain.engine.step import StepOutput
@@ -15,6 +17,7 @@ from foretrain.persist.stateful import Stateful
 
 if TYPE_CHECKING:
     from foretrain.health.checkup import Checkup
+    from foretrain.hybrid.correction import Correction
     from foretrain.hybrid.cycle import Transition, View
     from foretrain.hybrid.judges.audit import Forks, RecentBatches
     from foretrain.hybrid.judges.held_out import Unseen
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
     from foretrain.hybrid.plan import Decision, Plan
     from foretrain.hybrid.snapshot import Snapshots
     from foretrain.motion.observer import Observer
+    from foretrain.motion.predictors.base import Array
     from foretrain.motion.trajectory import Trajectory
 
 
@@ -44,17 +48,27 @@ class MoveTools:
     observer: Observer
     trajectory: Trajectory
     """The directions that forecasts are made of; the observer's, unless a comparison holds moves still."""
+    correction: Correction
     counts: Counts
     checkup: Checkup
     """Looks at the steps of a chain, as at full steps."""
-    monitor: Callable[[JudgedMove, float, float, bool], tuple[View, Transition]]
-    """The policy's opinion of a predicted step: (move, probe loss or nan, predicted loss, last step) -> stay or go."""
+    monitor: Callable[[JudgedMove, float, float | None, bool], tuple[View, Transition]]
+    """The policy's opinion of a predicted step: (move, probe loss, predicted loss or None, last step) -> stay or go."""
     emit: Callable[[Event], None]
 
     def count(self, steps: int) -> None:
         """Count virtual steps that a move is worth."""
         self.engine.global_step += steps
         self.counts.steps[Phase.PREDICT.value] += steps
+
+    def suggestion(self, coefficients: Array, steps: int) -> Array:
+        """How to correct a move by these coefficients over so many steps; zeros while corrections do not help."""
+        situation = self.observer.situation
+        if not self.correction.active or situation is None:
+            return np.zeros_like(coefficients)
+        windows, step = steps / self.trajectory.window, self.engine.global_step
+        found = self.correction.suggest(situation.state, step, windows, coefficients, situation.gram)
+        return np.zeros_like(coefficients) if found is None else found.coefficients
 
 
 class Move(Stateful, ABC):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from foretrain.engine.batch import map_tensors
 from foretrain.engine.step import StepOutput
-from foretrain.events import Phase
+from foretrain.events import Moved, Phase
 from foretrain.health.signs import StepReading
 from foretrain.hybrid.cycle import View
 from foretrain.hybrid.judges.audit import Audited
@@ -130,12 +130,28 @@ class JudgedMove(Move):
     # --- CORRECT -----------------------------------------------------------------------------------------------------
 
     def validate(self, batch: Any) -> StepOutput:
-        """A full step that shows what the move did."""
+        """Make the residual correction before the first full step; then a full step that shows what the move did."""
+        if self.steps == 0:
+            self._correct()
         output = self.tools.engine.full(batch)
         self._outputs.extend((output.loss, output.gradient_norm))
         self.steps += 1
         self.judge_of_move.validated(self, batch)
         return output
+
+    def _correct(self) -> None:
+        """Move on by what forecasts missed in similar states, if that helped lately."""
+        tools, planned = self.tools, self.plan.coefficients
+        if planned is None:
+            return
+        coefficients = tools.suggestion(planned * min(1.0, self.share), self.moved)
+        if not coefficients.any():
+            return
+        tools.engine.full_step.changing = True
+        tools.trajectory.move(coefficients)
+        if tools.engine.average is not None:
+            tools.engine.average.shift(tools.trajectory.displacement(coefficients), 1.0)
+        tools.counts.corrections += 1
 
     @property
     def over(self) -> bool:
@@ -170,10 +186,23 @@ class JudgedMove(Move):
         """Loss of the weights as they are, on the move's batch or another one, with the anchor's random numbers."""
         return self.tools.probes.loss(self, batch)
 
-    @property
-    def horizon(self) -> int:
-        """Steps ahead that it is told to have gone."""
-        return self.moved if self.chained else self.plan.horizon
+    def told(self, verdict: str, reason: str, loss: float = math.nan, worth: float = 0.0) -> Moved:
+        """What became of the move, as listeners are told. loss: that it was judged by."""
+        return Moved(
+            step=self.tools.engine.global_step,
+            horizon=self.moved if self.chained else self.plan.horizon,
+            chained=self.chained,
+            verdict=verdict,
+            share=self.share,
+            audited=self.plan.audited,
+            anchor=self.anchor,
+            predicted_loss=self.plan.predicted_loss,
+            loss=loss,
+            confidence=self.plan.confidence,
+            worth_steps=round(worth, 2),
+            cost_steps=round(self.cost, 2),
+            reason=f"{self.plan.reason}; {reason}",
+        )
 
     def after_load(self) -> None:
         """Random states stay on the host; all else goes to the device."""

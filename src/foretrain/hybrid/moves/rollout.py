@@ -23,7 +23,7 @@ class Rollout(JudgedMove):
 
     def predict(self, batch: Any) -> StepOutput | None:
         self._step_ahead()
-        loss, expected, last = math.nan, math.nan, self.moved >= self.plan.horizon
+        loss, expected, last = math.nan, None, self.moved >= self.plan.horizon
         if self.moved % self.tools.engine.config.hybrid.monitor_interval == 0 or last:
             loss = self.probe(batch)
             self.cost += FORWARD
@@ -52,6 +52,9 @@ class Rollout(JudgedMove):
             probes.offload()  # it is here after a resumption
         probes.bring_back(steps_left)
         step = forecast.at(self.moved + 1) - forecast.at(self.moved)
+        interval = config.hybrid.correction_interval
+        if interval and (self.moved + 1) % interval == 0:
+            step = step + self.tools.suggestion(step * interval, interval)
         displacement = self.tools.trajectory.displacement(step)
         engine.full_step.changing = True
         add_each(self.tools.trajectory.parameters, displacement)
