@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -16,15 +15,14 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from foretrain.config import Config
 from foretrain.config.schema import Level
+from foretrain.engine.composed import ComposedState
 from foretrain.engine.engine import Engine
-from foretrain.engine.explain import HandedIn, first_failure, past_the_end
+from foretrain.engine.explain import KnownLength, first_failure
 from foretrain.engine.memory.usage import MemoryMeter
 from foretrain.engine.own import Measure, OptimizerLike, check_processes
 from foretrain.engine.result import StepResult
-from foretrain.engine.state import as_checkpoint_error
 from foretrain.engine.world import World
-from foretrain.errors import ConfigError
-from foretrain.events import Bus, Listener, Notice, Phase
+from foretrain.events import Bus, Listener, Phase
 from foretrain.health.checkup import Checkup
 from foretrain.health.rescue import Rescue
 from foretrain.hybrid import summary as summaries
@@ -37,7 +35,6 @@ from foretrain.loop.fit import FitOptions, fit
 from foretrain.motion.predictors.base import Predictor
 from foretrain.motion.predictors.guarded import check_predictor
 from foretrain.persist.folder import RunFolder
-from foretrain.persist.form import check_form, check_format
 
 
 class HybridTrainer:
@@ -49,6 +46,7 @@ class HybridTrainer:
     such as `nn.MSELoss()`; without one `model.loss(batch)` is called. Without `max_steps` in the configuration the run
     has no end and no rate decays. predictor: instead of the configuration's; with `hybrid.mode = "off"` it is the plain
     loop. probe: batches that are never trained on; moves are then searched and judged on them, at the run's charge.
+    world: the processes that train together, for whoever connects several; alone by default.
     """
 
     def __init__(
@@ -78,19 +76,20 @@ class HybridTrainer:
         self.rescue = Rescue(engine, self.memory, emit)
         self.look_ahead = look_ahead_of(engine)
         self.checkup = Checkup(engine, emit)
-        hooks = (self.look_ahead, self.checkup if self.checkup.on else None)
-        engine.hooks = tuple(hook for hook in hooks if hook is not None)
+        watching = (self.look_ahead, self.checkup if self.checkup.on else None)
+        engine.hooks = tuple(hook for hook in watching if hook is not None)
         engine.rate_sources = (self.checkup.health,)
         engine.on_cover.append(self.checkup.cover)
         self.hybrid: Hybrid | None = None
         """All that predicts; None in a run of full steps only."""
         self.policy: Policy | None = None
-        self.stopping = False
-        """Somebody called `stop`."""
-        self._past_the_end = False
+        self.stopping = False  # until somebody calls `stop`
+        self._length = KnownLength(engine, emit)
         if config.hybrid.mode != "off" and engine.full_step.parameters:
             self.hybrid = hybrid = Hybrid(engine, self.checkup, self.rescue, self.look_ahead, predictor, probe, emit)
             self.policy, self.observer, self.race = hybrid.policy, hybrid.observer, hybrid.race
+        parts = {"look_ahead": self.look_ahead, "checkup": self.checkup, "hybrid": self.hybrid, "rescue": self.rescue}
+        self._state = ComposedState(engine, parts, emit)
 
     # --- what a loop of one's own asks for ----------------------------------------------------------------------------
 
@@ -119,10 +118,6 @@ class HybridTrainer:
     def position(self) -> int:
         """Batches of the data used so far. A rollback can go back in it, and `StepResult.rewound` says how far."""
         return self.engine.progress.position
-
-    @position.setter
-    def position(self, position: int) -> None:
-        self.engine.progress.position = position
 
     @property
     def backward_passes(self) -> int:
@@ -177,8 +172,7 @@ class HybridTrainer:
         Where memory runs out, `memory.on_out_of_memory` decides what follows.
         """
         engine, position = self.engine, self.engine.progress.position
-        if (engine.ended and not self.judging) or engine.config.epochs is not None:
-            self._check_end()
+        self._length.check(self.judging)
         self.catch_up()
         engine.fence.obey()
         if engine.trained.changed:
@@ -249,47 +243,13 @@ class HybridTrainer:
         if self.checkup.due and (self.hybrid is None or self.hybrid.settled):
             self.checkup.judge()
 
-    def _check_end(self) -> None:
-        """Steps go on after the last one that was planned: that is told once."""
-        if self.config.epochs is not None:
-            raise ConfigError(
-                "epochs is for fit(), which knows the data; in a loop of your own give max_steps, or none"
-            )
-        if not self._past_the_end:
-            self._past_the_end = True
-            text = past_the_end(self.engine)
-            warnings.warn(text, stacklevel=3)
-            self.bus.emit(Notice(text))
-
-    # --- the whole state ---------------------------------------------------------------------------------------------
-
     def state_dict(self) -> dict[str, Any]:
         """Everything that decides how the run goes on, also in the middle of a move. Tensors are not copied."""
-        state = self.engine.state_dict()  # first: with it the last numbers of the meter reach the others
-        return state | {name: None if part is None else part.state_dict() for name, part in self._parts().items()}
+        return self._state.state_dict()
 
     def load_state_dict(self, state: dict[str, Any], origin: str = "the given state") -> None:
         """Put a state back, in place: afterwards every step is, bit for bit, what it would have been."""
-        with as_checkpoint_error(origin):
-            check_format(state.get("format"), origin)
-            check_form(self.state_dict(), state)
-            handed_in = HandedIn.to(self.engine)
-            self.engine.put_back(state, origin)
-            for text in handed_in.differences(self.engine):
-                self.bus.emit(Notice(text, level="info"))
-            for name, part in self._parts().items():
-                if part is not None and state[name] is not None:  # else switched on or off since: it starts anew
-                    part.load_state_dict(state[name])
-            self.engine.freeze_as_saved(state)
-
-    def _parts(self) -> dict[str, Any]:
-        """What has a state beside the engine, in the order in which it is put back."""
-        return {
-            "look_ahead": self.look_ahead,
-            "checkup": self.checkup,
-            "hybrid": self.hybrid,
-            "rescue": self.rescue,
-        }
+        self._state.load_state_dict(state, origin)
 
     # --- a whole run -------------------------------------------------------------------------------------------------
 
@@ -326,8 +286,8 @@ class HybridTrainer:
         """
         self.engine.unit = unit or self.engine.unit
         asked = FitOptions(epochs, metrics or {}, tuple(callbacks), out, resume, overwrite, load_best, progress, table)
-        asked = replace(asked, on_interrupt=on_interrupt, title=title, details=details or {})
-        return fit(self, loader, held_out, replace(asked, data_fingerprint=data_fingerprint))
+        told = replace(asked, title=title, details=details or {}, data_fingerprint=data_fingerprint)
+        return fit(self, loader, held_out, replace(told, on_interrupt=on_interrupt))
 
     def stop(self) -> None:
         """End `fit` after this step, as early stopping does. For callbacks."""

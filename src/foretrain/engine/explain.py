@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +13,7 @@ from foretrain.engine.own import explain_first_failure
 from foretrain.engine.rates import FollowedRates
 from foretrain.engine.trained import Change
 from foretrain.errors import ConfigError, ForetrainError
+from foretrain.events import Event, Notice
 
 
 def first_failure(error: Exception, engine: Engine) -> ForetrainError | None:
@@ -27,18 +30,36 @@ def first_failure(error: Exception, engine: Engine) -> ForetrainError | None:
     )
 
 
-def past_the_end(engine: Engine) -> str:
-    """Steps go on after the last one that was planned: a schedule may have brought the rate down to nothing by now."""
-    what_to_do = (
-        "raise max_steps, or leave it out for a loop without an end"
-        if engine.max_steps_given
-        else "a schedule of the Config goes by max_steps: set it"
-    )
-    rate = engine.schedule(engine.progress.global_step)
-    return (
-        f"step() goes on after the last of max_steps = {engine.config.max_steps}, with a learning rate of {rate:.3g}; "
-        f"{what_to_do}"
-    )
+class KnownLength:
+    """Tells once that steps go on after the last one that was planned: a schedule may have brought the learning rate
+    down to nothing by then."""
+
+    def __init__(self, engine: Engine, emit: Callable[[Event], None]) -> None:
+        self.engine = engine
+        self.emit = emit
+        self._told = False
+
+    def check(self, judging: bool) -> None:
+        """Before every step. judging: a move is open, which may have gone past the end."""
+        engine = self.engine
+        if engine.config.epochs is not None:
+            raise ConfigError(
+                "epochs is for fit(), which knows the data; in a loop of your own give max_steps, or none"
+            )
+        if self._told or judging or not engine.ended:
+            return
+        self._told = True
+        what_to_do = (
+            "raise max_steps, or leave it out for a loop without an end"
+            if engine.max_steps_given
+            else "a schedule of the Config goes by max_steps: set it"
+        )
+        text = (
+            f"step() goes on after the last of max_steps = {engine.config.max_steps}, with a learning rate of "
+            f"{engine.schedule(engine.progress.global_step):.3g}; {what_to_do}"
+        )
+        warnings.warn(text, stacklevel=3)
+        self.emit(Notice(text))
 
 
 @dataclass(frozen=True, slots=True)

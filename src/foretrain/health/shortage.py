@@ -33,7 +33,7 @@ _PARTS = {
     "QuasiNewton.leap": "a quasi-Newton leap",
     "Secant.gradient_known": "the memory of quasi-Newton leaps",
     "CheckpointStore.save": "a checkpoint",
-    "HybridTrainer.load_state_dict": "the loading of a state",
+    "ComposedState.load_state_dict": "the loading of a state",
 }
 """What a function does, in words. The outermost and the innermost of those on the stack say what was going on."""
 RECORDING = _PARTS["GraphedStep._record"]
