@@ -24,8 +24,6 @@ FRAGMENTS = ("Of ", "Nor ", "And ", "The same")
 DEFINED_TWICE: set[str] = set()
 HANDED_THE_TRAINER: set[str] = set()
 BEGIN_WITH_FRAGMENTS = {
-    "foretrain/engine/engine.py",
-    "foretrain/engine/step.py",
     "foretrain/hybrid/cycle.py",
     "foretrain/hybrid/exact_gain.py",
     "foretrain/hybrid/gate.py",
@@ -39,10 +37,6 @@ BEGIN_WITH_FRAGMENTS = {
     "foretrain/hybrid/moves/secant.py",
     "foretrain/hybrid/policy.py",
     "foretrain/hybrid/snapshot.py",
-    "foretrain/loop/fit.py",
-    "foretrain/loop/run.py",
-    "foretrain/loop/saver.py",
-    "foretrain/trainer.py",
 }
 
 

@@ -375,7 +375,7 @@ class Engine:
         return self.changing_state_dict() | {"frozen": self.frozen, "format": FORMAT}
 
     def changing_state_dict(self) -> dict[str, Any]:
-        """The same without the fingerprint of frozen weights, which takes long: enough to go back in the same run."""
+        """Leave out the fingerprint of frozen weights, which takes long. It is enough to go back in the same run."""
         return state.of_run(self)
 
     def weights_state_dict(self) -> dict[str, Any]:

@@ -239,7 +239,7 @@ class Hybrid:
             raise DivergenceError(f"{action.text} (step {self.engine.progress.global_step})")
 
     def _is_news(self, action: Action) -> bool:
-        """The same kind of action over and over is said once per hundred steps."""
+        """Whether an action is to be told: one kind, over and over, is told once per hundred steps."""
         step = self.engine.progress.global_step
         weighty = action.kind in (Kind.ROLL_BACK, Kind.ABORT) or action.rate_factor != 1.0
         said = self.said.get(action.kind.value, -_SAY_EVERY)

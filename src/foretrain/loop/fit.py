@@ -157,7 +157,7 @@ def check_scheduler(rate: Rates, max_steps: int, evaluates: bool) -> None:
 
 
 def warning_of_failure(callback: Listener) -> Listener:
-    """The same listener; before it is dropped, as any that fails, its user is told, however quiet the run is."""
+    """Wrap a listener: before it is dropped, as any that fails, its user is told, however quiet the run is."""
 
     def listen(event: Event) -> None:
         try:

@@ -45,7 +45,7 @@ class Loop:
         self.again = self.folder.again if self.folder is not None else "resume=True"
         self.stop = stop
         self.last_words = ""
-        """Of a run that was interrupted."""
+        """What an interrupted run says at its end."""
         self.batches: Batches | None = None
         self.loader_state: dict[str, Any] | None = None
         self.untrained = False

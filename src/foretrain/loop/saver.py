@@ -53,7 +53,7 @@ class Saver:
         self.store = CheckpointStore(folder.checkpoints, config.checkpoint.keep)
         self.saved_step = -1
         self.earlier_seconds = 0.0
-        """Of the parts of this run before it was resumed, with start-up, evaluation and saving."""
+        """What the parts of this run took before it was resumed, with start-up, evaluation and saving."""
         self.unsaved_best: dict[str, Any] | None = None
         """The best weights, where they could not be saved; they wait for the next save."""
         self.state: Callable[[], dict[str, Any]] = engine.state_dict
@@ -67,7 +67,7 @@ class Saver:
 
     @property
     def total_seconds(self) -> float:
-        """Of all parts of the run, with start-up, evaluation and saving."""
+        """What all parts of the run took, with start-up, evaluation and saving."""
         return self.earlier_seconds + time.monotonic() - self.folder.opened
 
     # --- saving ------------------------------------------------------------------------------------------------------
