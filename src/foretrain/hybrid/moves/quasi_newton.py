@@ -21,7 +21,7 @@ from foretrain.hybrid.moves.secant import Secant
 from foretrain.motion.losses import WindowLosses
 from foretrain.motion.samples import bias_corrections
 from foretrain.persist.codec import random_state, restore_random_state
-from foretrain.persist.stateful import Stateful
+from foretrain.persist.stateful import Stateful, entry
 
 EXACT = 1e-5
 """Largest relative difference of two batches' losses at the same weights that still counts as the same loss. Full
@@ -42,14 +42,17 @@ _SHORTEST_LENGTH = 4
 """Leaps before a chain is compared with the optimizer's own steps. Chosen: fewer say too little."""
 _FADE = 0.7
 """Share that the pace of a chain keeps with each leap. Chosen: about the last three leaps count."""
-_SAVED = (
-    *("length", "loss", "leaps", "start_loss", "rate", "cost", "returned", "lowest", "exact", "lowest_unseen"),
-    "stopped",
-)
 
 
 class QuasiNewton(StepHook, Stateful):
     """Leaps, their length and their success. `length` adapts to how they do beside the optimizer's own steps."""
+
+    saved = (
+        *("length", "loss", "leaps", "start_loss", "rate", "cost", "returned", "lowest", "exact", "lowest_unseen"),
+        *("stopped", "_last"),
+    )
+    exact: bool | None
+    _last: Tensor | None
 
     def __init__(self, engine: Engine, pairs: int, memory_mb: float, longest: int) -> None:
         self.engine = engine
@@ -74,7 +77,7 @@ class QuasiNewton(StepHook, Stateful):
         """Held-out loss there."""
         self.stopped = False
         """It is to end with its next leap, whatever that brings."""
-        self.exact: bool | None = None
+        self.exact = None
         """Whether two batches gave the same loss at the same weights when they were last compared."""
 
     def cover(self) -> None:
@@ -87,7 +90,7 @@ class QuasiNewton(StepHook, Stateful):
         self.possible = not self.obstacles
         self.secant: Secant | None = None
         """Made when it is first needed: most runs are noisy and never do."""
-        self._last: Tensor | None = None
+        self._last = None
         self.lowest = self.lowest_unseen = math.nan
 
     # --- full steps of the optimizer ---------------------------------------------------------------------------------
@@ -299,20 +302,21 @@ class QuasiNewton(StepHook, Stateful):
             self.secant.place()
 
     def state_dict(self) -> dict[str, Any]:
-        secant = self.secant.state_dict() if self.secant is not None else None
-        return {name: getattr(self, name) for name in _SAVED} | {"secant": secant, "last": self._last}
+        """Everything that decides about later leaps; the pairs as well, once there are any."""
+        return super().state_dict() | {"secant": self.secant.state_dict() if self.secant is not None else None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for name in _SAVED:
-            setattr(self, name, state[name])
+        """Put a state back. Pairs are forgotten where settings make leaps impossible now."""
+        pairs = entry(state, "secant", "QuasiNewton")
+        super().load_state_dict({name: value for name, value in state.items() if name != "secant"})
         self.length = min(self.length, self.longest)
-        last = state["last"]
-        self._last = None if last is None else last.clone().to(self.engine.device)
-        if self.possible and state["secant"] is not None:
-            self.secant = self.secant or Secant(self.parameters, self.pairs, _REACH, self.engine.world)
-            self.secant.load_state_dict(state["secant"])
-        else:
+        if self._last is not None:
+            self._last = self._last.to(self.engine.device)
+        if not self.possible or pairs is None:
             self.secant = None
+            return
+        self.secant = self.secant or Secant(self.parameters, self.pairs, _REACH, self.engine.world)
+        self.secant.load_state_dict(pairs)
 
 
 @contextmanager
