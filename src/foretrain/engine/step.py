@@ -33,8 +33,8 @@ class StepOutput:
     skipped: Tensor
     """1.0 when loss or gradient was not finite and nothing was updated."""
     gradient_norms: Tensor | None = None
-    """One norm per trained parameter, before clipping; not a number where it has no gradient. It comes for nothing with the
-    norm of all. Where steps are recorded the next one overwrites it."""
+    """One norm per trained parameter, before clipping; not a number where it has no gradient. It comes for nothing with
+    the norm of all. Where steps are recorded the next one overwrites it."""
 
 
 class FullStep:
