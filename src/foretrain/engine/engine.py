@@ -372,10 +372,12 @@ class Engine:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that decides how the run goes on. Tensors are referred to, not copied."""
-        return self.changing_state_dict() | {"frozen": self.frozen, "format": FORMAT}
+        spent = {"meter": self.meter.state_dict(), "seconds": self.clock.seconds}
+        return self.changing_state_dict() | spent | {"frozen": self.frozen, "format": FORMAT}
 
     def changing_state_dict(self) -> dict[str, Any]:
-        """Leave out the fingerprint of frozen weights, which takes long. It is enough to go back in the same run."""
+        """Leave out what was spent and the fingerprint of frozen weights, which takes long. It is enough to go back in
+        the same run."""
         return state.of_run(self)
 
     def weights_state_dict(self) -> dict[str, Any]:

@@ -41,8 +41,6 @@ def of_run(engine: Engine) -> State:
         "rates": engine.rate.state_dict(),
         "random": random_state(),
         "progress": engine.progress.state_dict(),
-        "meter": engine.meter.state_dict(),
-        "seconds": engine.clock.seconds,
     }
 
 

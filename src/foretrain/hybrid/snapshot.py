@@ -127,7 +127,6 @@ class Snapshots:
         state = self.engine.changing_state_dict()
         names = ("global_step", "position", *HELD_OUT_RECORD)
         state["progress"] = {name: state["progress"][name] for name in names}
-        del state["meter"], state["seconds"]  # what was spent stays spent
         for name, part in self.covered.items():
             state[name] = part.save() if for_move or part.in_emergencies else None
         state["loader"] = self.loader_state()
