@@ -33,7 +33,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "off": {"hybrid.mode": "off"},
     "watching": {"hybrid.mode": "leap", "hybrid.warmup_steps": 90_000, "audit.time_budget": 0.005},
 }
-STEPS = {"tiny": 100, "124M": 20}
+STEPS = {"tiny": 60, "124M": 20}
 
 
 # --- one version -----------------------------------------------------------------------------------------------------
