@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
-from typing import Any
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,7 +14,15 @@ from torch import Tensor, nn
 from foretrain import HybridTrainer
 from foretrain.config import from_mapping
 from foretrain.engine import execution
-from foretrain.engine.graphs import WARMUP_STEPS, GraphedGradient, GraphedLoss, GraphedStep, _same_form, launch_bound
+from foretrain.engine.graphs import (
+    WARMUP_STEPS,
+    GraphedGradient,
+    GraphedLoss,
+    GraphedStep,
+    _same_form,
+    launch_bound,
+    recording,
+)
 from foretrain.engine.step import FullStep
 from foretrain.errors import ConfigError
 from foretrain.health.shortage import RECORDING, Shortage
@@ -34,6 +43,34 @@ def test_only_batches_of_the_recorded_form_are_replayed() -> None:
     assert not _same_form(batch, (torch.ones(2, 4), {"y": torch.ones(2)}))
     assert not _same_form(batch, (torch.ones(2, 3).double(), {"y": torch.ones(2)}))
     assert not _same_form(batch, (torch.ones(2, 3),))
+
+
+def test_garbage_is_collected_before_a_recording_and_not_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of an older graph in the middle of it would break it."""
+    ended: list[bool] = []
+
+    class Older:
+        def __init__(self) -> None:
+            self.cycle = self
+
+        def __del__(self) -> None:
+            ended.append(recorded)
+
+    recorded = False
+
+    @contextmanager
+    def graph(*arguments: Any, **settings: Any) -> Iterator[None]:
+        nonlocal recorded
+        recorded = True
+        yield
+        recorded = False
+
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    Older()
+    with recording(cast("torch.cuda.CUDAGraph", None)):
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    assert ended == [False]
 
 
 class Recording:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -79,7 +82,7 @@ class GraphedStep:
         self.step.optimizer.zero_grad(set_to_none=True)
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, capture_error_mode=_OWN_THREAD):
+            with recording(graph):
                 output = self.step(inputs)
         finally:
             self.step.changing = False  # nothing runs while it is recorded
@@ -113,7 +116,7 @@ class GraphedGradient:
         inputs = map_tensors(batch, lambda tensor: tensor.clone())
         self.step.optimizer.zero_grad(set_to_none=True)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode=_OWN_THREAD):
+        with recording(graph):
             loss = self.step.gradient(inputs)
         return graph, inputs, loss, [parameter.grad for parameter in self.step.parameters]
 
@@ -144,9 +147,24 @@ class GraphedLoss:
     def _record(self, batch: Any) -> tuple[torch.cuda.CUDAGraph, Any, Tensor, str]:
         inputs = map_tensors(batch, lambda tensor: tensor.clone())
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode=_OWN_THREAD):
+        with recording(graph, self._pool):
             loss = self.step.loss(inputs)
         return graph, inputs, loss, self.step.precision.forward
+
+
+@contextmanager
+def recording(graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:
+    """Record into `graph` what is launched inside the block. Garbage is collected before and not meanwhile: the end of
+    an older graph, which a reference cycle kept, would break the recording."""
+    collecting = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode=_OWN_THREAD):
+            yield
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def _same_form(batch: Any, other: Any) -> bool:
