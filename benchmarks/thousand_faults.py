@@ -39,7 +39,7 @@ import torch._dynamo  # every optimizer does
 
 import faults_files
 import faults_process
-import foretrain.cli
+import foretrain.cli.app
 import foretrain.recipes.train
 from faults_ends import Reference, identity, reference
 from faults_kinds import KINDS, Kind

@@ -86,7 +86,7 @@ def test_a_recorded_gradient_is_put_back_on_the_parameters(monkeypatch: pytest.M
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Recording)
     modes = []
     monkeypatch.setattr(
-        torch.cuda, "graph", lambda graph, capture_error_mode: nullcontext(modes.append(capture_error_mode))
+        torch.cuda, "graph", lambda graph, pool, capture_error_mode: nullcontext(modes.append(capture_error_mode))
     )
     monkeypatch.setattr(Recording, "replayed", 0)
     model = nn.Linear(3, 1)
@@ -171,7 +171,7 @@ def test_what_is_recorded_changes_nothing_and_what_is_replayed_does(monkeypatch:
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Recording)
-    monkeypatch.setattr(torch.cuda, "graph", lambda graph, capture_error_mode: nullcontext())
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, **settings: nullcontext())
     fails = [False]
 
     def loss(model: nn.Module, batch: Tensor) -> Tensor:

@@ -82,7 +82,7 @@ def test_what_was_going_on_is_told_from_the_outside_in(monkeypatch: pytest.Monke
             raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
-    monkeypatch.setattr(torch.cuda, "graph", lambda graph, capture_error_mode: Graph())
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, **settings: Graph())
     found = look_at(raised(lambda: GraphedGradient(trainer.engine.full_step)(batch)))
     assert found is not None
     assert found.recording

@@ -36,6 +36,7 @@ from foretrain.recipes.open_model import Base, find_folder, open_base
 from foretrain.serve.answers import answer_questions
 from foretrain.show.follow import read_runs
 from foretrain.show.numbers import finite
+from foretrain.show.trackers.opening import check_installed
 from foretrain.trainer import HybridTrainer
 
 _PROBE_SEED = 2
@@ -68,6 +69,7 @@ def finetune(
 ) -> dict[str, Any]:
     """Train an adapter for `model.weights` on the examples of `data.path` and return the summary."""
     check(config)
+    check_installed(config.log.trackers)
     named = configuration.given(config)
     config = configuration.changed(config, {"model.weights": str(find_folder(config.model.weights).resolve())})
     path = Path(out) if out is not None else default_folder(config)
