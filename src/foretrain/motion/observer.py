@@ -64,7 +64,7 @@ class Observer(StepHook, Stateful):
 
     saved = (
         *("sample", "encoder", "quality", "losses", "predicted_loss", "windows", "situation", "outputs"),
-        *("_next", "_frozen", "_due", "scored"),
+        *("_next", "_frozen", "_due", "unlearned"),
     )
     predicted_loss: float | None
     situation: Situation | None
@@ -107,6 +107,15 @@ class Observer(StepHook, Stateful):
     def smoothed_loss(self) -> float:
         """The moving average of the losses of watched windows."""
         return self.losses.smoothed
+
+    @property
+    def unlearned(self) -> list[tuple[Followed, Forecast, Score]]:
+        """Scored forecasts that the predictor has not learned from yet: what a state has to hold of them."""
+        return self.scored if self.due else []
+
+    @unlearned.setter
+    def unlearned(self, saved: list[tuple[Followed, Forecast, Score]]) -> None:
+        self.scored = saved
 
     @property
     def due(self) -> bool:
