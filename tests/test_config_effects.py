@@ -1433,7 +1433,7 @@ def _(bench: Bench) -> None:
 def _(bench: Bench) -> None:
     for count in (3, 6):
         state = hybrid(correction__residuals=count, hybrid__warmup_steps=200).trainer.state_dict()
-        assert len(state["hybrid"]["pilot"]["correction"]["ring"][1]) == count
+        assert len(state["hybrid"]["policy"]["correction"]["ring"][1]) == count
 
 
 @effect("correction.similarity")
