@@ -153,9 +153,10 @@ class Deliberation:
         decision = next((found for kind in self.kinds if (found := kind.propose(outlook)) is not None), None)
         decision = self.world.agree(decision)
         view = View(step, confidence=1.0, recent_divergence=self.guard.recent_divergence, gate_open=True)
-        room = decision is not None and decision.horizon + self.config.hybrid.correct_steps <= steps_left
-        if decision is None or not room or not self.cycle.decide(view).changed:
+        if decision is None or not self.cycle.decide(view).changed:
             return None
+        if decision.horizon + self.appraiser.correct_steps(decision.audited) > steps_left:
+            return None  # its validation would run past the end
         transition = self.cycle.next(view)
         self._choose(decision, transition)
         return transition

@@ -287,6 +287,7 @@ class Policy(Deliberation):
             kind.cover()
         self.tools.forks.cover()
         self.tools.snapshots.cover_trained()
+        self.heed()
 
     # --- state -------------------------------------------------------------------------------------------------------
 

@@ -21,8 +21,9 @@ from foretrain.hybrid.judges.audit import Audited
 from foretrain.hybrid.judges.exact import Exact
 from foretrain.hybrid.judges.held_out import HeldOut
 from foretrain.hybrid.judges.judgement import Judgement, Trusted
-from foretrain.hybrid.moves.base import Move
+from foretrain.hybrid.moves.base import Move, Outlook
 from foretrain.hybrid.moves.judged import JudgedMove
+from foretrain.hybrid.plan import Decision
 from foretrain.hybrid.snapshot import Snapshots
 from foretrain.persist.codec import put_together, snapshot
 
@@ -295,6 +296,20 @@ def test_the_toy_is_made_whenever_it_may_be_and_reported_like_any_move() -> None
     assert summary["moves"]["kept"] == 3
     assert summary["audit"]["exact_moves"] == 3
     assert run.trainer.policy.gate.count == run.trainer.policy.bandit.rewards == 0  # it teaches nothing about forecasts
+
+
+class AuditedShrinkKind(toy.ShrinkKind):
+    def propose(self, outlook: Outlook) -> Decision | None:
+        return Decision(self.name, horizon=1, audited=True, longest=1, reason="smaller weights are tried")
+
+
+@pytest.mark.parametrize(("length", "room"), [(60, False), (70, True)])
+def test_the_validation_of_an_audited_move_ends_with_the_run_at_the_latest(length: int, room: bool) -> None:
+    """It is longer than that of other moves: a proposed move for which it leaves no room is not begun."""
+    settings = NOISY | {"audit.steps": 25, "max_steps": length}
+    run = Case(settings, noisy_net, DATA, house={}, kinds=(AuditedShrinkKind,)).world().run()
+    assert [move.audited for move in run.moves] == [True] * room
+    assert run.trainer.global_step == length
 
 
 def test_a_kind_that_is_missing_is_named() -> None:
