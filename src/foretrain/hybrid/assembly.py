@@ -9,7 +9,7 @@ from foretrain.engine.engine import Engine
 from foretrain.events import Event
 from foretrain.health.checkup import Checkup
 from foretrain.hybrid.judges.audit import Forks, RecentBatches
-from foretrain.hybrid.judges.held_out import Unseen
+from foretrain.hybrid.judges.held_out import HeldOut
 from foretrain.hybrid.judges.probes import Probes
 from foretrain.hybrid.judges.worth import Worth
 from foretrain.hybrid.moves.base import MoveTools
@@ -48,22 +48,22 @@ def equip(
     engine: Engine,
     checkup: Checkup,
     look_ahead: LookAhead | None,
-    held_out: list[Any],
+    probe_batches: list[Any],
     emit: Callable[[Event], None],
 ) -> None:
-    """Give the policy what it makes moves with. held_out: batches that judge moves, if there are any."""
+    """Give the policy what it makes moves with. probe_batches: batches that judge moves, if there are any."""
     observer = policy.observer
     snapshots = Snapshots(engine)
     _cover(snapshots, policy, look_ahead)
     probes = Probes(engine, snapshots)
-    probes.held_out = held_out
-    if held_out:
-        policy.appraiser.judge_on_held_out()
+    probes.batches = probe_batches
+    if probe_batches:
+        policy.appraiser.judge_on_probes()
     tools = MoveTools(
         engine=engine,
         snapshots=snapshots,
         probes=probes,
-        unseen=Unseen(engine, probes, snapshots),
+        held_out=HeldOut(engine, probes, snapshots),
         worth=Worth(engine, policy.slope),
         forks=Forks(engine, observer.trajectory),
         recent=RecentBatches(engine, observer.trajectory),

@@ -267,7 +267,7 @@ class Hybrid:
 
     def judge_by(self, held_out: list[Any]) -> None:
         """Held-out batches: where the loss is exact, a move must not raise their loss."""
-        self.policy.tools.unseen.batches, self.policy.appraiser.unseen = held_out, bool(held_out)
+        self.policy.tools.held_out.batches, self.policy.appraiser.judged_on_held_out = held_out, bool(held_out)
 
     def start_counting_anew(self) -> None:
         """A run that was given up, and is gone on with, gets as many tries as any other."""

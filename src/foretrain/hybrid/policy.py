@@ -26,7 +26,7 @@ from foretrain.motion.observer import Observer
 from foretrain.motion.trajectory import basis_type
 from foretrain.persist.stateful import entry, from_plain, plain
 
-_SAVED_TOOLS = ("snapshots", "recent", "worth", "unseen")
+_SAVED_TOOLS = ("snapshots", "recent", "worth", "held_out")
 
 
 class Policy(Deliberation):
@@ -140,8 +140,8 @@ class Policy(Deliberation):
         judgement = self.world.agree(move.judge())
         if judgement.kept and move.plan.low_noise:
             self.score.note_exact(move, judgement.loss)
-        if self.tools.probes.held_out:
-            self.tools.worth.remember_held_out(judgement.loss if judgement.kept else move.anchor)
+        if self.tools.probes.batches:
+            self.tools.worth.remember_probes(judgement.loss if judgement.kept else move.anchor)
         transition = self.settled(engine.global_step, move.plan, judgement)
         if judgement.kept:
             self.score.kept(move)

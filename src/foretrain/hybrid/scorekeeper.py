@@ -88,7 +88,7 @@ class Scorekeeper(Stateful):
     def note_exact(self, move: JudgedMove, after: float) -> None:
         """What a kept move did to a loss without noise, for the summary."""
         tools, engine = move.tools, move.tools.engine
-        if tools.probes.held_out or not (move.chained or self.appraiser.predictability.same_batch):
+        if tools.probes.batches or not (move.chained or self.appraiser.predictability.same_batch):
             return
         counted = move.moved if move.chained else move.credit
         began = engine.global_step - move.steps - counted

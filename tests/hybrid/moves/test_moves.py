@@ -18,8 +18,7 @@ from foretrain import HybridTrainer
 from foretrain.config import from_mapping
 from foretrain.events import Event, Moved, Phase
 from foretrain.hybrid.judges.audit import Audited
-from foretrain.hybrid.judges.exact import Exact
-from foretrain.hybrid.judges.held_out import HeldOut
+from foretrain.hybrid.judges.exact import Exact, OnProbes
 from foretrain.hybrid.judges.judgement import Judgement, Trusted
 from foretrain.hybrid.moves.base import Move, Outlook
 from foretrain.hybrid.moves.judged import JudgedMove
@@ -75,7 +74,7 @@ CASES: dict[str, Case] = {
     "leap, trusted": Case(NOISY | {"audit.time_budget": 0.0}, noisy_net, DATA, Trusted, prior=(1.0, 0.01, 100.0)),
     "leap, exact": Case(EXACT, judge=Exact),
     "leap, exact and audited": Case(EXACT | {"audit.time_budget": 1.0}, judge=Audited),
-    "leap, held out": Case(NOISY, noisy_net, DATA, HeldOut, probe=(DATA(5000), DATA(5001))),
+    "leap, held out": Case(NOISY, noisy_net, DATA, OnProbes, probe=(DATA(5000), DATA(5001))),
     "rollout": Case(EXACT | {"hybrid.mode": "rollout", "optimizer.learning_rate": 0.01}, judge=Exact),
     "rollout, audited": Case(NOISY | {"hybrid.mode": "rollout"}, noisy_net, DATA, Audited),
     "chain": Case(EXACT | {"hybrid.secant_pairs": 20}, judge=Exact),

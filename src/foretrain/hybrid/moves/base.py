@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from foretrain.hybrid.correction import Correction
     from foretrain.hybrid.cycle import Transition, View
     from foretrain.hybrid.judges.audit import Forks, RecentBatches
-    from foretrain.hybrid.judges.held_out import Unseen
+    from foretrain.hybrid.judges.held_out import HeldOut
     from foretrain.hybrid.judges.judgement import Judgement
     from foretrain.hybrid.judges.probes import Probes
     from foretrain.hybrid.judges.worth import Worth
@@ -40,8 +40,8 @@ class MoveTools:
     engine: Engine
     snapshots: Snapshots
     probes: Probes
-    unseen: Unseen
-    """Held-out batches that may object to a move which an exact loss judges."""
+    held_out: HeldOut
+    """The held-out batches of `fit`, which may object to a move that an exact loss judges."""
     worth: Worth
     forks: Forks
     recent: RecentBatches
