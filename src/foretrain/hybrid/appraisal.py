@@ -133,8 +133,8 @@ class Appraiser:
     def weigh(
         self, step: int, forecast: Forecast, steps_left: int, longest: int, trend: int, ready: bool, exact: bool
     ) -> Appraisal:
-        """What to do with a forecast. longest: move that may be made; trend: of the learning rate; ready, exact: a move
-        that needs no decaying rate, or no confidence, could begin now."""
+        """What to do with a forecast. longest: move that may be made; trend: of the learning rate; ready: a
+        move could begin now that may be made at any learning rate; exact: one that needs no confidence."""
         needed = self.correct_steps(True)
         limit = min(longest, steps_left - needed)
         confidence = self.estimate(forecast, min(limit, self.config.hybrid.max_predict_steps))
@@ -198,6 +198,7 @@ class Appraiser:
         )
 
     def _exactness(self, horizon: int) -> float:
-        """From 0 to 1, how nearly exactly forecasts of that length came true; nan where none did so far."""
+        """How nearly exactly forecasts of that length came true: 1 at an R2 of 1, 0 at `_NEARLY_EXACT`, negative below
+        it; nan where none was scored so far."""
         windows = max(1, round(horizon / self.config.hybrid.window_steps))
         return (self.observer.quality.r2(windows) - _NEARLY_EXACT) / (1 - _NEARLY_EXACT)

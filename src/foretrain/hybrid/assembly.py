@@ -54,7 +54,7 @@ def equip(
     """Give the policy what it makes moves with. probe_batches: batches that judge moves, if there are any."""
     observer = policy.observer
     snapshots = Snapshots(engine)
-    _cover(snapshots, policy, look_ahead)
+    _register(snapshots, policy, look_ahead)
     probes = Probes(engine, snapshots)
     probes.batches = probe_batches
     if probe_batches:
@@ -78,7 +78,7 @@ def equip(
     policy.equip(tools, [ChainKind(tools, policy.predictability), LeapKind(tools), RolloutKind(tools)])
 
 
-def _cover(snapshots: Snapshots, policy: Policy, look_ahead: LookAhead | None) -> None:
+def _register(snapshots: Snapshots, policy: Policy, look_ahead: LookAhead | None) -> None:
     """What a rollback brings back beside the engine: not what was learned from a move."""
     guard, counts, predictor = policy.guard, policy.score.counts, policy.observer.guarded
 
@@ -90,13 +90,13 @@ def _cover(snapshots: Snapshots, policy: Policy, look_ahead: LookAhead | None) -
         counts.steps = dict(saved)
 
     if look_ahead is not None:
-        snapshots.cover("look_ahead", look_ahead.state_dict, look_ahead.load_state_dict, of_weights=True)
-    snapshots.cover(
+        snapshots.register("look_ahead", look_ahead.state_dict, look_ahead.load_state_dict, of_weights=True)
+    snapshots.register(
         "predictor",
         lambda: {"name": predictor.name, "state": predictor.state()},
         load_predictor,
         in_emergencies=False,
         of_weights=True,
     )
-    snapshots.cover("guard", guard.state_dict, guard.load_state_dict)
-    snapshots.cover("steps", lambda: dict(counts.steps), load_steps)
+    snapshots.register("guard", guard.state_dict, guard.load_state_dict)
+    snapshots.register("steps", lambda: dict(counts.steps), load_steps)

@@ -203,9 +203,9 @@ class Deliberation:
             raise RuntimeError("nothing is forecast")  # PREDICT is entered with a decision only
         return self.decision
 
-    def settled(self, step: int, plan: Plan, judgement: Judgement) -> Transition:
+    def after_judgement(self, step: int, plan: Plan, judgement: Judgement) -> Transition:
         """A move was judged: everyone who can learn from it does."""
-        self.score.settled(step, plan, judgement)
+        self.score.learn_from(step, plan, judgement)
         transition = self.cycle.next(View(0, worse_than_anchor=not judgement.kept, correct_done=True))
         self.last_reason = transition.reason
         return transition

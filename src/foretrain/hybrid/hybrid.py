@@ -103,7 +103,7 @@ class Hybrid:
         return self.observer.due
 
     @property
-    def settled(self) -> bool:
+    def may_be_examined(self) -> bool:
         """Nothing stands in the way of judging the run's health: no window is due, no short move is open."""
         return not self.observer.due and (self.policy.move is None or self.chaining)
 

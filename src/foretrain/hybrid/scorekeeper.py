@@ -31,7 +31,7 @@ class Scorekeeper(Stateful):
         if phase is not Phase.PREDICT:
             self.since_move += steps
 
-    def settled(self, step: int, plan: Plan, judgement: Judgement) -> None:
+    def learn_from(self, step: int, plan: Plan, judgement: Judgement) -> None:
         """A move was judged."""
         kept, worth, cost, audit = judgement.kept, judgement.worth_steps, judgement.cost_steps, judgement.audit
         gate = self.appraiser.gate

@@ -157,7 +157,7 @@ class JudgedMove(Move):
         return self.steps >= self.plan.correct_steps
 
     def readings(self) -> list[StepReading]:
-        """Loss and gradient norm of the validating steps. StepReading them waits for the device."""
+        """Loss and gradient norm of the validating steps. Reading them waits for the device."""
         numbers = self.tools.engine.world.to_host(torch.stack([value.float() for value in self._outputs]))
         self._outputs.clear()
         first = self.tools.engine.global_step - self.steps + 1
