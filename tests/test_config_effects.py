@@ -1692,7 +1692,7 @@ def _(bench: Bench) -> None:
         _, split, trainer = Tuning(bench).parts(hybrid__probe_examples=wanted)
         assert (0 if split.probe is None else len(split.probe)) == wanted
         assert trainer.policy is not None
-        assert trainer.policy.appraiser.held_out == bool(wanted)
+        assert trainer.policy.appraiser.judged_on_probes == bool(wanted)
 
 
 # --- memory --------------------------------------------------------------------------------------------------------

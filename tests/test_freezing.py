@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from foretrain import ConfigError, HybridTrainer, InputError
 from foretrain.config import from_mapping
-from foretrain.events import Event, Moved, Notice, Phase, PhaseChanged, Progress
+from foretrain.events import Event, Moved, Notice, OwnCodeFailed, Phase, PhaseChanged, Progress
 from foretrain.hybrid.moves.leap import LeapKind
 from foretrain.models import lora
 from foretrain.persist.checkpoint import CheckpointStore
@@ -130,6 +130,23 @@ def test_a_chain_that_has_not_leapt_yet_is_taken_back() -> None:
     trainer.model.middle.requires_grad_(False)
     run.run()
     assert run.moves[0].verdict == "refused"
+
+
+class NeverAnew(Told):
+    def reset(self) -> None:
+        raise RuntimeError("there is no way back")
+
+
+def test_a_predictor_that_cannot_start_anew_does_not_end_the_run() -> None:
+    """Its forecasts are of weights that are gone, so it is off, and full steps go on."""
+    run = world(Net(), DATA, MOVING, NeverAnew("repeat"))
+    run.run(lambda: run.position >= 12)
+    run.trainer.model.middle.requires_grad_(False)
+    run.run()
+    assert run.trainer.global_step == MOVING["max_steps"]
+    assert run.trainer.policy.off
+    (told,) = [event for event in run.events if isinstance(event, OwnCodeFailed)]
+    assert (told.where, told.step) == ("NeverAnew.reset()", 12)
 
 
 # --- emergencies -----------------------------------------------------------------------------------------------------

@@ -102,7 +102,7 @@ def test_an_evaluation_of_what_was_taken_back_is_no_record(tmp_path: Path) -> No
     evaluate = trainer.engine.forward.evaluate
     trainer.engine.forward.evaluate = lambda batches: evaluate(batches) - 100 * trainer.hybrid.chaining  # type: ignore[method-assign]
     rise = iter(range(1000))
-    trainer.policy.tools.unseen.loss = lambda: float(next(rise))  # type: ignore[method-assign]
+    trainer.policy.tools.held_out.loss = lambda: float(next(rise))  # type: ignore[method-assign]
     trainer.fit([TRAINED], [HELD_OUT], out=tmp_path, progress=False)
     told = [event for event in events if isinstance(event, Evaluated)]
     assert min(event.loss for event in told) < -90

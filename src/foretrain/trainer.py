@@ -1,4 +1,9 @@
-"""HybridTrainer: `step()` for your own loop, `fit()` for a whole run. The four phases stand here in reading order."""
+"""HybridTrainer: `step()` for your own loop, `fit()` for a whole run.
+
+`HybridTrainer._advance` makes one step of the phase that the run is in. WARMUP and FULL: a full step (`Hybrid.full`).
+PREDICT and CORRECT: a step of a move (`HybridTrainer._move`). Which phase comes next is decided in hybrid/cycle.py,
+when a window of full steps ends, or as a move goes on.
+"""
 
 from __future__ import annotations
 
@@ -161,7 +166,7 @@ class HybridTrainer:
 
     @property
     def judging(self) -> bool:
-        """A move was made and is not judged yet."""
+        """A move is open: it has begun, and it is neither kept nor undone yet."""
         return self.hybrid is not None and self.hybrid.policy.move is not None
 
     # --- one step, in one of four phases -----------------------------------------------------------------------------
@@ -188,7 +193,7 @@ class HybridTrainer:
         return result if back <= 0 else replace(result, rewound=back)
 
     def _advance(self, batch: Any) -> StepResult:
-        """PREDICT, CORRECT: the open move. WARMUP, FULL, or where the move was refused: a full step."""
+        """PREDICT, CORRECT: a step of the move. WARMUP, FULL, and where the move was refused: a full step."""
         engine, hybrid, result = self.engine, self.hybrid, None
         given = batch = engine.to_device(batch)
         if hybrid is not None and hybrid.phase in (Phase.PREDICT, Phase.CORRECT):
@@ -204,8 +209,9 @@ class HybridTrainer:
         return result
 
     def _move(self, hybrid: Hybrid, batch: Any) -> tuple[StepResult | None, Any]:
-        """The open move goes on by one step: predicted in PREDICT, a full step that validates it in CORRECT. When it is
-        over it is judged, and kept or undone. Returns None, and a batch to learn from, where it was refused."""
+        """Go on with the move by one step: predicted in PREDICT, a full step that validates it in CORRECT. The first
+        one in PREDICT begins the move that was decided for (`Policy.open`). When the move is over it is judged, and
+        kept or undone. Returns None, and a batch to learn from, where it was refused."""
         policy, phase, progress = hybrid.policy, hybrid.phase, self.engine.progress
         position = progress.position
         self.memory.enter(phase.value)
@@ -234,13 +240,13 @@ class HybridTrainer:
         return result, batch
 
     def catch_up(self) -> None:
-        """Finish a window that is due. It may be left by an order once more."""
+        """Learn from a window that is still due. If an order to end comes again meanwhile, the window stays due."""
         if self.hybrid is not None and self.hybrid.window_due:
             self.rescue.aside(self.hybrid.judge_window)
             self._look_at_health()
 
     def _look_at_health(self) -> None:
-        if self.checkup.due and (self.hybrid is None or self.hybrid.settled):
+        if self.checkup.due and (self.hybrid is None or self.hybrid.may_be_examined):
             self.checkup.judge()
 
     def state_dict(self) -> dict[str, Any]:

@@ -105,7 +105,7 @@ def judged(flight: Flight, kept: bool, worth: float = 5.0, cost: float = 2.0, fo
     policy.cycle.next(View(flight.step, confidence=1.0, horizon_reached=True))
     assert policy.cycle.phase is Phase.CORRECT
     policy.count(plan.correct_steps, Phase.CORRECT)
-    policy.settled(flight.step, plan, Judgement(kept, worth, cost, audit=found))
+    policy.after_judgement(flight.step, plan, Judgement(kept, worth, cost, audit=found))
     assert policy.cycle.phase is Phase.FULL
     return plan
 

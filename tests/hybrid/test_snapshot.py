@@ -70,7 +70,7 @@ def test_a_snapshot_that_was_saved_comes_back_whole(monkeypatch: pytest.MonkeyPa
     safety = run.trainer.policy.tools.snapshots
     saved = snapshot(safety.state())
     safety.take()  # on its way into memory that is given back
-    safety.load_state_dict({"safe": put_together(saved), "safe_step": 3, "best": None})
+    safety.load_state_dict({"safe": put_together(saved), "taken_at": 3, "best": None})
     assert safety.taken is not None
     assert differences(safety.taken, saved) == []
 

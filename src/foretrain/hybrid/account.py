@@ -31,7 +31,7 @@ def account_of(policy: Deliberation, backward_passes: int) -> dict[str, Any]:
             "outcomes": confidence.outcomes,
             "reliability": confidence.reliability(),
         },
-        "predictability": policy.predictability.summary(quality, policy.appraiser.held_out),
+        "predictability": policy.predictability.summary(quality, policy.appraiser.judged_on_probes),
         "exact": score.exact.summary(),
         "audit": ledger.gain(others) | {"sentence": _sentence(policy, others)},
     }

@@ -48,20 +48,20 @@ class Appraiser:
         self.predictability = Predictability(observer.losses)
         self.falls_once = config.schedule.type in ("wsd", "cosine")
         """The learning rate falls once, to the end of the run."""
-        self.held_out = False
-        """Moves are judged on tokens that are never trained on, always the same ones."""
-        self.unseen = False
-        """Where the loss is exact, held-out data judges moves, too."""
+        self.judged_on_probes = False
+        """Moves are judged on the probe batches alone, which are never trained on."""
+        self.judged_on_held_out = False
+        """Where the loss is exact, the held-out batches of `fit` judge moves, too."""
 
     def plan_for(self, max_steps: int) -> None:
         """The run is so long, as far as is known now."""
         self.max_steps = max_steps
         self.gate.plan_for(max_steps)
 
-    def judge_on_held_out(self) -> None:
+    def judge_on_probes(self) -> None:
         """Such a leap is found or refused with some probes. A rate that is too low shows at once, and a good one makes
         every further try a waste."""
-        self.held_out = True
+        self.judged_on_probes = True
         self.gate.first_wait = self.gate.backoff = 4
 
     # --- how moves are judged here -----------------------------------------------------------------------------------
@@ -69,7 +69,7 @@ class Appraiser:
     @property
     def judged_at_once(self) -> bool:
         """Whether the loss of a probe right after a move can be trusted."""
-        return self.predictability.low_noise or self.held_out
+        return self.predictability.low_noise or self.judged_on_probes
 
     @property
     def searches(self) -> bool:
@@ -133,8 +133,8 @@ class Appraiser:
     def weigh(
         self, step: int, forecast: Forecast, steps_left: int, longest: int, trend: int, ready: bool, exact: bool
     ) -> Appraisal:
-        """What to do with a forecast. longest: move that may be made; trend: of the learning rate; ready, exact: a move
-        that needs no decaying rate, or no confidence, could begin now."""
+        """What to do with a forecast. longest: move that may be made; trend: of the learning rate; ready: a
+        move could begin now that may be made at any learning rate; exact: one that needs no confidence."""
         needed = self.correct_steps(True)
         limit = min(longest, steps_left - needed)
         confidence = self.estimate(forecast, min(limit, self.config.hybrid.max_predict_steps))
@@ -143,7 +143,9 @@ class Appraiser:
         answer = self.gate.ask(self._question(horizon, steps_left, needed, trend, ready, exact))
         if not self.searches and self.observer.windows < WINDOWS_TO_SCORE:
             answer = Answer(False, False, "forecasts since the last move are not scored yet")
-        if self.held_out or (self.unseen and self.judged_at_once):  # an audit would judge by what is trained on
+        if self.judged_on_probes or (
+            self.judged_on_held_out and self.judged_at_once
+        ):  # an audit would judge by what is trained on
             answer = replace(answer, audited=False)
         decision = Decision(FORECAST, horizon, answer.audited, limit, answer.reason)
         return Appraisal(decision, confidence, answer)
@@ -161,10 +163,10 @@ class Appraiser:
             self.judged_at_once,
             decaying=trend < 0,
             cost=self.audit_cost,
-            judge="held-out examples are probed" if self.held_out else "batches hardly differ",
+            judge="held-out examples are probed" if self.judged_on_probes else "batches hardly differ",
             chained=ready,
             rising=trend > 0,
-            for_good=self.held_out and self.falls_once,
+            for_good=self.judged_on_probes and self.falls_once,
         )
 
     def plan(self, decision: Decision, tolerance: float) -> Plan:
@@ -196,6 +198,7 @@ class Appraiser:
         )
 
     def _exactness(self, horizon: int) -> float:
-        """From 0 to 1, how nearly exactly forecasts of that length came true; nan where none did so far."""
+        """How nearly exactly forecasts of that length came true: 1 at an R2 of 1, 0 at `_NEARLY_EXACT`, negative below
+        it; nan where none was scored so far."""
         windows = max(1, round(horizon / self.config.hybrid.window_steps))
         return (self.observer.quality.r2(windows) - _NEARLY_EXACT) / (1 - _NEARLY_EXACT)

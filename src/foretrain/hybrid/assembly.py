@@ -9,7 +9,7 @@ from foretrain.engine.engine import Engine
 from foretrain.events import Event
 from foretrain.health.checkup import Checkup
 from foretrain.hybrid.judges.audit import Forks, RecentBatches
-from foretrain.hybrid.judges.held_out import Unseen
+from foretrain.hybrid.judges.held_out import HeldOut
 from foretrain.hybrid.judges.probes import Probes
 from foretrain.hybrid.judges.worth import Worth
 from foretrain.hybrid.moves.base import MoveTools
@@ -48,22 +48,22 @@ def equip(
     engine: Engine,
     checkup: Checkup,
     look_ahead: LookAhead | None,
-    held_out: list[Any],
+    probe_batches: list[Any],
     emit: Callable[[Event], None],
 ) -> None:
-    """Give the policy what it makes moves with. held_out: batches that judge moves, if there are any."""
+    """Give the policy what it makes moves with. probe_batches: batches that judge moves, if there are any."""
     observer = policy.observer
     snapshots = Snapshots(engine)
-    _cover(snapshots, policy, look_ahead)
+    _register(snapshots, policy, look_ahead)
     probes = Probes(engine, snapshots)
-    probes.held_out = held_out
-    if held_out:
-        policy.appraiser.judge_on_held_out()
+    probes.batches = probe_batches
+    if probe_batches:
+        policy.appraiser.judge_on_probes()
     tools = MoveTools(
         engine=engine,
         snapshots=snapshots,
         probes=probes,
-        unseen=Unseen(engine, probes, snapshots),
+        held_out=HeldOut(engine, probes, snapshots),
         worth=Worth(engine, policy.slope),
         forks=Forks(engine, observer.trajectory),
         recent=RecentBatches(engine, observer.trajectory),
@@ -78,7 +78,7 @@ def equip(
     policy.equip(tools, [ChainKind(tools, policy.predictability), LeapKind(tools), RolloutKind(tools)])
 
 
-def _cover(snapshots: Snapshots, policy: Policy, look_ahead: LookAhead | None) -> None:
+def _register(snapshots: Snapshots, policy: Policy, look_ahead: LookAhead | None) -> None:
     """What a rollback brings back beside the engine: not what was learned from a move."""
     guard, counts, predictor = policy.guard, policy.score.counts, policy.observer.guarded
 
@@ -90,13 +90,13 @@ def _cover(snapshots: Snapshots, policy: Policy, look_ahead: LookAhead | None) -
         counts.steps = dict(saved)
 
     if look_ahead is not None:
-        snapshots.cover("look_ahead", look_ahead.state_dict, look_ahead.load_state_dict, of_weights=True)
-    snapshots.cover(
+        snapshots.register("look_ahead", look_ahead.state_dict, look_ahead.load_state_dict, of_weights=True)
+    snapshots.register(
         "predictor",
         lambda: {"name": predictor.name, "state": predictor.state()},
         load_predictor,
         in_emergencies=False,
         of_weights=True,
     )
-    snapshots.cover("guard", guard.state_dict, guard.load_state_dict)
-    snapshots.cover("steps", lambda: dict(counts.steps), load_steps)
+    snapshots.register("guard", guard.state_dict, guard.load_state_dict)
+    snapshots.register("steps", lambda: dict(counts.steps), load_steps)

@@ -170,7 +170,7 @@ class Cycle(Stateful):
         self.steps_in_phase = 0
         return Transition(Phase.FULL, reason, changed=undo, undo=undo)
 
-    def settle(self, reason: str) -> Transition:
+    def keep_unjudged(self, reason: str) -> Transition:
         """The open move is kept before its validation is over; full steps follow."""
         self._judge(undo=False, diverged=False)
         self._enter(Phase.FULL)

@@ -98,7 +98,7 @@ class Deliberation:
         if self.off:
             return
         watched = WINDOWS_TO_SCORE * self.config.hybrid.window_steps
-        self.cycle.begin_anew(self.cycle.full_steps_needed - watched if self.appraiser.held_out else 0)
+        self.cycle.begin_anew(self.cycle.full_steps_needed - watched if self.appraiser.judged_on_probes else 0)
         self.observer.restart()
         self.hold_directions()
 
@@ -123,11 +123,11 @@ class Deliberation:
             over = self._watched_enough or cycle.phase is Phase.FULL
             reason = "there is no memory for directions" if self.rest.no_room else dear
             answer = Answer(False, False, reason, rest=over, long=over)
-        held_out = self.appraiser.held_out
+        on_probes = self.appraiser.judged_on_probes
         view = View(
             step=step,
-            loss_stable=self.guard.loss_stable or held_out,
-            baseline_recorded=self.guard.baseline_recorded or held_out,
+            loss_stable=self.guard.loss_stable or on_probes,
+            baseline_recorded=self.guard.baseline_recorded or on_probes,
             confidence=confidence,
             confidence_threshold=self.recovery.threshold,
             recent_divergence=self.guard.recent_divergence,
@@ -141,7 +141,7 @@ class Deliberation:
         self.last_reason = transition.reason
         if transition.phase is Phase.PREDICT and decision is not None:
             self._choose(decision, transition)
-        elif self._cycle_is_over() or (transition.changed and answer.long) or (held_out and answer.rest):
+        elif self._cycle_is_over() or (transition.changed and answer.long) or (on_probes and answer.rest):
             self._next_cycle(step, view.confidence, answer)
         return transition
 
@@ -153,9 +153,10 @@ class Deliberation:
         decision = next((found for kind in self.kinds if (found := kind.propose(outlook)) is not None), None)
         decision = self.world.agree(decision)
         view = View(step, confidence=1.0, recent_divergence=self.guard.recent_divergence, gate_open=True)
-        room = decision is not None and decision.horizon + self.config.hybrid.correct_steps <= steps_left
-        if decision is None or not room or not self.cycle.decide(view).changed:
+        if decision is None or not self.cycle.decide(view).changed:
             return None
+        if decision.horizon + self.appraiser.correct_steps(decision.audited) > steps_left:
+            return None  # its validation would run past the end
         transition = self.cycle.next(view)
         self._choose(decision, transition)
         return transition
@@ -202,9 +203,9 @@ class Deliberation:
             raise RuntimeError("nothing is forecast")  # PREDICT is entered with a decision only
         return self.decision
 
-    def settled(self, step: int, plan: Plan, judgement: Judgement) -> Transition:
+    def after_judgement(self, step: int, plan: Plan, judgement: Judgement) -> Transition:
         """A move was judged: everyone who can learn from it does."""
-        self.score.settled(step, plan, judgement)
+        self.score.learn_from(step, plan, judgement)
         transition = self.cycle.next(View(0, worse_than_anchor=not judgement.kept, correct_done=True))
         self.last_reason = transition.reason
         return transition

@@ -103,7 +103,7 @@ class Hybrid:
         return self.observer.due
 
     @property
-    def settled(self) -> bool:
+    def may_be_examined(self) -> bool:
         """Nothing stands in the way of judging the run's health: no window is due, no short move is open."""
         return not self.observer.due and (self.policy.move is None or self.chaining)
 
@@ -267,7 +267,7 @@ class Hybrid:
 
     def judge_by(self, held_out: list[Any]) -> None:
         """Held-out batches: where the loss is exact, a move must not raise their loss."""
-        self.policy.tools.unseen.batches, self.policy.appraiser.unseen = held_out, bool(held_out)
+        self.policy.tools.held_out.batches, self.policy.appraiser.judged_on_held_out = held_out, bool(held_out)
 
     def start_counting_anew(self) -> None:
         """A run that was given up, and is gone on with, gets as many tries as any other."""

@@ -45,7 +45,8 @@ class Plan:
     tolerance: float = 0.0
     """Rise of the loss that noise explains."""
     exactness: float = 0.0
-    """How nearly exactly forecasts of this length came true: 1 if to the last bit, 0 or less if that is unknown."""
+    """How nearly exactly forecasts of this length came true: 1 if to the last bit, negative if far from it, nan if none
+    was scored yet. Where it is not above 0, no predicted step counts."""
     least_worth: float = 0.0
     """Full steps that a predicted step is worth at least, with confidence."""
     predicted_loss: float = float("nan")

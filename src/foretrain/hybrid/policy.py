@@ -26,7 +26,7 @@ from foretrain.motion.observer import Observer
 from foretrain.motion.trajectory import basis_type
 from foretrain.persist.stateful import entry, from_plain, plain
 
-_SAVED_TOOLS = ("snapshots", "recent", "worth", "unseen")
+_SAVED_TOOLS = ("snapshots", "recent", "worth", "held_out")
 
 
 class Policy(Deliberation):
@@ -85,7 +85,8 @@ class Policy(Deliberation):
         return move
 
     def advance(self, batch: Any) -> StepOutput | None:
-        """One step of the open move. None where the batch was not used: the move was refused, or it is in CORRECT."""
+        """One step of the open move. None where the batch was not used: the move was refused, or, as chains do, it came
+        to its end in this call without a step."""
         move = self._open_move
         phase, output = move.phase, move.advance(batch)
         if move.refused:
@@ -133,23 +134,24 @@ class Policy(Deliberation):
         return self.world.agree((view, self.cycle.decide(view)))
 
     def settle(self) -> list[Action]:
-        """Judge the open move, and keep or undo it. Returns what recovery wants done."""
+        """Judge the open move, and keep or undo it; an audit has gone to the better fork already. Returns what recovery
+        wants done."""
         move, engine = self._open_move, self.tools.engine
         actions = self.world.agree(self.oversight.check_validation(move.readings()))
         move.harmed = any(action.kind is Kind.ROLL_BACK for action in actions)
         judgement = self.world.agree(move.judge())
         if judgement.kept and move.plan.low_noise:
             self.score.note_exact(move, judgement.loss)
-        if self.tools.probes.held_out:
-            self.tools.worth.remember_held_out(judgement.loss if judgement.kept else move.anchor)
-        transition = self.settled(engine.global_step, move.plan, judgement)
+        if self.tools.probes.batches:
+            self.tools.worth.remember_probes(judgement.loss if judgement.kept else move.anchor)
+        transition = self.after_judgement(engine.global_step, move.plan, judgement)
         if judgement.kept:
             self.score.kept(move)
             self.tools.count(self.score.audited_credit(move, judgement))
             self.observer.restart(new_level=move.chained)
         else:
             self.score.counts.moves["rolled_back"] += 1
-            if judgement.already_undone:
+            if judgement.stands_at_fork:
                 self.observer.restart()
             else:
                 move.undo()
@@ -203,7 +205,7 @@ class Policy(Deliberation):
         self.score.spent(move.plan, move.cost)
         self.score.ledger.exact_moves += 1
         self.score.kept(move)
-        self.cycle.settle(reason)
+        self.cycle.keep_unjudged(reason)
         self.last_reason, self.move = reason, None
         self.observer.restart(new_level=move.chained)
         self.tools.emit(move.told("kept", reason, move.loss))
@@ -287,6 +289,7 @@ class Policy(Deliberation):
             kind.cover()
         self.tools.forks.cover()
         self.tools.snapshots.cover_trained()
+        self.heed()
 
     # --- state -------------------------------------------------------------------------------------------------------
 

@@ -31,7 +31,7 @@ class Scorekeeper(Stateful):
         if phase is not Phase.PREDICT:
             self.since_move += steps
 
-    def settled(self, step: int, plan: Plan, judgement: Judgement) -> None:
+    def learn_from(self, step: int, plan: Plan, judgement: Judgement) -> None:
         """A move was judged."""
         kept, worth, cost, audit = judgement.kept, judgement.worth_steps, judgement.cost_steps, judgement.audit
         gate = self.appraiser.gate
@@ -88,7 +88,7 @@ class Scorekeeper(Stateful):
     def note_exact(self, move: JudgedMove, after: float) -> None:
         """What a kept move did to a loss without noise, for the summary."""
         tools, engine = move.tools, move.tools.engine
-        if tools.probes.held_out or not (move.chained or self.appraiser.predictability.same_batch):
+        if tools.probes.batches or not (move.chained or self.appraiser.predictability.same_batch):
             return
         counted = move.moved if move.chained else move.credit
         began = engine.global_step - move.steps - counted

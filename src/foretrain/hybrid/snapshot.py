@@ -21,7 +21,7 @@ _EVERY = 500
 steps are lost at the most."""
 
 
-class Covered(NamedTuple):
+class SnapshotPart(NamedTuple):
     """A part of the run, beside the engine, that a snapshot holds."""
 
     save: Callable[[], Any]
@@ -33,12 +33,15 @@ class Covered(NamedTuple):
 
 
 class Snapshots:
-    """One snapshot: of the beginning of a move while one is open, of a healthy run otherwise. It holds the engine's
-    state and what `cover` registers."""
+    """Up to three snapshots, each of the engine's state and of what `register` adds to it.
+
+    `taken`: the beginning of a move while one is open, a healthy run otherwise. `best`: the point of the open chain
+    where the held-out loss was lowest. `take_other`: the end of the fork with the move, while an audit makes the other.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.covered: dict[str, Covered] = {}
+        self.parts: dict[str, SnapshotPart] = {}
         self.host: HostSnapshots | None = None
         """Snapshots are in host memory."""
         if engine.config.memory.snapshots == "pinned":
@@ -55,7 +58,7 @@ class Snapshots:
         self._other: Snapshot | None = None
         """Host memory of the second snapshot, used over and over."""
 
-    def cover(
+    def register(
         self,
         name: str,
         save: Callable[[], Any],
@@ -65,7 +68,7 @@ class Snapshots:
         of_weights: bool = False,
     ) -> None:
         """Snapshots taken from now on also hold what `save` returns; a rollback gives it to `load`."""
-        self.covered[name] = Covered(save, load, in_emergencies, of_weights)
+        self.parts[name] = SnapshotPart(save, load, in_emergencies, of_weights)
 
     @property
     def due(self) -> bool:
@@ -127,7 +130,7 @@ class Snapshots:
         state = self.engine.changing_state_dict()
         names = ("global_step", "position", *HELD_OUT_RECORD)
         state["progress"] = {name: state["progress"][name] for name in names}
-        for name, part in self.covered.items():
+        for name, part in self.parts.items():
             state[name] = part.save() if for_move or part.in_emergencies else None
         state["loader"] = self.loader_state()
         return state
@@ -151,7 +154,7 @@ class Snapshots:
                     place = host_like(weight, weight.device) if self.host is not None else torch.empty_like(weight)
                     one.tensors[key] = place.copy_(weight.detach())
                     one.tree["model"][name] = {"$tensor": key}
-            for name in (name for name, part in self.covered.items() if part.of_weights):
+            for name in (name for name, part in self.parts.items() if part.of_weights):
                 one.tree[name] = None
         self._other = None
         self.taken_at = min(self.taken_at, self.engine.backward_passes - _EVERY)
@@ -170,7 +173,7 @@ class Snapshots:
         self.engine.rewind(state)
         for name in HELD_OUT_RECORD:
             setattr(self.engine.progress, name, state["progress"][name])
-        for name, part in self.covered.items():
+        for name, part in self.parts.items():
             if state.get(name) is not None:  # else it was switched on since, or is not held in emergencies
                 part.load(state[name])
 
@@ -209,11 +212,11 @@ class Snapshots:
             self.host.lane.finish()
         best = None if self.best is None else put_together(self.best)
         safe = None if self.taken is None else put_together(self.taken)
-        return {"safe": safe, "safe_step": self.taken_at, "best": best}
+        return {"safe": safe, "taken_at": self.taken_at, "best": best}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         device = self.engine.device
-        self.taken_at = int(state["safe_step"])
+        self.taken_at = int(state["taken_at"])
         if self.host is not None:
             self.host.lane.finish()  # the memory of the one before is given back
         self.taken, self.best = self._loaded(state["safe"], device), self._loaded(state["best"], device)

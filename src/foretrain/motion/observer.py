@@ -140,7 +140,7 @@ class Observer(StepHook, Stateful):
         """Watch other weights from now on, and forget all that is known of how weights move."""
         self.trajectory.cover(parameters, names, dtype)
         self.sample.cover(parameters)
-        self.predictor.reset()
+        self.guarded.reset()
         self.restart()
         self.scored = []
 

@@ -66,7 +66,7 @@ class Predictability(Stateful):
     def motion_snr(self) -> float:
         return _snr(self.window_cosine)
 
-    def sentence(self, quality: Quality, held_out: bool = False) -> str:
+    def sentence(self, quality: Quality, on_probes: bool = False) -> str:
         """Say in plain words what prediction can do for this run."""
         known = [windows for windows in HORIZONS_IN_WINDOWS if quality.tallies[windows].made >= FEWEST]
         if not known:
@@ -80,7 +80,7 @@ class Predictability(Stateful):
             start += f" by repeating the last displacement, {share:.0%} by the predictor"
         if self.low_noise:
             return f"{start} and batches hardly differ: leaps are searched on the exact loss"
-        if held_out:
+        if on_probes:
             return f"{start}; leaps are searched on held-out examples"
         if behind:
             return f"{start}: leaps wait until it does as well"
@@ -90,13 +90,13 @@ class Predictability(Stateful):
             return f"{start}: leaps may pay a little, audits will tell"
         return f"{start}: leaps should pay, audits will tell"
 
-    def summary(self, quality: Quality, held_out: bool = False) -> dict[str, Any]:
+    def summary(self, quality: Quality, on_probes: bool = False) -> dict[str, Any]:
         return {
             "motion_snr": _rounded(self.motion_snr),
             "gradient_snr": _rounded(self.gradient_snr),
             "loss_noise_ratio": _rounded(self.losses.noise_ratio),
             "low_noise": self.low_noise,
-            "verdict": self.sentence(quality, held_out),
+            "verdict": self.sentence(quality, on_probes),
         }
 
 

@@ -13,7 +13,7 @@ from tests.worlds import Net, World, leaps_of, world
 from torch import Tensor, nn
 
 from foretrain.events import Notice, Phase
-from foretrain.hybrid.judges.held_out import Unseen
+from foretrain.hybrid.judges.held_out import HeldOut
 
 DRAW = torch.Generator().manual_seed(0)
 INPUTS = torch.randn(100, 5, generator=DRAW)
@@ -40,12 +40,12 @@ def run_of(judged: bool = True, **settings: Any) -> World:
     return run
 
 
-def held_out(run: World) -> float:
+def held_out_loss(run: World) -> float:
     return run.trainer.evaluate([HELD_OUT])
 
 
-def unseen_of(run: World) -> Unseen:
-    return run.trainer.policy.tools.unseen
+def held_out_of(run: World) -> HeldOut:
+    return run.trainer.policy.tools.held_out
 
 
 def chaining(run: World) -> World:
@@ -58,32 +58,32 @@ def chaining(run: World) -> World:
 def test_alone_chains_learn_by_heart() -> None:
     """What the others are tested against: so it goes without held-out data."""
     run = run_of(judged=False).run()
-    assert held_out(run) > 1.3 * held_out(run_of().run())
+    assert held_out_loss(run) > 1.3 * held_out_loss(run_of().run())
 
 
 def test_a_chain_goes_back_to_where_its_held_out_loss_was_lowest() -> None:
     run = chaining(run_of())
-    unseen, began, passes = unseen_of(run), run.trainer.global_step - 1, run.trainer.backward_passes
+    held_out, began, passes = held_out_of(run), run.trainer.global_step - 1, run.trainer.backward_passes
     losses: dict[int, float] = {}
-    look = unseen.look
+    look = held_out.look
 
     def noted(leaps: int, training_loss: float) -> bool:
         found = look(leaps, training_loss)
-        losses[leaps] = unseen.last
+        losses[leaps] = held_out.last
         return found
 
-    unseen.look = noted  # type: ignore[method-assign]
+    held_out.look = noted  # type: ignore[method-assign]
     run.run(lambda: run.trainer.phase is not Phase.PREDICT)
     lowest = min(losses, key=lambda leaps: losses[leaps])
     assert max(losses) - lowest == 4 * 8  # four looks, every eighth leap
-    assert held_out(run) == pytest.approx(losses[lowest], rel=1e-6)
+    assert held_out_loss(run) == pytest.approx(losses[lowest], rel=1e-6)
     assert run.trainer.global_step == began + lowest == sum(run.trainer.summary()["steps"].values())
     assert run.trainer.backward_passes - passes > max(losses) - 2  # what was spent stays spent
     run.run(lambda: not run.trainer.judging)
     assert run.moves[-1].verdict == "kept"
     assert run.moves[-1].horizon == lowest
     assert "the held-out loss rose" in run.moves[-1].reason
-    assert held_out(run) <= losses[lowest] * (1 + 1e-6)
+    assert held_out_loss(run) <= losses[lowest] * (1 + 1e-6)
 
 
 def test_the_gate_does_not_begin_the_next_chain_at_once() -> None:
@@ -101,7 +101,7 @@ def test_a_chain_that_only_raises_it_is_undone() -> None:
     run = run_of()
     run.run(lambda: run.trainer.phase is Phase.PREDICT and leaps_of(run.trainer).ready)
     losses = iter([1.0] + [2.0 + step for step in range(100)])
-    unseen_of(run).loss = lambda: next(losses)  # type: ignore[method-assign]
+    held_out_of(run).loss = lambda: next(losses)  # type: ignore[method-assign]
     before, step = [p.detach().clone() for p in run.trainer.model.parameters()], run.trainer.global_step
     run.run(lambda: bool(run.moves) or run.trainer.phase is Phase.FULL)
     move = run.moves[-1]
@@ -116,15 +116,15 @@ def test_a_chain_that_only_raises_it_is_undone() -> None:
 
 def judge(losses: list[float], training: list[float]) -> list[bool]:
     """Whether the chain is over after each look; the first loss is where it begins."""
-    unseen = unseen_of(run_of())
-    unseen.snapshots.take_best = lambda: None  # type: ignore[method-assign]
+    held_out = held_out_of(run_of())
+    held_out.snapshots.take_best = lambda: None  # type: ignore[method-assign]
     given = iter(losses)
-    unseen.loss = lambda: next(given)  # type: ignore[method-assign]
-    unseen.begin(training[0])
+    held_out.loss = lambda: next(given)  # type: ignore[method-assign]
+    held_out.begin(training[0])
     over = []
     for number, loss in enumerate(training[1:], start=1):
-        unseen.look(4 * number, loss)
-        over.append(unseen.over)
+        held_out.look(4 * number, loss)
+        over.append(held_out.over)
     return over
 
 
@@ -148,10 +148,10 @@ def test_when_a_chain_is_over(losses: list[float], training: list[float], over: 
 
 @pytest.mark.parametrize(("rows", "every"), [(1, 4), (30, 4), (60, 7), (300, 34)])
 def test_looks_take_a_tenth_of_a_chain_at_the_most(rows: int, every: int) -> None:
-    unseen = unseen_of(run_of())
-    unseen.batches = [(torch.zeros(rows, 5), torch.zeros(rows, 1))]
-    assert next(leaps for leaps in range(1, 100) if unseen.look_due(leaps, TRAINED, last=False)) == every
-    assert unseen.look_due(1, TRAINED, last=True)
+    held_out = held_out_of(run_of())
+    held_out.batches = [(torch.zeros(rows, 5), torch.zeros(rows, 1))]
+    assert next(leaps for leaps in range(1, 100) if held_out.look_due(leaps, TRAINED, last=False)) == every
+    assert held_out.look_due(1, TRAINED, last=True)
 
 
 def test_a_look_changes_no_generator() -> None:
@@ -164,7 +164,7 @@ def test_a_look_changes_no_generator() -> None:
 
     run.trainer.model.loss = draws  # type: ignore[assignment]
     before = torch.get_rng_state()
-    unseen_of(run).loss()
+    held_out_of(run).loss()
     assert len(drawn) == 1
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -174,7 +174,7 @@ def test_looks_are_charged() -> None:
     with_looks, without = chaining(run_of()), chaining(run_of(judged=False))
     for run in (with_looks, without):
         run.run(lambda run=run: run.trainer.policy.move.moved == 9)
-    price = unseen_of(with_looks).price(TRAINED)
+    price = held_out_of(with_looks).price(TRAINED)
     assert price == pytest.approx(70 / 90)
     assert (
         with_looks.trainer.engine.progress.probe_tokens == without.trainer.engine.progress.probe_tokens + 2 * 70
@@ -185,9 +185,9 @@ def test_looks_are_charged() -> None:
 def test_the_run_ends_where_its_held_out_loss_was_lowest() -> None:
     run = run_of()
     run.run(lambda: run.trainer.global_step >= 199)
-    before = held_out(run)
+    before = held_out_loss(run)
     run.run()
-    after = held_out(run)
+    after = held_out_loss(run)
     assert after < before
     (said,) = [event.message for event in run.events if isinstance(event, Notice)]
     assert said.startswith("the run ends with the weights of its lowest held-out loss, ")
@@ -199,21 +199,21 @@ def test_also_where_an_evaluation_found_it() -> None:
     run = run_of(max_steps=120)
     run.run(lambda: run.trainer.global_step >= 10)
     best = [p.detach().clone() for p in run.trainer.model.parameters()]
-    run.trainer.evaluated(held_out(run))
+    run.trainer.evaluated(held_out_loss(run))
     first = next(run.trainer.model.parameters())
-    unseen_of(run).loss = lambda: float((first.detach() - best[0]).square().sum())  # type: ignore[method-assign]
+    held_out_of(run).loss = lambda: float((first.detach() - best[0]).square().sum())  # type: ignore[method-assign]
     run.run()
     assert all(torch.equal(a, b) for a, b in zip(best, run.trainer.model.parameters(), strict=True))
 
 
 def test_but_not_where_that_is_no_lower() -> None:
     run = run_of()
-    unseen = unseen_of(run)
-    unseen.note(held_out(run))
+    held_out = held_out_of(run)
+    held_out.note(held_out_loss(run))
     run.run(lambda: run.trainer.global_step >= 30)
     before = [p.detach().clone() for p in run.trainer.model.parameters()]
-    assert unseen.loss() < unseen.evaluated
-    assert unseen.finish() is None
+    assert held_out.loss() < held_out.evaluated
+    assert held_out.finish() is None
     assert all(torch.equal(a, b) for a, b in zip(before, run.trainer.model.parameters(), strict=True))
 
 
@@ -225,7 +225,7 @@ def test_but_not_where_that_is_no_lower() -> None:
 def test_a_move_that_raises_it_is_not_kept(mode: str, rise: float, verdict: str) -> None:
     run = run_of(hybrid__secant_pairs=0, hybrid__mode=mode, audit__time_budget=1.0)
     losses = iter(1.0 + rise * number for number in range(100))
-    unseen_of(run).loss = lambda: next(losses)  # type: ignore[method-assign]
+    held_out_of(run).loss = lambda: next(losses)  # type: ignore[method-assign]
     run.run(lambda: any(move.verdict != "refused" for move in run.moves) or run.trainer.global_step >= 200)
     move = run.moves[-1]
     assert move.verdict.replace("shrunk", "kept") == verdict
@@ -237,7 +237,7 @@ def test_a_move_that_raises_it_is_not_kept(mode: str, rise: float, verdict: str)
 def test_where_batches_differ_it_is_not_asked() -> None:
     run = world(Net(), DATA, {"audit.time_budget": 1.0}, "repeat")
     run.trainer.hybrid.judge_by([DATA(5000)])
-    unseen_of(run).loss = lambda: pytest.fail("asked")  # type: ignore[method-assign]
+    held_out_of(run).loss = lambda: pytest.fail("asked")  # type: ignore[method-assign]
     run.run(lambda: bool(run.moves))
     assert run.moves[-1].audited
 
@@ -269,8 +269,8 @@ def test_a_judged_chain_goes_on_bit_for_bit(settings: dict[str, Any]) -> None:
 def test_what_is_remembered_of_evaluations_is_resumed() -> None:
     run = run_of(max_steps=120)
     run.run(lambda: run.trainer.global_step >= 10)
-    run.trainer.evaluated(held_out(run))
+    run.trainer.evaluated(held_out_loss(run))
     other = run_of(max_steps=120)
     other.trainer.load_state_dict(saved(run.trainer))
-    assert unseen_of(other).evaluated == unseen_of(run).evaluated
+    assert held_out_of(other).evaluated == held_out_of(run).evaluated
     assert_same_state(saved(other.trainer), saved(run.trainer))

@@ -18,11 +18,11 @@ from foretrain import HybridTrainer
 from foretrain.config import from_mapping
 from foretrain.events import Event, Moved, Phase
 from foretrain.hybrid.judges.audit import Audited
-from foretrain.hybrid.judges.exact import Exact
-from foretrain.hybrid.judges.held_out import HeldOut
+from foretrain.hybrid.judges.exact import Exact, OnProbes
 from foretrain.hybrid.judges.judgement import Judgement, Trusted
-from foretrain.hybrid.moves.base import Move
+from foretrain.hybrid.moves.base import Move, Outlook
 from foretrain.hybrid.moves.judged import JudgedMove
+from foretrain.hybrid.plan import Decision
 from foretrain.hybrid.snapshot import Snapshots
 from foretrain.persist.codec import put_together, snapshot
 
@@ -74,7 +74,7 @@ CASES: dict[str, Case] = {
     "leap, trusted": Case(NOISY | {"audit.time_budget": 0.0}, noisy_net, DATA, Trusted, prior=(1.0, 0.01, 100.0)),
     "leap, exact": Case(EXACT, judge=Exact),
     "leap, exact and audited": Case(EXACT | {"audit.time_budget": 1.0}, judge=Audited),
-    "leap, held out": Case(NOISY, noisy_net, DATA, HeldOut, probe=(DATA(5000), DATA(5001))),
+    "leap, held out": Case(NOISY, noisy_net, DATA, OnProbes, probe=(DATA(5000), DATA(5001))),
     "rollout": Case(EXACT | {"hybrid.mode": "rollout", "optimizer.learning_rate": 0.01}, judge=Exact),
     "rollout, audited": Case(NOISY | {"hybrid.mode": "rollout"}, noisy_net, DATA, Audited),
     "chain": Case(EXACT | {"hybrid.secant_pairs": 20}, judge=Exact),
@@ -295,6 +295,20 @@ def test_the_toy_is_made_whenever_it_may_be_and_reported_like_any_move() -> None
     assert summary["moves"]["kept"] == 3
     assert summary["audit"]["exact_moves"] == 3
     assert run.trainer.policy.gate.count == run.trainer.policy.bandit.rewards == 0  # it teaches nothing about forecasts
+
+
+class AuditedShrinkKind(toy.ShrinkKind):
+    def propose(self, outlook: Outlook) -> Decision | None:
+        return Decision(self.name, horizon=1, audited=True, longest=1, reason="smaller weights are tried")
+
+
+@pytest.mark.parametrize(("length", "room"), [(60, False), (70, True)])
+def test_the_validation_of_an_audited_move_ends_with_the_run_at_the_latest(length: int, room: bool) -> None:
+    """It is longer than that of other moves: a proposed move for which it leaves no room is not begun."""
+    settings = NOISY | {"audit.steps": 25, "max_steps": length}
+    run = Case(settings, noisy_net, DATA, house={}, kinds=(AuditedShrinkKind,)).world().run()
+    assert [move.audited for move in run.moves] == [True] * room
+    assert run.trainer.global_step == length
 
 
 def test_a_kind_that_is_missing_is_named() -> None:

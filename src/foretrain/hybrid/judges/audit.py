@@ -67,6 +67,8 @@ class Audited(Judge):
         self.mean = move.tools.forks.remembered(self.mean)
 
     def judge(self, move: JudgedMove) -> Judgement:
+        """Roll back, make the fork without the move, and go to the better fork: `stands_at_fork` where that is the one
+        without it. A move that held-out data objects to is judged without a fork."""
         overfits = self.by.overfits(move)
         return self.by.judged(move, overfits) if overfits else self.compared(move)
 
@@ -81,7 +83,7 @@ class Audited(Judge):
             loss=audit.loss_with,
             audit=audit,
             overfits=overfits,
-            already_undone=not kept,
+            stands_at_fork=not kept,
         )
 
     def _compare(self, move: JudgedMove) -> Audit:

@@ -1,4 +1,4 @@
-"""The exact judge: every batch gives the same loss, so the loss right after a move says what it is worth."""
+"""Judges that trust the loss right after a move: every batch gives the same loss, or probe batches are given."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Exact(ByProbe):
         """Before the move, where held-out data judges too."""
 
     def begin(self, move: JudgedMove) -> None:
-        unseen = move.tools.unseen
-        if unseen.active:
-            move.cost += unseen.price(move.batch)
-            self.held_out_loss = unseen.loss()
+        held_out = move.tools.held_out
+        if held_out.active:
+            move.cost += held_out.price(move.batch)
+            self.held_out_loss = held_out.loss()
 
     def credit(self, move: JudgedMove) -> int:
         """A fall of the loss can be the easy part of what steps would have done, so predicted steps count only as far
@@ -37,8 +37,15 @@ class Exact(ByProbe):
         return move.exact_worth(before, after)
 
     def overfits(self, move: JudgedMove) -> bool:
-        unseen = move.tools.unseen
-        if not unseen.active:
+        held_out = move.tools.held_out
+        if not held_out.active:
             return False
-        move.cost += unseen.price(move.batch)
-        return unseen.loss() > self.held_out_loss
+        move.cost += held_out.price(move.batch)
+        return held_out.loss() > self.held_out_loss
+
+
+class OnProbes(Exact):
+    """Every probe is made on the probe batches, which are never trained on: they alone say what a move is worth."""
+
+    def worth(self, move: JudgedMove, before: float, after: float) -> float:
+        return move.tools.worth.on_probes(before - after, move.moved)

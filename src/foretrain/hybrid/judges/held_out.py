@@ -1,10 +1,9 @@
-"""Held-out data as a judge: alone, where probes are made on it, or beside an exact loss, which alone would let moves
-learn by heart."""
+"""The held-out batches of `fit`: they judge moves beside an exact loss, which alone would let moves learn by heart."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,14 +11,10 @@ from torch import Tensor
 from foretrain.engine.batch import count
 from foretrain.engine.engine import Engine
 from foretrain.hybrid.gate import FORWARD
-from foretrain.hybrid.judges.exact import Exact
 from foretrain.hybrid.judges.probes import Probes
 from foretrain.hybrid.snapshot import Snapshots
 from foretrain.persist.codec import random_state, restore_random_state
 from foretrain.persist.stateful import Stateful
-
-if TYPE_CHECKING:
-    from foretrain.hybrid.moves.judged import JudgedMove
 
 _FEWEST_LEAPS = 4
 """A chain makes at least this many leaps between two looks at the held-out loss. Chosen: as many as it is judged by."""
@@ -37,14 +32,7 @@ _BY_HEART = 0.1
 """It is overfitting if the held-out loss is also above the training loss by this share of it. Chosen."""
 
 
-class HeldOut(Exact):
-    """Every probe is made on held-out examples, always the same ones: they alone say what a move is worth."""
-
-    def worth(self, move: JudgedMove, before: float, after: float) -> float:
-        return move.tools.worth.held_out(before - after, move.moved)
-
-
-class Unseen(Stateful):
+class HeldOut(Stateful):
     """Where in a chain the held-out loss was lowest, and the way back to there. `fit` gives it the held-out batches."""
 
     saved = (
@@ -79,7 +67,7 @@ class Unseen(Stateful):
 
     @property
     def active(self) -> bool:
-        return bool(self.batches) and not self.probes.held_out
+        return bool(self.batches) and not self.probes.batches
 
     def loss(self) -> float:
         """Measure the held-out loss of the weights as they are. Random generators go on as if it had not been."""
@@ -91,7 +79,7 @@ class Unseen(Stateful):
 
     def price(self, batch: Any) -> float:
         """What one look costs, in full steps."""
-        return FORWARD * sum(count(held_out) for held_out in self.batches) / max(1, count(batch))
+        return FORWARD * sum(count(one) for one in self.batches) / max(1, count(batch))
 
     # --- the end of the run ------------------------------------------------------------------------------------------
 

@@ -29,8 +29,8 @@ class Judgement:
     audit: Audit | None = None
     overfits: bool = False
     """It raised the held-out loss."""
-    already_undone: bool = False
-    """The judge left the run without the move: nothing is left to undo."""
+    stands_at_fork: bool = False
+    """The run stands at the end of the fork without the move, which the judge made: nothing is left to undo."""
 
 
 def credited(worth: float, most: float) -> int:
@@ -63,7 +63,8 @@ class Judge(Stateful, ABC):
 
     @abstractmethod
     def judge(self, move: JudgedMove) -> Judgement:
-        """Say whether the move stays, after its last validating step."""
+        """Say whether the move stays, after its last validating step. An audit leaves the run at the better of two
+        forks, so it may have rolled the move back itself; any other judge changes no weight."""
 
 
 class ByProbe(Judge):

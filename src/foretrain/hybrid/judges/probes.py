@@ -20,13 +20,13 @@ class Start(Protocol):
 
 
 class Probes:
-    """Forward passes on the move's own batch, or on held-out ones where there are any."""
+    """Forward passes on the move's own batch, or on the probe batches where there are any."""
 
     def __init__(self, engine: Engine, snapshots: Snapshots) -> None:
         self.engine = engine
         self.snapshots = snapshots
-        self.held_out: list[Any] = []
-        """Batches that are never trained on; if there are any, they judge moves."""
+        self.batches: list[Any] = []
+        """The probe batches, `HybridTrainer(probe=)`: never trained on. If there are any, they alone judge moves."""
         self.seconds = 0.0
         """The last one took so long."""
 
@@ -35,8 +35,8 @@ class Probes:
         now, began = random_state(), time.monotonic()
         restore_random_state(move.random)
         try:
-            if batch is None and self.held_out:
-                return self.engine.probe_all(self.held_out)
+            if batch is None and self.batches:
+                return self.engine.probe_all(self.batches)
             return self.engine.probe(move.batch if batch is None else batch)
         finally:
             restore_random_state(now)
@@ -45,7 +45,7 @@ class Probes:
     def price(self, batch: Any) -> float:
         """In full steps."""
         count = self.engine.count
-        tokens = sum(count(held_out) for held_out in self.held_out)
+        tokens = sum(count(one) for one in self.batches)
         return FORWARD * tokens / max(1, count(batch)) if tokens else FORWARD
 
     # --- beside them -------------------------------------------------------------------------------------------------

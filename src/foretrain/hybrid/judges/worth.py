@@ -20,19 +20,19 @@ def in_steps(fall: float, pace: float) -> float:
 
 
 class Worth(Stateful):
-    """Knows three paces: of a noisy loss over many windows, of an exact loss lately, and of the held-out loss."""
+    """Knows three paces: of a noisy loss over many windows, of an exact loss lately, and of probe batches."""
 
-    saved = ("_passes", "_held_out_loss", "_held_out_pace")
+    saved = ("_passes", "_probe_loss", "_probe_pace")
 
     def __init__(self, engine: Engine, slope: WindowLosses) -> None:
         self.engine = engine
         self.slope = slope
         self._passes = 0
         """Backward passes at the last probe of weights that stayed."""
-        self._held_out_loss = math.nan
+        self._probe_loss = math.nan
         """What that probe said."""
-        self._held_out_pace = math.nan
-        """Fall of the held-out loss per full step, lately."""
+        self._probe_pace = math.nan
+        """Fall of the loss on probe batches per full step, lately."""
 
     def noisy(self, fall: float) -> float:
         """Full steps for a fall that was measured under noise."""
@@ -45,9 +45,9 @@ class Worth(Stateful):
             return in_steps(math.log(before / after), pace)
         return in_steps(before - after, self.slope.per_step(low_noise=True))
 
-    def held_out(self, fall: float, moved: int) -> float:
-        """Full steps for a fall of the held-out loss, by a move of so many steps."""
-        pace = self._held_out_pace
+    def on_probes(self, fall: float, moved: int) -> float:
+        """Full steps for a fall of the loss on probe batches, by a move of so many steps."""
+        pace = self._probe_pace
         if not math.isfinite(pace):
             pace = self.slope.per_step(low_noise=False)
         if not fall > 0:
@@ -56,13 +56,13 @@ class Worth(Stateful):
             return float(max(1, moved))
         return min(fall / pace, MOST_PER_STEP * max(1, moved))
 
-    def watch_held_out(self, loss: float) -> None:
-        """Note the held-out loss at a move's beginning: it shows how fast full steps alone lower it."""
+    def watch_probes(self, loss: float) -> None:
+        """Note the loss on probe batches at a move's beginning: it shows how fast full steps alone lower it."""
         steps = self.engine.backward_passes - self._passes
-        if steps > 0 and math.isfinite(self._held_out_loss):
-            self._held_out_pace = (self._held_out_loss - loss) / steps
-        self.remember_held_out(loss)
+        if steps > 0 and math.isfinite(self._probe_loss):
+            self._probe_pace = (self._probe_loss - loss) / steps
+        self.remember_probes(loss)
 
-    def remember_held_out(self, loss: float) -> None:
-        """Note the held-out loss of weights that stay."""
-        self._passes, self._held_out_loss = self.engine.backward_passes, loss
+    def remember_probes(self, loss: float) -> None:
+        """Note the loss on probe batches of weights that stay."""
+        self._passes, self._probe_loss = self.engine.backward_passes, loss

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from foretrain.hybrid.correction import Correction
     from foretrain.hybrid.cycle import Transition, View
     from foretrain.hybrid.judges.audit import Forks, RecentBatches
-    from foretrain.hybrid.judges.held_out import Unseen
+    from foretrain.hybrid.judges.held_out import HeldOut
     from foretrain.hybrid.judges.judgement import Judgement
     from foretrain.hybrid.judges.probes import Probes
     from foretrain.hybrid.judges.worth import Worth
@@ -40,8 +40,8 @@ class MoveTools:
     engine: Engine
     snapshots: Snapshots
     probes: Probes
-    unseen: Unseen
-    """Held-out batches that may object to a move which an exact loss judges."""
+    held_out: HeldOut
+    """The held-out batches of `fit`, which may object to a move that an exact loss judges."""
     worth: Worth
     forks: Forks
     recent: RecentBatches
@@ -75,7 +75,8 @@ class Move(Stateful, ABC):
     """An excursion of the weights that can be undone to the bit.
 
     `begin` with a batch, `advance` with this and each further batch until it is `over`, then `judge`; whoever asked
-    keeps it or calls `undo`. A move that sees by itself that it leads nowhere calls `refuse`.
+    keeps it or calls `undo`. A move that sees by itself that it leads nowhere calls `refuse`, and so does whoever
+    has to stop it.
     """
 
     kind: ClassVar[str]
@@ -86,7 +87,7 @@ class Move(Stateful, ABC):
     cost: float = 0.0
     """Full steps spent on it that plain training would not have spent."""
     refused: bool = False
-    """It was undone before any full step followed on it: its batch is still there to be trained on."""
+    """It was undone without a judgement: its batch is still there to be trained on."""
     reason: str = ""
     """Why it was refused."""
 
@@ -96,7 +97,8 @@ class Move(Stateful, ABC):
 
     @abstractmethod
     def advance(self, batch: Any) -> StepOutput | None:
-        """Go on by one step. None where the batch was not used: the move was refused, or it is in CORRECT now."""
+        """Go on by one step. None where the batch was not used: the move was refused, or, as chains do, it came to its
+        end in this call without a step and is in CORRECT now."""
 
     @property
     @abstractmethod
@@ -105,14 +107,15 @@ class Move(Stateful, ABC):
 
     @abstractmethod
     def judge(self) -> Judgement:
-        """Say what the move was worth."""
+        """Say what the move was worth. An audit leaves the run at the better of its two forks, so the move may be
+        rolled back after it (`Judgement.stands_at_fork`); otherwise whoever asked keeps or undoes it."""
 
     @abstractmethod
     def undo(self) -> None:
         """Bring back everything as it was before `begin`: weights, optimizer, random states and counters."""
 
     def refuse(self, reason: str) -> None:
-        """Undo the move before any full step followed on it."""
+        """Undo the move without a judgement: it leads nowhere, or something else stops it, in PREDICT or in CORRECT."""
         self.undo()
         self.refused, self.reason = True, reason
 

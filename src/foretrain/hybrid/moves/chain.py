@@ -41,12 +41,12 @@ class Chain(JudgedMove):
 
     def look_before(self) -> None:
         """A chain begins at the point of a gradient."""
-        unseen = self.tools.unseen
-        if not unseen.active:
+        held_out = self.tools.held_out
+        if not held_out.active:
             return
-        self.cost += unseen.price(self.batch)
+        self.cost += held_out.price(self.batch)
         with self.leaps.at_start():
-            unseen.begin(self.leaps.loss)
+            held_out.begin(self.leaps.loss)
         if self.leaps.secant is not None:
             self.leaps.secant.best = self.leaps.secant.point()
 
@@ -76,37 +76,37 @@ class Chain(JudgedMove):
 
     def _look_and_end(self, exhausted: bool) -> int:
         """End the chain if it is over, or if held-out data says so. Returns how many leaps that undid."""
-        engine, unseen, leaps = self.tools.engine, self.tools.unseen, self.leaps
+        engine, held_out, leaps = self.tools.engine, self.tools.held_out, self.leaps
         room = engine.planned_steps - engine.global_step - self.plan.correct_steps
         over = exhausted or leaps.over(self.tools.worth.slope) or room <= 0
-        if unseen.active:
-            if unseen.look_due(leaps.leaps, self.batch, over):
-                self.cost += unseen.price(self.batch)
-                if unseen.look(leaps.leaps, leaps.loss) and leaps.secant is not None:
+        if held_out.active:
+            if held_out.look_due(leaps.leaps, self.batch, over):
+                self.cost += held_out.price(self.batch)
+                if held_out.look(leaps.leaps, leaps.loss) and leaps.secant is not None:
                     leaps.secant.best = leaps.secant.point()
-            over = unseen.over or over
+            over = held_out.over or over
         return self._end(exhausted) if over else 0
 
     def _end(self, exhausted: bool) -> int:
         """End where the chain is, or back where its held-out loss was lowest; if that is where it began, all of it is
         undone. Returns how many leaps are."""
-        tools, unseen, leaps = self.tools, self.tools.unseen, self.leaps
+        tools, held_out, leaps = self.tools, self.tools.held_out, self.leaps
         spent, judged, back, undone = leaps.cost, None, False, 0
-        if unseen.active:
-            judged, back, self.overfits = unseen.at_end, unseen.risen, unseen.overfits
+        if held_out.active:
+            judged, back, self.overfits = held_out.at_end, held_out.risen, held_out.overfits
         if back:
-            undone = leaps.leaps - unseen.leaps
-            leaps.go_back(unseen.leaps, unseen.training_loss)
-        leaps.end(tools.worth.slope, refused=exhausted or self.overfits, unseen=judged)
+            undone = leaps.leaps - held_out.leaps
+            leaps.go_back(held_out.leaps, held_out.training_loss)
+        leaps.end(tools.worth.slope, refused=exhausted or self.overfits, held_out=judged)
         self.cost += spent
-        if back and unseen.leaps == 0:
+        if back and held_out.leaps == 0:
             position = tools.engine.position
             self.refuse("the held-out loss only rose")
             tools.engine.position = position  # data goes on: every batch gives the same loss
         else:
             if back:
                 tools.snapshots.go_to_best()
-                self.moved = unseen.leaps
+                self.moved = held_out.leaps
             view = View(tools.engine.global_step, confidence=1.0, horizon_reached=True, overfits=back)
             self.arrive(leaps.loss, view)
         tools.snapshots.drop_best()
@@ -156,11 +156,11 @@ class Chain(JudgedMove):
         """The optimizer's own steps after the chain lowered what judges it further."""
         if not self.probe() < self.loss:
             return False
-        unseen = self.tools.unseen
-        if not unseen.active:
+        held_out = self.tools.held_out
+        if not held_out.active:
             return True
-        self.cost += unseen.price(self.batch)
-        return not unseen.loss() > unseen.at_end
+        self.cost += held_out.price(self.batch)
+        return not held_out.loss() > held_out.at_end
 
 
 class ChainKind(MoveKind):
@@ -182,7 +182,7 @@ class ChainKind(MoveKind):
     def possible(self) -> bool:
         """Gradients are worth remembering."""
         exact = self.predictability.low_noise or self.predictability.same_batch
-        return exact and self.tools.engine.config.hybrid.search is not False and not self.tools.probes.held_out
+        return exact and self.tools.engine.config.hybrid.search is not False and not self.tools.probes.batches
 
     @property
     def ready(self) -> bool:
@@ -223,7 +223,7 @@ class ChainKind(MoveKind):
     def obstacle(self) -> str | None:
         """Where the loss is exact and no leaps will be tried: why, in words, with what to set."""
         known, found = self.predictability, self.leaps.obstacles
-        if self.tools.probes.held_out or not known.low_noise:
+        if self.tools.probes.batches or not known.low_noise:
             return None
         if found:
             return in_words(found) if known.same_batch or self._same_loss() else ""
@@ -240,7 +240,7 @@ class ChainKind(MoveKind):
 
     def cover(self) -> None:
         self.leaps.cover()
-        self.tools.unseen.forget()
+        self.tools.held_out.forget()
 
     # --- the lowest point that is known ------------------------------------------------------------------------------
 
@@ -248,7 +248,7 @@ class ChainKind(MoveKind):
         """Chains lead far, so the run may come back here in the end."""
         exact = self.predictability.same_batch if self.leaps.exact is None else self.leaps.exact
         if self.leaps.possible and exact:
-            self.tools.unseen.note(loss)
+            self.tools.held_out.note(loss)
 
     def finish(self, batch: Any) -> float | None:
         """Where the loss is exact the run ends at the lowest point that is known, by the held-out loss if there is
@@ -264,13 +264,13 @@ class ChainKind(MoveKind):
             raise
 
     def _go_to_lowest(self, batch: Any) -> float | None:
-        unseen = self.tools.unseen
-        judged = unseen.loss if unseen.active else None
-        to_chain, to_evaluation = self.leaps.finish(batch, judged), unseen.finish()
+        held_out = self.tools.held_out
+        judged = held_out.loss if held_out.active else None
+        to_chain, to_evaluation = self.leaps.finish(batch, judged), held_out.finish()
         went = [losses for losses in (to_chain, to_evaluation) if losses is not None]
         loss = self.tools.engine.probe(batch) if went else None
         if went and judged is not None:
-            where = "at the end of its last chain" if to_evaluation is None else f"at step {unseen.step}"
+            where = "at the end of its last chain" if to_evaluation is None else f"at step {held_out.step}"
             text = f"{went[-1][1]:.4g} ({where}) instead of {went[0][0]:.4g}"
             self.tools.emit(Notice(f"the run ends with the weights of its lowest held-out loss, {text}", level="info"))
         return loss

@@ -16,8 +16,7 @@ from foretrain.events import Moved, Phase
 from foretrain.health.signs import StepReading
 from foretrain.hybrid.cycle import View
 from foretrain.hybrid.judges.audit import Audited
-from foretrain.hybrid.judges.exact import Exact
-from foretrain.hybrid.judges.held_out import HeldOut
+from foretrain.hybrid.judges.exact import Exact, OnProbes
 from foretrain.hybrid.judges.judgement import ByProbe, Judge, Judgement, Trusted
 from foretrain.hybrid.moves.base import Move, MoveTools
 from foretrain.hybrid.plan import Plan
@@ -81,8 +80,8 @@ class JudgedMove(Move):
         elif self.plan.coefficients is not None and not np.isfinite(self.plan.coefficients).all():
             self.refuse("the forecast is not a number")
         else:
-            if tools.probes.held_out:
-                tools.worth.watch_held_out(self.anchor)
+            if tools.probes.batches:
+                tools.worth.watch_probes(self.anchor)
             tools.snapshots.wait()
             self.look_before()
 
@@ -158,7 +157,7 @@ class JudgedMove(Move):
         return self.steps >= self.plan.correct_steps
 
     def readings(self) -> list[StepReading]:
-        """Loss and gradient norm of the validating steps. StepReading them waits for the device."""
+        """Loss and gradient norm of the validating steps. Reading them waits for the device."""
         numbers = self.tools.engine.world.to_host(torch.stack([value.float() for value in self._outputs]))
         self._outputs.clear()
         first = self.tools.engine.global_step - self.steps + 1
@@ -213,6 +212,6 @@ class JudgedMove(Move):
 
 
 def judge_for(tools: MoveTools, plan: Plan) -> Judge:
-    """Held-out examples judge where probes are made on them, the exact loss where it is known, audits otherwise."""
-    judge: ByProbe = HeldOut() if tools.probes.held_out else Exact() if plan.low_noise else Trusted()
+    """Probe batches judge where there are any, the exact loss where it is known, audits otherwise."""
+    judge: ByProbe = OnProbes() if tools.probes.batches else Exact() if plan.low_noise else Trusted()
     return Audited(judge) if plan.audited else judge

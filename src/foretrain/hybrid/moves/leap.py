@@ -46,7 +46,7 @@ class Leap(JudgedMove):
                 tools.probes.bring_back(0)
             return self.probe()
 
-        if plan.searched and tools.probes.held_out:
+        if plan.searched and tools.probes.batches:
             found = search.search(place, probe, self.anchor, _FIRST_HELD_OUT, shorter=())
         elif plan.searched:
             found = search.search(place, probe, self.anchor)

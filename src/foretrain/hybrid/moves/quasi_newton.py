@@ -48,7 +48,7 @@ class QuasiNewton(StepHook, Stateful):
     """Leaps, their length and their success. `length` adapts to how they do beside the optimizer's own steps."""
 
     saved = (
-        *("length", "loss", "leaps", "start_loss", "rate", "cost", "returned", "lowest", "exact", "lowest_unseen"),
+        *("length", "loss", "leaps", "start_loss", "rate", "cost", "returned", "lowest", "exact", "lowest_held_out"),
         *("stopped", "_last"),
     )
     exact: bool | None
@@ -73,7 +73,7 @@ class QuasiNewton(StepHook, Stateful):
         """This chain began at the end of an earlier one, because the optimizer's own steps had led uphill since."""
         self.lowest = math.nan
         """Loss at the marked point: the lowest end of a chain so far, by the held-out loss where there is one."""
-        self.lowest_unseen = math.nan
+        self.lowest_held_out = math.nan
         """Held-out loss there."""
         self.stopped = False
         """It is to end with its next leap, whatever that brings."""
@@ -91,7 +91,7 @@ class QuasiNewton(StepHook, Stateful):
         self.secant: Secant | None = None
         """Made when it is first needed: most runs are noisy and never do."""
         self._last = None
-        self.lowest = self.lowest_unseen = math.nan
+        self.lowest = self.lowest_held_out = math.nan
 
     # --- full steps of the optimizer ---------------------------------------------------------------------------------
 
@@ -175,22 +175,22 @@ class QuasiNewton(StepHook, Stateful):
         loss = self.engine.probe(batch)
         if _same(loss, self.lowest):
             return loss
-        self.secant.mark, self.lowest, self.lowest_unseen = None, math.nan, math.nan
+        self.secant.mark, self.lowest, self.lowest_held_out = None, math.nan, math.nan
         return math.nan
 
-    def finish(self, batch: Any, unseen: Callable[[], float] | None = None) -> tuple[float, float] | None:
-        """The end of a run: at the lowest point that is known. unseen: the held-out loss of the weights as they are, if
-        it is to judge.
+    def finish(self, batch: Any, held_out: Callable[[], float] | None = None) -> tuple[float, float] | None:
+        """The end of a run: at the lowest point that is known. held_out: measures the held-out loss of the
+        weights as they are, if it is to judge.
 
         Returns what the judging loss was where the run came to, and what it is where it goes back to; None if it stays.
         """
         if not self.marked:
             return None
         now = [p.detach().clone() for p in self.parameters]
-        judge = unseen or partial(self.engine.probe, batch)
+        judge = held_out or partial(self.engine.probe, batch)
         here, there = judge(), self._probe_mark(batch)
-        if unseen is not None and not math.isnan(there):
-            there = unseen()
+        if held_out is not None and not math.isnan(there):
+            there = held_out()
         if math.isnan(there) or there >= here:  # false where the run ended at no number
             with torch.no_grad():
                 torch._foreach_copy_([p.detach() for p in self.parameters], now)
@@ -276,14 +276,14 @@ class QuasiNewton(StepHook, Stateful):
             self.leaps, self.loss = leaps, loss
             self._last = torch.full((), loss, device=self.engine.device)
 
-    def end(self, slope: WindowLosses, refused: bool, unseen: float | None = None) -> None:
-        """Longer chains while leaps beat the optimizer's own steps, shorter ones otherwise. unseen: the held-out loss
+    def end(self, slope: WindowLosses, refused: bool, held_out: float | None = None) -> None:
+        """Longer chains while leaps beat the optimizer's own steps, shorter ones otherwise. held_out: the held-out loss
         at the end, if it judges."""
-        if self.secant is not None and (self.leaps or unseen is not None):
-            here, lowest = (self.loss, self.lowest) if unseen is None else (unseen, self.lowest_unseen)
+        if self.secant is not None and (self.leaps or held_out is not None):
+            here, lowest = (self.loss, self.lowest) if held_out is None else (held_out, self.lowest_held_out)
             if not here >= lowest:
                 self.secant.mark = self.secant.point()
-                self.lowest, self.lowest_unseen = self.loss, math.nan if unseen is None else unseen
+                self.lowest, self.lowest_held_out = self.loss, math.nan if held_out is None else held_out
             self.secant.best = None
         fall = _fall(self.start_loss, self.loss)
         good = self.cost > 0 and fall / self.cost > self._usual(slope) and not refused

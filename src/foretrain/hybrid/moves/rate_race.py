@@ -174,7 +174,7 @@ class RateRace(Move):
         """Whether this rate ended lowest so far."""
         engine = self.tools.engine
         try:
-            loss = engine.probe_all(self.tools.probes.held_out)
+            loss = engine.probe_all(self.tools.probes.batches)
         except OwnCodeError as error:  # then the first rate stays
             loss = math.nan
             self.fail(error.failure)
