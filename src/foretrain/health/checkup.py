@@ -41,9 +41,10 @@ class Checkup(StepHook, Stateful):
         self.engine = engine
         self.emit = emit
         self.known_of_moves: Callable[[RunStatus], RunStatus] = lambda status: status
-        """Adds to the status of the run what is known of moves."""
+        """Adds to the status of the run what is known of moves. Set by `Hybrid`, which is made later."""
         self.tuned: Callable[[], None] = lambda: None
-        """Called when something was tuned. The engine asks for the learning rate and the clipping by itself."""
+        """Called when something was tuned. The engine asks for the learning rate and the clipping by itself. Set
+        by `Hybrid`."""
         self.interval = engine.config.health.interval
         self.layers = LayerMeter(engine.model, engine.full_step.parameters, engine.world)
         self.levers = levers_of_own(engine.optimizer) if engine.own_optimizer else levers_of(engine.config)

@@ -79,7 +79,7 @@ class Rescue:
         self.memory = memory
         self.emit = emit
         self.excursions: Excursions | None = None
-        """None in a run of full steps only."""
+        """None in a run of full steps only. Set by `Hybrid`, which is made later."""
         self.retries = engine.config.memory.on_out_of_memory == "retry"
         self.settings = engine.config
         """The settings that count now, after all that was made smaller."""
