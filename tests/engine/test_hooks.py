@@ -67,7 +67,7 @@ def test_hooks_of_one_step_stand_around_those_of_every_step() -> None:
     told.clear()
     one.full(BATCH)
     assert [name for name, _, _ in told] == ["always", "always"]
-    assert one.global_step == 2
+    assert one.progress.global_step == 2
 
 
 def test_gradients_are_shown_to_those_who_want_them_only() -> None:
