@@ -222,7 +222,7 @@ def not_finite(passes: frozenset[int]) -> Injection:
         loss, taken, bad = FullStep.loss, Engine.full, [False]
 
         def full(engine: Engine, *arguments: Any) -> Any:
-            bad[0] = engine.backward_passes in passes
+            bad[0] = engine.progress.backward_passes in passes
             if bad[0]:
                 tell_fired(SPOILED)
             try:

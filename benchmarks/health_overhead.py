@@ -48,7 +48,9 @@ class Watched(Arm):
         self.run: Loop | None = None
         if logs is not None:
             trainer = self.trainer
-            evaluator = Evaluator(trainer.engine, [], {}, trainer.memory, trainer.rescue, trainer.bus.emit)
+            evaluator = Evaluator(
+                *(trainer.engine, [], {}, trainer.memory, trainer.rescue, trainer.bus.emit), evaluated=trainer.evaluated
+            )
             self.run = Loop(trainer, evaluator, None, StopRequest())
             shown = logs.with_suffix(".txt").open("w", encoding="utf-8")
             self.trainer.bus.subscribe(Console(RichConsole(file=shown, width=120), level="verbose"))

@@ -825,7 +825,7 @@ def away_while_probing(patch: pytest.MonkeyPatch, **changes: Any) -> list[bool]:
         if batch is not None:
             engine = move.tools.engine
             away = engine.away is not None and engine.away.away
-            seen.setdefault(engine.backward_passes, []).append(away)
+            seen.setdefault(engine.progress.backward_passes, []).append(away)
         return probe(move, batch)
 
     with patch.context() as inner:

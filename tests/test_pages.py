@@ -12,8 +12,10 @@ from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import pytest
+import torch
+from tests.worlds import QUICK, Net, Regression
 
-from foretrain import config
+from foretrain import HybridTrainer, config
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -66,6 +68,28 @@ def test_leaps_pay_in_the_example_of_an_equation(capsys: pytest.CaptureFixture[s
     assert loss < plain / 10
     assert error < 1e-3
     assert "Quasi-Newton leaps took the training loss" in " ".join(capsys.readouterr().err.split())
+
+
+def test_the_hook_of_the_page_sees_what_it_says_and_a_rollback_takes_it_back() -> None:
+    text = (ROOT / "docs" / "python.md").read_text(encoding="utf-8").partition("## Watch full steps")[2]
+    code = text.partition("```python\n")[2].partition("```")[0]
+    model, data = Net(), Regression()
+    trainer = HybridTrainer(model, config=config.from_mapping(QUICK))
+    known = {"torch": torch, "model": model, "trainer": trainer}
+    exec(code, known)  # noqa: S102
+    hook, seen = known["hook"], []
+    for position in range(3):
+        trainer.step(data(position))
+        seen.append(float(hook.largest))
+    assert 0 < seen[0] <= seen[1] <= seen[2]
+    trainer.policy.tools.snapshots.take()
+    hook.largest = hook.largest + 1
+    trainer.policy.tools.snapshots.rewind()
+    assert float(hook.largest) == seen[2]
+    other = HybridTrainer(Net(), config=config.from_mapping(QUICK))
+    exec(code, known | {"model": other.model, "trainer": other})  # noqa: S102
+    other.load_state_dict(trainer.state_dict())
+    assert other.global_step == 3
 
 
 def test_the_example_of_fine_tuning_makes_examples(

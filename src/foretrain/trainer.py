@@ -51,7 +51,8 @@ class HybridTrainer:
     such as `nn.MSELoss()`; without one `model.loss(batch)` is called. Without `max_steps` in the configuration the run
     has no end and no rate decays. predictor: instead of the configuration's; with `hybrid.mode = "off"` it is the plain
     loop. probe: batches that are never trained on; moves are then searched and judged on them, at the run's charge.
-    world: the processes that train together, for whoever connects several; alone by default.
+    world: a seam for whoever will connect several processes (`foretrain.engine.world` says what is missing); today
+    `WORLD_SIZE` > 1 is refused while anything is predicted.
     """
 
     def __init__(
@@ -81,9 +82,9 @@ class HybridTrainer:
         self.rescue = Rescue(engine, self.memory, emit)
         self.look_ahead = look_ahead_of(engine)
         self.checkup = Checkup(engine, emit)
-        watching = (self.look_ahead, self.checkup if self.checkup.on else None)
-        engine.hooks = tuple(hook for hook in watching if hook is not None)
-        engine.rate_sources = (self.checkup.health,)
+        for hook in (self.look_ahead, self.checkup if self.checkup.on else None):
+            if hook is not None:
+                engine.add_hook(hook)
         engine.on_cover.append(self.checkup.cover)
         self.hybrid: Hybrid | None = None
         """All that predicts; None in a run of full steps only."""
@@ -93,6 +94,8 @@ class HybridTrainer:
         if config.hybrid.mode != "off" and engine.full_step.parameters:
             self.hybrid = hybrid = Hybrid(engine, self.checkup, self.rescue, self.look_ahead, predictor, probe, emit)
             self.policy, self.observer, self.race = hybrid.policy, hybrid.observer, hybrid.race
+        predicting = () if self.hybrid is None else (self.hybrid.policy.recovery, self.hybrid.race)
+        engine.rate_sources = (*predicting, self.checkup.health)
         parts = {"look_ahead": self.look_ahead, "checkup": self.checkup, "hybrid": self.hybrid, "rescue": self.rescue}
         self._state = ComposedState(engine, parts, emit)
 

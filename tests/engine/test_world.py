@@ -10,7 +10,7 @@ def test_world_of_one_process_returns_what_it_is_given() -> None:
     decision = ("stop", 3)
 
     assert (world.rank, world.size) == (0, 1)
-    assert world.reduce(vector, "mean") is vector
+    assert world.reduce(vector, "replicated") is vector
     assert world.agree(decision) is decision
 
 

@@ -99,9 +99,9 @@ class Engine:
         if config.memory.offload and config.hybrid.mode != "off":
             self.away = OptimizerParking(self.optimizer, self.full_step.parameters, self.device)
         self.hooks: tuple[StepHook, ...] = ()
-        """They watch every full step."""
+        """They watch every full step. Changed by `add_hook` and `remove_hook`."""
         self.rate_sources: tuple[RateSource, ...] = ()
-        """All that changes the scheduled learning rate and the configured clipping."""
+        """All that changes the scheduled learning rate and the configured clipping. Set by the trainer."""
         self._steady: tuple[float, float] | None = None
         fixed = self.away is None  # a graph is bound to addresses: its tensors cannot leave
         recordable = fixed and (not self.own_optimizer or optim.can_be_recorded(self.optimizer))
@@ -259,6 +259,15 @@ class Engine:
             told(max_steps)
 
     # --- one full step -----------------------------------------------------------------------------------------------
+
+    def add_hook(self, hook: StepHook) -> None:
+        """From now on `hook` watches every full step, inside of the hooks that are there. `StepHook` says what it is
+        told, and what not."""
+        self.hooks = (*self.hooks, hook)
+
+    def remove_hook(self, hook: StepHook) -> None:
+        """End what `add_hook` began."""
+        self.hooks = tuple(other for other in self.hooks if other is not hook)
 
     def full(self, batch: Any, *watching: StepHook) -> StepOutput:
         """Forward, backward, update on a batch that is on the device. Never waits for the device.

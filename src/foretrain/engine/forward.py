@@ -142,7 +142,7 @@ class Forward:
         with self.evaluating():
             for batch, weight in zip(batches, weights, strict=True):
                 total = total + self.execution.loss(self.to_device(batch)).float() * weight.to(self.device)
-        return self.world.reduce(total, "mean")
+        return self.world.reduce(total, "replicated")
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

@@ -41,9 +41,10 @@ class Checkup(StepHook, Stateful):
         self.engine = engine
         self.emit = emit
         self.known_of_moves: Callable[[RunStatus], RunStatus] = lambda status: status
-        """Adds to the status of the run what is known of moves."""
+        """Adds to the status of the run what is known of moves. Set by `Hybrid`, which is made later."""
         self.tuned: Callable[[], None] = lambda: None
-        """Called when something was tuned. The engine asks for the learning rate and the clipping by itself."""
+        """Called when something was tuned. The engine asks for the learning rate and the clipping by itself. Set
+        by `Hybrid`."""
         self.interval = engine.config.health.interval
         self.layers = LayerMeter(engine.model, engine.full_step.parameters, engine.world)
         self.levers = levers_of_own(engine.optimizer) if engine.own_optimizer else levers_of(engine.config)
@@ -79,7 +80,7 @@ class Checkup(StepHook, Stateful):
     # --- around a step -----------------------------------------------------------------------------------------------
 
     def before_step(self) -> None:
-        step = self.engine.global_step
+        step = self.engine.progress.global_step
         if self.on and step >= self.next_measurement and not self.layers.on_its_way:
             self._measured_at = step
             self._close()
@@ -108,12 +109,12 @@ class Checkup(StepHook, Stateful):
     def due(self) -> bool:
         """Whether a measurement is to be judged. On a GPU it is one step late, so that nobody waits for its numbers."""
         lag = self.engine.device.type == "cuda"
-        return self.layers.on_its_way and not (lag and self.engine.global_step == self._measured_at + 1)
+        return self.layers.on_its_way and not (lag and self.engine.progress.global_step == self._measured_at + 1)
 
     def judge(self) -> None:
         """Judge the last measurement, and tune what it wants tuned."""
         measured = self.layers.take()
-        step = self._measured_at if measured is not None else self.engine.global_step
+        step = self._measured_at if measured is not None else self.engine.progress.global_step
         status = self._status(step)
         vitals, news = self.health.examine(status, measured)
         if measured is not None:
@@ -137,7 +138,7 @@ class Checkup(StepHook, Stateful):
         """A held-out loss was measured."""
         if not self.on:
             return
-        status = self._status(self.engine.global_step)
+        status = self._status(self.engine.progress.global_step)
         self._tell(self.health.evaluated(status, held_out, self.engine.progress.last_train_loss))
 
     def _tell(self, news: list[HealthFinding]) -> None:
@@ -157,7 +158,7 @@ class Checkup(StepHook, Stateful):
 
         at: the step at which that happened. The undone losses are judged here, and no measurement judges them again.
         """
-        step, status = self.engine.global_step, self._status(at)
+        step, status = self.engine.progress.global_step, self._status(at)
         if self.on:
             for finding in self.health.rolled_back(status):
                 self._say(finding)
@@ -173,7 +174,7 @@ class Checkup(StepHook, Stateful):
     def _status(self, step: int) -> RunStatus:
         engine, config = self.engine, self.engine.config
         now = self.health.effective(self._peak, engine.clip, config.hybrid.full_steps)
-        high = engine.schedule(engine.global_step) >= HIGH_RATE * self._peak
+        high = engine.schedule(engine.progress.global_step) >= HIGH_RATE * self._peak
         falling = engine.schedule(engine.planned_steps) < HIGH_RATE * self._peak
         return self.known_of_moves(RunStatus(step, now, high, falling))
 
@@ -243,7 +244,9 @@ class Checkup(StepHook, Stateful):
         if self.on and state and set(entry(state, "worst", "Checkup")) <= set(self.layers.names):
             super().load_state_dict(state)
         else:
-            self.next_measurement = math.ceil(self.engine.global_step / self.interval) * self.interval if self.on else 0
+            self.next_measurement = (
+                math.ceil(self.engine.progress.global_step / self.interval) * self.interval if self.on else 0
+            )
 
 
 def _distance(ratio: float | None) -> float:

@@ -79,7 +79,7 @@ class Rescue:
         self.memory = memory
         self.emit = emit
         self.excursions: Excursions | None = None
-        """None in a run of full steps only."""
+        """None in a run of full steps only. Set by `Hybrid`, which is made later."""
         self.retries = engine.config.memory.on_out_of_memory == "retry"
         self.settings = engine.config
         """The settings that count now, after all that was made smaller."""
@@ -131,7 +131,7 @@ class Rescue:
         first = self.excursions.abandon("a probe of it failed")
         self.engine.full_step.changing = False
         self.excursions.fail(error.failure)
-        if self.engine.position == mark.counts[0]:
+        if self.engine.progress.position == mark.counts[0]:
             return batch
         if first is None:  # there is no way back to the batch that the data is at
             raise error.__cause__ or error
@@ -149,7 +149,7 @@ class Rescue:
             first = self.excursions.abandon("memory ran out in it")
             self.engine.full_step.changing = False
             self._count_failed_move(f"{text}; the move is taken back")
-            if self.engine.position == mark.counts[0]:
+            if self.engine.progress.position == mark.counts[0]:
                 return batch
             if first is not None:  # the data went back as well
                 return first
@@ -228,7 +228,7 @@ class Rescue:
         device = self.engine.device
         on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         python = numpy = None
-        passes = self.engine.backward_passes
+        passes = self.engine.progress.backward_passes
         if self._draws_elsewhere or not 0 <= passes - self._looked_at < _LOOK_AT_ALL:
             self._looked_at = passes
             python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - user code may use it
@@ -284,7 +284,7 @@ class Rescue:
 
     def tell(self, text: str) -> None:
         self.told.append(text)
-        self.emit(Recovered(self.engine.global_step, "out_of_memory", text))
+        self.emit(Recovered(self.engine.progress.global_step, "out_of_memory", text))
 
     def summary(self) -> dict[str, Any]:
         """The `out_of_memory` part of `summary.json`; empty for a run with enough memory."""

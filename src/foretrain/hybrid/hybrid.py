@@ -80,7 +80,6 @@ class Hybrid:
         self.race = RateRace(policy.tools, policy.fail)
         self.said: dict[str, int] = {}
         """Kind of action -> step at which it was last told."""
-        engine.rate_sources = (policy.recovery, self.race, checkup.health)
         engine.on_cover.append(self.cover)
         engine.on_length.append(policy.appraiser.plan_for)
         rescue.excursions = emergencies = Emergencies(policy)

@@ -29,7 +29,11 @@ class Evaluator:
         memory: MemoryMeter,
         rescue: Rescue,
         emit: Callable[[Event], None],
+        *,
+        evaluated: Callable[[float], None],
+        is_best: Callable[[float], None] | None = None,
     ) -> None:
+        """evaluated: called with every loss, when all else is done. is_best: called where a loss is the lowest."""
         self.engine = engine
         self.held_out = held_out
         self.metrics = metrics
@@ -37,10 +41,8 @@ class Evaluator:
         self.rescue = rescue
         self.emit = emit
         self.patience = engine.config.evaluation.early_stopping_patience
-        self.is_best: Callable[[float], None] = lambda loss: None
-        """Called where a loss is the lowest so far."""
-        self.evaluated: Callable[[float], None] = lambda loss: None
-        """Called with every loss, when all else is done."""
+        self.evaluated = evaluated
+        self.is_best = is_best
         self._failed_metrics: set[str] = set()
 
     @property
@@ -68,7 +70,7 @@ class Evaluator:
             progress.best_val_loss, progress.best_step = loss, progress.global_step
         averaged, metrics = engine.average is not None, dict(progress.last_metrics)
         self.emit(Evaluated(progress.global_step, loss, round(seconds, 3), averaged, best, metrics))
-        if best:
+        if best and self.is_best is not None:
             self.is_best(loss)
         self.evaluated(loss)
         progress.evaluation_due = False

@@ -110,10 +110,31 @@ def fit(
             stack.callback(bus.subscribe(warning_of_failure(callback)))
         stop = stack.enter_context(StopRequest())
         stop.leave = lambda: engine.fence.interruptible
-        evaluator = Evaluator(engine, held, options.metrics, trainer.memory, trainer.rescue, bus.emit)
+        memory, rescue = trainer.memory, trainer.rescue
         saver = None
         if folder is not None:
-            saver = Saver(engine, config, folder, options.data_fingerprint, trainer.memory, trainer.rescue, bus.emit)
+            saver = Saver(
+                engine,
+                config,
+                folder,
+                options.data_fingerprint,
+                memory,
+                rescue,
+                bus.emit,
+                state=trainer.state_dict,
+                load=lambda state, origin: load(trainer, state, origin),
+                judging=lambda: trainer.judging,
+            )
+        evaluator = Evaluator(
+            engine,
+            held,
+            options.metrics,
+            memory,
+            rescue,
+            bus.emit,
+            evaluated=trainer.evaluated,
+            is_best=saver.save_best if saver is not None and config.checkpoint.keep_best else None,
+        )
         loop = Loop(trainer, evaluator, saver, stop)
         stack.enter_context(engine.fence.postponed())
         summary = loop.train(loader, options.resume, options.title, details, options.load_best)
@@ -127,6 +148,14 @@ def fit(
         shown = level is not None and level != "quiet"
         tell_interruption(summary["signal"], loop.last_words, options.on_interrupt, shown)
     return summary
+
+
+def load(trainer: HybridTrainer, state: dict[str, Any], origin: str) -> None:
+    """Put a state back. A run that was given up, and is gone on with, gets as many tries as any other."""
+    trainer.load_state_dict(state, origin)
+    trainer.engine.meter.skipped_in_a_row = 0
+    if trainer.hybrid is not None:
+        trainer.hybrid.start_counting_anew()
 
 
 def _set_length(engine: Engine, loader: Iterable[Any], epochs: float | None) -> None:

@@ -62,12 +62,6 @@ class Loop:
         if self.hybrid is not None:
             self.hybrid.judge_by(evaluator.held_out)
         self.engine.first_trained = self._first_trained
-        evaluator.evaluated = trainer.evaluated
-        if saver is not None:
-            saver.state, saver.load = trainer.state_dict, self._load
-            saver.place, saver.judging = self._place, lambda: trainer.judging
-            if self.config.checkpoint.keep_best:
-                evaluator.is_best = saver.save_best
 
     def train(
         self, loader: Iterable[Any], resume: bool, title: str, details: dict[str, str], load_best: bool = False
@@ -350,18 +344,11 @@ class Loop:
 
     def _save(self, must: bool) -> None:
         if self.saver is not None:
-            self.saver.save(must)
+            self.saver.save(must, self._place)
 
     def _place(self) -> Any:
         """Where the data is, for a checkpoint."""
         return self.loader_state if self.batches is None or self.rewound else self.batches.state()
-
-    def _load(self, state: dict[str, Any], origin: str) -> None:
-        """A run that was given up, and is gone on with, gets as many tries as any other."""
-        self.trainer.load_state_dict(state, origin)
-        self.engine.meter.skipped_in_a_row = 0
-        if self.hybrid is not None:
-            self.hybrid.start_counting_anew()
 
     def _resume(self) -> None:
         if self.saver is None:

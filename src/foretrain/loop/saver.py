@@ -30,7 +30,9 @@ from foretrain.persist.folder import RunFolder
 class Saver:
     """Writes and reads the checkpoints of one run folder.
 
-    fingerprint: of the data; a checkpoint of other data is refused.
+    fingerprint: of the data; a checkpoint of other data is refused. state: gives everything that decides how the run
+    goes on; load: puts such a state back, and is told where it comes from. judging: whether a move is open, which may
+    be undone.
     """
 
     def __init__(
@@ -42,6 +44,10 @@ class Saver:
         memory: MemoryMeter,
         rescue: Rescue,
         emit: Callable[[Event], None],
+        *,
+        state: Callable[[], dict[str, Any]],
+        load: Callable[[dict[str, Any], str], None],
+        judging: Callable[[], bool],
     ) -> None:
         self.engine = engine
         self.config = config
@@ -50,20 +56,15 @@ class Saver:
         self.memory = memory
         self.rescue = rescue
         self.emit = emit
+        self.state = state
+        self.load = load
+        self.judging = judging
         self.store = CheckpointStore(folder.checkpoints, config.checkpoint.keep)
         self.saved_step = -1
         self.earlier_seconds = 0.0
         """What the parts of this run took before it was resumed, with start-up, evaluation and saving."""
         self.unsaved_best: dict[str, Any] | None = None
         """The best weights, where they could not be saved; they wait for the next save."""
-        self.state: Callable[[], dict[str, Any]] = engine.state_dict
-        """Everything that decides how the run goes on."""
-        self.load: Callable[[dict[str, Any], str], None] = engine.put_back
-        """Puts such a state back."""
-        self.place: Callable[[], Any] = lambda: None
-        """Where the data is."""
-        self.judging: Callable[[], bool] = lambda: False
-        """Whether a move is open, which may be undone."""
 
     @property
     def total_seconds(self) -> float:
@@ -72,10 +73,11 @@ class Saver:
 
     # --- saving ------------------------------------------------------------------------------------------------------
 
-    def save(self, must: bool) -> None:
-        """Save the whole state. In mid-run a failure is a warning; the last save must work."""
+    def save(self, must: bool, place: Callable[[], Any]) -> None:
+        """Save the whole state. In mid-run a failure is a warning; the last save must work. place: says where the data
+        is."""
         started = time.perf_counter()
-        path = self._saved(self._write, must)
+        path = self._saved(lambda: self._write(place), must)
         if path is None:
             return
         step = self.saved_step = self.engine.progress.global_step
@@ -86,10 +88,10 @@ class Saver:
         self.emit(CheckpointSaved(step, str(path), size, seconds, weights, prediction))
         self._write_best()
 
-    def _write(self) -> Path:
+    def _write(self, place: Callable[[], Any]) -> Path:
         self.engine.meter.fetch()
-        place = self.place()
-        return self.store.save(self.engine.progress.global_step, self.state() | {"loader": place, "meta": self._meta()})
+        where = place()
+        return self.store.save(self.engine.progress.global_step, self.state() | {"loader": where, "meta": self._meta()})
 
     def _saved(self, save: Callable[[], Path], must: bool) -> Path | None:
         with self.engine.untimed(), self.memory.during("checkpoint"):

@@ -196,7 +196,7 @@ class Trajectory(Stateful):
         self.windows += 1
         self.steps = 0
         followed, gram = (self.layout.sum_groups(partial) for partial in self._enter(frozen, freeze))
-        numbers = self._to_host([self.world.reduce(torch.cat([followed, gram], dim=1), "sum"), *extra])
+        numbers = self._to_host([self.world.reduce(torch.cat([followed, gram], dim=1), "sharded"), *extra])
         dots = numbers[0].reshape(len(self.groups), -1)
         followed_size, gram_size = followed.shape[1], gram.shape[1]
         followed_dots = dots[:, :followed_size].reshape(-1, followed_size // 2, 2)

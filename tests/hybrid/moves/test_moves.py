@@ -79,7 +79,7 @@ CASES: dict[str, Case] = {
     "rollout, audited": Case(NOISY | {"hybrid.mode": "rollout"}, noisy_net, DATA, Audited),
     "chain": Case(EXACT | {"hybrid.secant_pairs": 20}, judge=Exact),
     "shrink": Case(EXACT, judge=Exact, kinds=(toy.ShrinkKind,)),
-    "shrink, noisy": Case(NOISY, noisy_net, DATA, Trusted, kinds=(toy.ShrinkKind,)),
+    "shrink, noisy": Case(NOISY, noisy_net, DATA, Audited, kinds=(toy.ShrinkKind,)),
 }
 moves = pytest.mark.parametrize("name", CASES)
 
