@@ -76,7 +76,8 @@ class Flight:
         moment = Moment(
             self.step, total, self.step, 0.1, 0.1, policy.phase_record(), 0.5, policy.appraiser.current_confidence
         )
-        record = observer.close(moment)
+        observer.measure(moment)
+        record = observer.learn()
         self.actions += policy.watch(record, same_batch=self.noise == 0, fp16=False)
         policy.decide(self.step, total - self.step, trend=0)
         return True
@@ -260,7 +261,8 @@ def test_overflows_of_the_fp16_loss_scale_are_no_emergency() -> None:
         observer.before_step()
         observer.after_step(StepOutput(torch.tensor(math.inf), torch.tensor(math.nan), torch.tensor(1.0)))
     moment = Moment(65, 1000, 65, 0.1, 0.1, flight.policy.phase_record(), 0.5, 0.5)
-    assert flight.policy.watch(observer.close(moment), same_batch=False, fp16=True) == []
+    observer.measure(moment)
+    assert flight.policy.watch(observer.learn(), same_batch=False, fp16=True) == []
     assert flight.policy.rested(70, [(math.nan, math.nan)] * 5, fp16=True) == []
 
 

@@ -82,7 +82,8 @@ class Watched:
         if not observer.complete:
             return None
         phase = PhaseRecord("full", 1, 0, 1)
-        record = observer.close(Moment(self.step_number, 400, self.step_number, 0.1, 0.1, phase, 0.5, 0.5))
+        observer.measure(Moment(self.step_number, 400, self.step_number, 0.1, 0.1, phase, 0.5, 0.5))
+        record = observer.learn()
         self.weights.append(self.copy())
         self.records.append(record)
         return record

@@ -65,23 +65,12 @@ class Transition:
     """The open move must be undone: restore the snapshot."""
 
 
-LEGAL: frozenset[tuple[Phase, Phase]] = frozenset(
-    {
-        (Phase.WARMUP, Phase.FULL),
-        (Phase.FULL, Phase.PREDICT),
-        (Phase.PREDICT, Phase.CORRECT),
-        (Phase.PREDICT, Phase.FULL),
-        (Phase.CORRECT, Phase.FULL),
-    }
-)
-
-
 class Cycle(Stateful):
     """`count` the steps done, then ask `next` what follows. Only its own methods change it."""
 
     saved = (
-        *("phase", "steps_in_phase", "number", "full_steps", "full_steps_needed", "earliest_predict_step"),
-        *("kept_moves", "undone_moves"),
+        *("phase", "steps_in_phase", "number"),
+        *("full_steps", "full_steps_needed", "earliest_predict_step"),
     )
 
     def __init__(self, config: HybridConfig) -> None:
@@ -95,8 +84,6 @@ class Cycle(Stateful):
         self.full_steps_needed = config.full_steps
         self.earliest_predict_step = config.warmup_steps
         """No prediction before this `global_step`."""
-        self.kept_moves = 0
-        self.undone_moves = 0
 
     @property
     def predict_steps_left(self) -> int:
@@ -273,11 +260,8 @@ class Cycle(Stateful):
 
     def _judge(self, undo: bool, diverged: bool) -> None:
         if not undo:
-            self.kept_moves += 1
             self.full_steps_needed = self.full_steps
-            return
-        self.undone_moves += 1
-        if diverged:  # doubt alone (low confidence) is no harm done, and costs no longer wait
+        elif diverged:  # doubt alone (low confidence) is no harm done, and costs no longer wait
             self.lengthen_full(2)
 
     def _enter(self, phase: Phase) -> None:

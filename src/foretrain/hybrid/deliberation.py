@@ -53,7 +53,7 @@ class Deliberation:
         self.kinds: list[MoveKind] = []
         """Kinds of moves, in the order in which they are asked."""
         self.decision: Decision | None = None
-        """What the next batch begins with."""
+        """The move that the next batch begins with, or that is open."""
         self.last_reason = "the run has just begun"
 
     @property

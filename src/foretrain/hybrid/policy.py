@@ -155,7 +155,7 @@ class Policy(Deliberation):
                 self.observer.restart()
             else:
                 move.undo()
-        self.move = None
+        self.move = self.decision = None
         verdict = "rolled back" if not judgement.kept else "shrunk" if move.share < 1 else "kept"
         reason = judgement.reason + transition.reason
         self.tools.emit(move.told(verdict, reason, judgement.loss, judgement.worth_steps))
@@ -206,7 +206,7 @@ class Policy(Deliberation):
         self.score.ledger.exact_moves += 1
         self.score.kept(move)
         self.cycle.keep_unjudged(reason)
-        self.last_reason, self.move = reason, None
+        self.last_reason, self.move, self.decision = reason, None, None
         self.observer.restart(new_level=move.chained)
         self.tools.emit(move.told("kept", reason, move.loss))
         return None
@@ -219,7 +219,7 @@ class Policy(Deliberation):
 
     def _force_full(self, reason: str) -> None:
         self.cycle.force_full(reason)
-        self.last_reason, self.move = reason, None
+        self.last_reason, self.move, self.decision = reason, None, None
 
     # --- emergencies -------------------------------------------------------------------------------------------------
 

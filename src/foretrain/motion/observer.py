@@ -163,13 +163,8 @@ class Observer(StepHook, Stateful):
             self.sample.remember()
         self.trajectory.after_step()
 
-    def close(self, moment: Moment) -> WindowRecord:
-        """End a window. This is the only place that waits for the device."""
-        self.measure(moment)
-        return self.learn()
-
     def measure(self, moment: Moment) -> None:
-        """Do the first half of `close`: read what the window showed and score forecasts."""
+        """End a window: read what it showed, and score forecasts. Only here the observer waits for the device."""
         outputs = torch.stack([value.float() for value in self._outputs])
         norms = torch.stack(torch._foreach_norm(self.trajectory.parameters)).norm()
         extra = [outputs, self.sample.statistics(), norms]
@@ -189,7 +184,8 @@ class Observer(StepHook, Stateful):
         self._due = _Due(record, Situation(state, motion.gram, self.window, self.smoothed_loss, moment.step))
 
     def learn(self) -> WindowRecord:
-        """Do the second half of `close`. Raises Ordered where an order to end left the predictor; it is due then."""
+        """Learn from the window that `measure` ended. Raises Ordered where an order to end left the predictor: it
+        is still due then."""
         if self._due is None:
             raise RuntimeError("no window is due")  # `measure` comes before
         situation = self._due.situation
@@ -205,7 +201,7 @@ class Observer(StepHook, Stateful):
         return record
 
     def _record(self, extra: Sequence[Array], motion: Motion | None, moment: Moment) -> WindowRecord:
-        outputs, sampled, weight_norm = extra  # as `close` asked for them
+        outputs, sampled, weight_norm = extra  # as `measure` asked for them
         rows, statistics = outputs.reshape(-1, 3), Statistics(*sampled.tolist())
         losses = np.where(rows[:, 2] > 0, math.nan, rows[:, 0])
         return WindowRecord(

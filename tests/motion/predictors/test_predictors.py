@@ -414,3 +414,8 @@ def test_score_is_what_the_vectors_say() -> None:
     real, before = run.history[5][0], run.history[4][0]
     expected = 1 - ((real - before) ** 2).sum() / (real**2).sum()
     assert score(followed[-1], coefficients).r2 == pytest.approx(expected)
+
+
+def test_a_predictor_that_does_not_exist_is_not_built() -> None:
+    with pytest.raises(ValueError, match="there is no predictor 'oracle'; there are momentum, linear, mlp, rssm"):
+        build(PredictorConfig.model_construct(type="oracle"), seed=0)

@@ -52,9 +52,7 @@ class Audited(Judge):
         return self.by.credit(move) if self.exact else 0
 
     def worth(self, move: JudgedMove, before: float, after: float) -> float:
-        """An exact fall is worth a few steps per predicted step at the most; under noise only the slope counts."""
-        if not self.exact:
-            return move.tools.worth.noisy(before - after)
+        """An exact fall is worth a few steps per predicted step at the most."""
         return min(self.by.worth(move, before, after), MOST_PER_STEP * max(1, move.moved))
 
     def validated(self, move: JudgedMove, batch: Any) -> None:
@@ -72,7 +70,7 @@ class Audited(Judge):
         overfits = self.by.overfits(move)
         return self.by.judged(move, overfits) if overfits else self.compared(move)
 
-    def compared(self, move: JudgedMove, overfits: bool = False) -> Judgement:
+    def compared(self, move: JudgedMove) -> Judgement:
         """Make the other fork. Afterwards the run stands at the better one."""
         audit = self._compare(move)
         kept = audit.gain_steps > 0
@@ -82,7 +80,6 @@ class Audited(Judge):
             move.cost,
             loss=audit.loss_with,
             audit=audit,
-            overfits=overfits,
             stands_at_fork=not kept,
         )
 

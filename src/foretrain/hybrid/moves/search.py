@@ -24,10 +24,6 @@ class Found:
     """Probe loss where the weights stand now."""
     probes: int
 
-    @property
-    def verdict(self) -> str:
-        return "refused" if self.share == 0 else "kept" if self.share >= 1 else "shrunk"
-
 
 Place = Callable[[float], None]
 """Puts the weights at this share of the move."""

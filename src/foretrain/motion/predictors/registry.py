@@ -36,5 +36,7 @@ def build(config: PredictorConfig, seed: int) -> Predictor:
     ensemble = (config.ensemble_size, config.learning_rate, seed)
     if config.type == "mlp":
         return MlpPredictor(config.l2, config.forgetting, config.hidden_dims, *ensemble)
+    if config.type != "rssm":
+        raise ValueError(f"there is no predictor {config.type!r}; there are {', '.join(NAMES)}")
     sizes = (config.deterministic_dim, config.stochastic_dim, config.num_categoricals, config.bptt_steps)
     return RssmPredictor(config.l2, config.forgetting, *sizes, *ensemble)
