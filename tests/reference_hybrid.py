@@ -6,7 +6,7 @@
     anchor   the loss before a move             exact    all batches are the same, so the loss has no noise
 
 Costs and worths are in full steps; a forward pass is a third. A test steps this beside `HybridTrainer`. Left out:
-rollouts, chains of quasi-Newton leaps, held-out data, low noise, the choice of h, trust in forecasts, audits of exact
+rollouts, chains, residual corrections, held-out data, low noise, the choice of h, trust in forecasts, audits of exact
 losses, the limit of disasters, the steps that a move counts, the guard, rests for good, and what saves time or memory.
 """
 

@@ -23,6 +23,7 @@ W, H = 5, 4
 """A move is shorter than a window: what is said of it is never scored, and its length is the only one there is."""
 FAR = 1e6
 SETTINGS: dict[str, Any] = {
+    "correction.limit": 0.0,
     "max_steps": 4000,
     "device": "cpu",
     "hybrid.window_steps": W,

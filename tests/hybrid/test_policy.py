@@ -119,7 +119,7 @@ def exactly(worth: float, r2: float, flight: Flight) -> int:
 
 
 def worths(flight: Flight) -> Worth:
-    return Worth(SimpleNamespace(backward_passes=0), flight.policy.slope)  # type: ignore[arg-type]
+    return Worth(SimpleNamespace(progress=SimpleNamespace(backward_passes=0)), flight.policy.slope)  # type: ignore[arg-type]
 
 
 # --- phases ----------------------------------------------------------------------------------------------------------

@@ -131,40 +131,6 @@ class Engine:
         """Called when it becomes known how many steps the run has."""
         self._fingerprint = state.Fingerprint()
 
-    # --- how far the run is, as others ask for it -------------------------------------------------------------------
-
-    @property
-    def global_step(self) -> int:
-        return self.progress.global_step
-
-    @global_step.setter
-    def global_step(self, step: int) -> None:
-        self.progress.global_step = step
-
-    @property
-    def position(self) -> int:
-        return self.progress.position
-
-    @position.setter
-    def position(self, position: int) -> None:
-        self.progress.position = position
-
-    @property
-    def backward_passes(self) -> int:
-        return self.progress.backward_passes
-
-    @backward_passes.setter
-    def backward_passes(self, passes: int) -> None:
-        self.progress.backward_passes = passes
-
-    @property
-    def probe_tokens(self) -> int:
-        return self.progress.probe_tokens
-
-    @probe_tokens.setter
-    def probe_tokens(self, tokens: int) -> None:
-        self.progress.probe_tokens = tokens
-
     # --- what is trained ---------------------------------------------------------------------------------------------
 
     def follow_trained(self) -> Change:

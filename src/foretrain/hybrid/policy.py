@@ -80,8 +80,10 @@ class Policy(Deliberation):
         if move.refused:
             self._learn_refused(move)
         else:
-            for action in self.world.agree(self.oversight.check_anchor(self.tools.engine.global_step, move.anchor)):
-                self.apply(action, self.tools.engine.global_step)
+            for action in self.world.agree(
+                self.oversight.check_anchor(self.tools.engine.progress.global_step, move.anchor)
+            ):
+                self.apply(action, self.tools.engine.progress.global_step)
         return move
 
     def advance(self, batch: Any) -> StepOutput | None:
@@ -107,7 +109,7 @@ class Policy(Deliberation):
 
     def monitor(self, move: JudgedMove, loss: float, expected: float | None, last: bool) -> tuple[View, Transition]:
         """What to do after a predicted step. loss: of a probe; expected: what was forecast, None if none was made."""
-        step, plan = self.tools.engine.global_step, move.plan
+        step, plan = self.tools.engine.progress.global_step, move.plan
         self._follow(move)
         view = View(step, confidence=1.0, horizon_reached=last)
         if expected is not None and plan.forecast is not None:
@@ -144,7 +146,7 @@ class Policy(Deliberation):
             self.score.note_exact(move, judgement.loss)
         if self.tools.probes.batches:
             self.tools.worth.remember_probes(judgement.loss if judgement.kept else move.anchor)
-        transition = self.after_judgement(engine.global_step, move.plan, judgement)
+        transition = self.after_judgement(engine.progress.global_step, move.plan, judgement)
         if judgement.kept:
             self.score.kept(move)
             self.tools.count(self.score.audited_credit(move, judgement))
@@ -161,11 +163,11 @@ class Policy(Deliberation):
         self.tools.emit(move.told(verdict, reason, judgement.loss, judgement.worth_steps))
         outcome = Outcome.KEPT if judgement.kept else Outcome.UNDONE
         actions = [action for action in actions if action.kind is not Kind.ROLL_BACK]
-        return actions + self.recovery.cycle_ended(engine.global_step, self.cycle.number, outcome)
+        return actions + self.recovery.cycle_ended(engine.progress.global_step, self.cycle.number, outcome)
 
     def _learn_refused(self, move: JudgedMove) -> None:
         """The move was refused: full steps follow, first on its own batch."""
-        self.score.refused(self.tools.engine.global_step, move.plan, move.cost, move.overfits)
+        self.score.refused(self.tools.engine.progress.global_step, move.plan, move.cost, move.overfits)
         self._force_full(move.reason)
         coefficients = move.plan.coefficients
         if coefficients is not None and not np.isfinite(coefficients).all():
@@ -231,7 +233,7 @@ class Policy(Deliberation):
 
     def _reset_predictor(self, why: str) -> None:
         self._predictor_harmed = False
-        step = self.tools.engine.global_step
+        step = self.tools.engine.progress.global_step
         action = Action(Kind.RESET_PREDICTOR, f"the predictor starts anew: {why}")
         self.apply(action, step)
         self.tools.emit(Recovered(step, action.kind.value, action.text))
@@ -248,7 +250,7 @@ class Policy(Deliberation):
 
     def heed(self) -> None:
         """Tell of failures of own code that prediction needs."""
-        heed(self.observer.guarded, self.score.counts, self.tools.engine.global_step, self.tools.emit)
+        heed(self.observer.guarded, self.score.counts, self.tools.engine.progress.global_step, self.tools.emit)
 
     # --- the run -----------------------------------------------------------------------------------------------------
 

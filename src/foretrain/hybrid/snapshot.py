@@ -72,7 +72,7 @@ class Snapshots:
 
     @property
     def due(self) -> bool:
-        passes = self.engine.backward_passes
+        passes = self.engine.progress.backward_passes
         first = self.taken is None or (self.taken_at == 0 and passes > 0)  # that of the beginning is soon replaced
         return self.on and (first or passes - self.taken_at >= _EVERY)
 
@@ -81,7 +81,7 @@ class Snapshots:
         before, self.taken = self.taken, None  # half overwritten, should memory run out
         state = self.state(for_move)
         self.taken = snapshot(state, into=before) if self.host is None else self.host.take(state, into=before)
-        self.taken_at = self.engine.backward_passes
+        self.taken_at = self.engine.progress.backward_passes
         if not for_move:
             self.wait()
 
@@ -104,9 +104,9 @@ class Snapshots:
 
     def go_to_best(self) -> None:
         """Back to there; data goes on, since every batch gives the same loss."""
-        position = self.engine.position
+        position = self.engine.progress.position
         self.rewind(self.best)
-        self.engine.position = position
+        self.engine.progress.position = position
 
     def drop_best(self) -> None:
         if self.best is not None and self.host is not None:
@@ -157,7 +157,7 @@ class Snapshots:
             for name in (name for name, part in self.parts.items() if part.of_weights):
                 one.tree[name] = None
         self._other = None
-        self.taken_at = min(self.taken_at, self.engine.backward_passes - _EVERY)
+        self.taken_at = min(self.taken_at, self.engine.progress.backward_passes - _EVERY)
 
     def forget(self) -> None:
         self.taken = self.best = None
@@ -180,10 +180,10 @@ class Snapshots:
     def recover(self) -> None:
         """Go back to the snapshot in an emergency. Data goes on, so that bad data is not met again."""
         if self.taken is not None:
-            position = self.engine.position
+            position = self.engine.progress.position
             record = {name: getattr(self.engine.progress, name) for name in HELD_OUT_RECORD}
             self.rewind()
-            self.engine.position = position
+            self.engine.progress.position = position
             for name, value in record.items():  # they were measured on weights that were sound
                 setattr(self.engine.progress, name, value)
             self.engine.meter.fetch()

@@ -17,7 +17,8 @@ from foretrain.hybrid.ledger import Audit
 
 def judged(with_move: list[float], without: list[float], low_noise: bool = False) -> Audit:
     """A step is worth 0.1 of loss; where the loss is exact, a fall counts by its ratio."""
-    tools = SimpleNamespace(engine=SimpleNamespace(global_step=70), worth=SimpleNamespace(noisy=lambda gain: 10 * gain))
+    engine = SimpleNamespace(progress=SimpleNamespace(global_step=70))
+    tools = SimpleNamespace(engine=engine, worth=SimpleNamespace(noisy=lambda gain: 10 * gain))
     move: Any = SimpleNamespace(moved=20, tools=tools, exact_worth=lambda a, b: 100 * math.log(a / b))
     return Audited(Exact() if low_noise else Trusted()).weigh(move, with_move, without)
 

@@ -49,17 +49,17 @@ def test_a_probe_of_the_batch_is_a_third_of_a_step_and_held_out_ones_cost_what_t
 
 
 def test_a_held_out_loss_is_worth_what_full_steps_took_to_lower_it() -> None:
-    engine: Any = SimpleNamespace(backward_passes=10)
+    engine: Any = SimpleNamespace(progress=SimpleNamespace(backward_passes=10))
     slope: Any = SimpleNamespace(per_step=lambda low_noise: 0.5)
     worth = Worth(engine, slope)
     assert worth.on_probes(1.0, moved=7) == 2.0  # as the training loss falls, as long as nothing else is known
     worth.remember_probes(5.0)
-    engine.backward_passes = 30
+    engine.progress.backward_passes = 30
     worth.watch_probes(3.0)  # 2 in 20 steps
     assert worth.on_probes(1.0, moved=7) == pytest.approx(10.0)
     assert worth.on_probes(4.5, moved=4) == 40.0  # ten per predicted step at the most
     assert worth.on_probes(-1.0, moved=7) == 0.0
-    engine.backward_passes = 40
+    engine.progress.backward_passes = 40
     worth.watch_probes(3.5)  # full steps alone get nowhere
     assert worth.on_probes(1.0, moved=7) == 7.0
     other = Worth(engine, slope)

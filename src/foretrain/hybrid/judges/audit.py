@@ -87,7 +87,7 @@ class Audited(Judge):
         tools = move.tools
         engine, snapshots, batches = tools.engine, tools.snapshots, [*tools.recent.batches, move.batch]
         with_move = self._losses(self.mean, move, batches)
-        position = engine.position
+        position = engine.progress.position
         end = snapshots.take_other()
         snapshots.rewind()
         mean: list[Tensor] = []
@@ -101,7 +101,7 @@ class Audited(Judge):
         audit = self.weigh(move, with_move, without)
         if audit.gain_steps > 0:
             snapshots.rewind(end)
-        engine.position = position
+        engine.progress.position = position
         return audit
 
     def _losses(self, sums: list[Tensor], move: JudgedMove, batches: list[Any]) -> list[float]:
@@ -125,7 +125,7 @@ class Audited(Judge):
             steps = self.worth(move, loss_without, loss_with) if self.exact else move.tools.worth.noisy(gain)
         noisy = math.isfinite(error) and not self.exact
         deviation = abs(move.tools.worth.noisy(error)) if noisy else 0.0
-        return Audit(move.tools.engine.global_step, move.moved, loss_with, loss_without, steps, deviation)
+        return Audit(move.tools.engine.progress.global_step, move.moved, loss_with, loss_without, steps, deviation)
 
 
 class Forks:

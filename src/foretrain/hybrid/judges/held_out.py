@@ -87,7 +87,7 @@ class HeldOut(Stateful):
     def note(self, loss: float) -> None:
         """An evaluation of weights that stay: they are kept where the loss is the lowest so far."""
         if self.active and self.engine.average is None and not loss >= self.evaluated:
-            self.evaluated, self.step = loss, self.engine.global_step
+            self.evaluated, self.step = loss, self.engine.progress.global_step
             self._weights = [p.detach().clone() for p in self.engine.full_step.parameters]
 
     @torch.no_grad()

@@ -58,11 +58,11 @@ class Worth(Stateful):
 
     def watch_probes(self, loss: float) -> None:
         """Note the loss on probe batches at a move's beginning: it shows how fast full steps alone lower it."""
-        steps = self.engine.backward_passes - self._passes
+        steps = self.engine.progress.backward_passes - self._passes
         if steps > 0 and math.isfinite(self._probe_loss):
             self._probe_pace = (self._probe_loss - loss) / steps
         self.remember_probes(loss)
 
     def remember_probes(self, loss: float) -> None:
         """Note the loss on probe batches of weights that stay."""
-        self._passes, self._probe_loss = self.engine.backward_passes, loss
+        self._passes, self._probe_loss = self.engine.progress.backward_passes, loss

@@ -58,7 +58,7 @@ class MoveTools:
 
     def count(self, steps: int) -> None:
         """Count virtual steps that a move is worth."""
-        self.engine.global_step += steps
+        self.engine.progress.global_step += steps
         self.counts.steps[Phase.PREDICT.value] += steps
 
     def suggestion(self, coefficients: Array, steps: int) -> Array:
@@ -66,7 +66,7 @@ class MoveTools:
         situation = self.observer.situation
         if not self.correction.active or situation is None:
             return np.zeros_like(coefficients)
-        windows, step = steps / self.trajectory.window, self.engine.global_step
+        windows, step = steps / self.trajectory.window, self.engine.progress.global_step
         found = self.correction.suggest(situation.state, step, windows, coefficients, situation.gram)
         return np.zeros_like(coefficients) if found is None else found.coefficients
 

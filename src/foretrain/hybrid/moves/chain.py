@@ -77,7 +77,7 @@ class Chain(JudgedMove):
     def _look_and_end(self, exhausted: bool) -> int:
         """End the chain if it is over, or if held-out data says so. Returns how many leaps that undid."""
         engine, held_out, leaps = self.tools.engine, self.tools.held_out, self.leaps
-        room = engine.planned_steps - engine.global_step - self.plan.correct_steps
+        room = engine.planned_steps - engine.progress.global_step - self.plan.correct_steps
         over = exhausted or leaps.over(self.tools.worth.slope) or room <= 0
         if held_out.active:
             if held_out.look_due(leaps.leaps, self.batch, over):
@@ -100,14 +100,14 @@ class Chain(JudgedMove):
         leaps.end(tools.worth.slope, refused=exhausted or self.overfits, held_out=judged)
         self.cost += spent
         if back and held_out.leaps == 0:
-            position = tools.engine.position
+            position = tools.engine.progress.position
             self.refuse("the held-out loss only rose")
-            tools.engine.position = position  # data goes on: every batch gives the same loss
+            tools.engine.progress.position = position  # data goes on: every batch gives the same loss
         else:
             if back:
                 tools.snapshots.go_to_best()
                 self.moved = held_out.leaps
-            view = View(tools.engine.global_step, confidence=1.0, horizon_reached=True, overfits=back)
+            view = View(tools.engine.progress.global_step, confidence=1.0, horizon_reached=True, overfits=back)
             self.arrive(leaps.loss, view)
         tools.snapshots.drop_best()
         return undone

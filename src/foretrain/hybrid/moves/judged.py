@@ -111,7 +111,7 @@ class JudgedMove(Move):
         self.tools.probes.bring_back(-1)
         self.loss = loss
         self.credit = 0 if self.chained else self.judge_of_move.credit(self)
-        self.view = view or View(self.tools.engine.global_step, confidence=1.0, horizon_reached=True)
+        self.view = view or View(self.tools.engine.progress.global_step, confidence=1.0, horizon_reached=True)
         self.tools.count(self.credit)
         self.phase = Phase.CORRECT
 
@@ -160,7 +160,7 @@ class JudgedMove(Move):
         """Loss and gradient norm of the validating steps. Reading them waits for the device."""
         numbers = self.tools.engine.world.to_host(torch.stack([value.float() for value in self._outputs]))
         self._outputs.clear()
-        first = self.tools.engine.global_step - self.steps + 1
+        first = self.tools.engine.progress.global_step - self.steps + 1
         pairs = enumerate(zip(numbers[::2], numbers[1::2], strict=True), start=first)
         return [StepReading(step, Phase.CORRECT, loss, norm) for step, (loss, norm) in pairs]
 
@@ -188,7 +188,7 @@ class JudgedMove(Move):
     def told(self, verdict: str, reason: str, loss: float = math.nan, worth: float = 0.0) -> Moved:
         """What became of the move, as listeners are told. loss: that it was judged by."""
         return Moved(
-            step=self.tools.engine.global_step,
+            step=self.tools.engine.progress.global_step,
             horizon=self.moved if self.chained else self.plan.horizon,
             chained=self.chained,
             verdict=verdict,

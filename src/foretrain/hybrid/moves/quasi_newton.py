@@ -237,8 +237,8 @@ class QuasiNewton(StepHook, Stateful):
         value, share, probes = self._number(loss), 1.0, 0
         if value <= self.loss + _ARMIJO * slope:
             return 1.0, 0, loss
-        engine.backward_passes += 1  # this gradient is of no use
-        engine.probe_tokens += engine.count(batch)
+        engine.progress.backward_passes += 1  # this gradient is of no use
+        engine.progress.probe_tokens += engine.count(batch)
         wasted = 3
         for _ in range(_MOST_BACKTRACKS):
             bend = value - self.loss - slope * share

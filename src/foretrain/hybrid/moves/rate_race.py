@@ -128,14 +128,14 @@ class RateRace(Move):
     def judge(self) -> Judgement:
         """Run all other rates on the same batches. Afterwards the run stands where the best one ended."""
         engine, snapshots, counts = self.tools.engine, self.tools.snapshots, self.tools.counts
-        rows, position, counted = engine.meter.state_dict(), engine.position, dict(counts.steps)
+        rows, position, counted = engine.meter.state_dict(), engine.progress.position, dict(counts.steps)
         self._measure(0)
         try:
             end = self._run_others()
         finally:
             self._at_work = None
         snapshots.rewind(end)
-        engine.position, counts.steps = position, counted
+        engine.progress.position, counts.steps = position, counted
         engine.meter.load_state_dict(rows)  # what others did is no progress of this run
         self.batches, self.open = [], False
         text = f"the run goes on with a learning rate of {FIRST_RATE * self.factor:.3g}, the best of {len(self.tried)}"
@@ -168,7 +168,7 @@ class RateRace(Move):
 
     def _tell(self, exponent: int, done: int, others: int = 0) -> None:
         rate = FIRST_RATE * FACTOR**exponent
-        self.tools.emit(RateTrial(self.tools.engine.global_step, rate, done, self.steps, others))
+        self.tools.emit(RateTrial(self.tools.engine.progress.global_step, rate, done, self.steps, others))
 
     def _measure(self, exponent: int) -> bool:
         """Whether this rate ended lowest so far."""
@@ -182,7 +182,7 @@ class RateRace(Move):
         self.tried[exponent] = loss
         best = first or loss < self.tried[self.best] or (math.isnan(self.tried[self.best]) and not math.isnan(loss))
         self.best = exponent if best else self.best
-        self.tools.emit(RateTried(engine.global_step, FIRST_RATE * FACTOR**exponent, self.steps, loss, best))
+        self.tools.emit(RateTried(engine.progress.global_step, FIRST_RATE * FACTOR**exponent, self.steps, loss, best))
         return best
 
     def summary(self) -> dict[str, Any]:
