@@ -190,7 +190,7 @@ def test_dots_are_reduced_in_one_place() -> None:
 
     class Collecting(World):
         def reduce(self, vector: torch.Tensor, kind: str) -> torch.Tensor:
-            assert kind == "sum"
+            assert kind == "sharded"
             seen.append(vector.clone())
             return vector
 
