@@ -18,6 +18,7 @@ from foretrain.hybrid.moves.leap import LeapKind
 from foretrain.models import lora
 from foretrain.persist.checkpoint import CheckpointStore
 
+from .hybrid.moves.toy import ShrinkKind
 from .worlds import QUICK, Net, Regression, Told, World, differences, everything, same_weights, trust, world
 
 DATA = Regression()
@@ -96,6 +97,27 @@ def test_an_open_move_is_taken_back_before_others_are_trained(mode: str) -> None
     assert same([trained[0].tensors[f"model.middle.{name}"] for name in ("weight", "bias")], frozen)
     assert trainer.position == used[0] + 1
     assert run.moves[-1].verdict == "refused"
+
+
+@pytest.mark.parametrize("late", [2, 30])
+@pytest.mark.parametrize("kinds", [(), (ShrinkKind,)], ids=["leap", "shrink"])
+def test_a_move_is_taken_back_however_late_in_its_validation(kinds: tuple[Any, ...], late: int) -> None:
+    """After more validating steps than it made predicted ones, and after so many that it could count as unjudged."""
+    run = world(Net(), DATA, {**MOVING, "audit.steps": 60, "max_steps": 200}, "repeat")
+    trainer, policy = run.trainer, run.trainer.policy
+    for kind in kinds:
+        policy.add(kind)
+    run.run(lambda: trainer.judging and policy.move.steps == late)
+    assert policy.move.kind == ("shrink" if kinds else "leap")
+    needed, frozen = policy.cycle.full_steps_needed, middle(trainer.model)
+    trainer.model.middle.requires_grad_(False)
+    run.step()
+    assert run.moves[-1].verdict == "refused"
+    assert policy.cycle.full_steps_needed == 2 * needed  # it counts as undone once
+    told = [event for event in run.events if isinstance(event, PhaseChanged)][-1]
+    assert (told.phase, told.reason) == ("full", "parameters were frozen or unfrozen")
+    run.run()
+    assert same(middle(trainer.model), frozen)
 
 
 def full_batch(**settings: Any) -> World:

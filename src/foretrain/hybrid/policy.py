@@ -201,7 +201,8 @@ class Policy(Deliberation):
         if move.refused:
             self._learn_refused(move)
             return move.batch
-        self._follow(move)
+        if self.cycle.phase is Phase.PREDICT:
+            self._follow(move)
         if not move.stays_if_stopped:
             return self.abandon(reason)
         self.score.spent(move.plan, move.cost)
