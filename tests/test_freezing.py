@@ -99,6 +99,15 @@ def test_an_open_move_is_taken_back_before_others_are_trained(mode: str) -> None
     assert run.moves[-1].verdict == "refused"
 
 
+def test_a_move_that_has_not_begun_is_given_up() -> None:
+    run = until(world(Net(), DATA, MOVING, "repeat"), "before a move")
+    run.trainer.model.middle.requires_grad_(False)
+    run.step()
+    told = [event for event in run.events if isinstance(event, PhaseChanged)][-1]
+    assert (told.phase, told.reason) == ("full", "parameters were frozen or unfrozen")
+    assert (run.trainer.policy.decision, run.trainer.policy.last_reason) == (None, told.reason)
+
+
 @pytest.mark.parametrize("late", [2, 30])
 @pytest.mark.parametrize("kinds", [(), (ShrinkKind,)], ids=["leap", "shrink"])
 def test_a_move_is_taken_back_however_late_in_its_validation(kinds: tuple[Any, ...], late: int) -> None:

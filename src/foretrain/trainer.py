@@ -221,7 +221,7 @@ class HybridTrainer:
         move = policy.open(batch)
         output = None if move.refused else policy.advance(batch)
         if hybrid.phase is not phase:
-            hybrid.tell_phase()
+            policy.tell_phase()
         if move.refused:
             batch = batch if progress.position == position else move.batch
             if self.engine.trained.changed:  # by a callback that heard of it
@@ -237,7 +237,7 @@ class HybridTrainer:
             with self.engine.steady_rate():
                 actions = policy.settle()
             hybrid.carry_out(actions)
-            hybrid.tell_phase()
+            policy.tell_phase()
         if progress.position >= position:  # else the move was undone together with its data
             progress.position += 1
         return result, batch

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from foretrain import HybridTrainer
 from foretrain.config import from_mapping
 from foretrain.errors import OutOfMemory
-from foretrain.events import Event, HealthMeasured, MemoryUsed, Moved, Notice, Progress, Recovered
+from foretrain.events import Event, HealthMeasured, MemoryUsed, Moved, Notice, Phase, PhaseChanged, Progress, Recovered
 from foretrain.health.rescue import MOST_FAILED_MOVES
 from foretrain.health.shortage import next_smaller
 
@@ -488,6 +488,9 @@ def test_a_move_that_does_not_fit_is_taken_back(trained: bool, mode: str, tmp_pa
     assert len(texts) == MOST_FAILED_MOVES
     assert all("; the move is taken back" in text for text in texts)
     assert "nothing is predicted any more" in texts[-1]
+    told = [event for event in events if isinstance(event, PhaseChanged)]
+    assert [event.phase for event in told if event.reason == "memory ran out in it"] == ["full"] * MOST_FAILED_MOVES
+    assert all(one.phase != other.phase for one, other in itertools.pairwise(told))
     assert summary["out_of_memory"]["prediction"] == "off"
     assert trainer.policy.tools.snapshots.taken is None
     assert trainer.observer.trajectory.bytes == 0
@@ -509,6 +512,26 @@ def test_a_move_fails_once_and_the_next_is_made() -> None:
     assert verdicts[0] == "refused"
     assert {"kept", "rolled back"} & set(verdicts[1:])
     assert "predict" in {event.phase for event in events if isinstance(event, MemoryUsed)}
+
+
+def test_a_window_that_is_given_up_takes_its_decision_along() -> None:
+    """Memory runs out after the end of a window has decided for a move: nothing of the decision is left."""
+    trainer, events = moving(Probed(False, 0))
+    policy, failed = trainer.policy, []
+
+    def fail() -> None:
+        if trainer.phase is Phase.PREDICT and not failed:
+            failed.append(trainer.global_step)
+            raise shortage()
+
+    trainer.hybrid._tell_obstacles = fail  # type: ignore[method-assign]
+    while not failed:
+        trainer.step(CASES["leap, noisy"].batch(trainer.position))
+    told = [event for event in events if isinstance(event, PhaseChanged)]
+    assert [(event.phase, event.step) for event in told[-2:]] == [("predict", *failed), ("full", *failed)]
+    assert (policy.decision, policy.last_reason, told[-1].reason) == (None, "memory ran out", "memory ran out")
+    while not [event for event in events if isinstance(event, Moved)]:
+        trainer.step(CASES["leap, noisy"].batch(trainer.position))
 
 
 def test_another_error_is_left_alone() -> None:

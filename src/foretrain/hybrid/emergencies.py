@@ -26,14 +26,18 @@ class Emergencies:
         return self.policy.score.counts.corrections
 
     def abandon(self, reason: str) -> Any:
-        return self.policy.abandon(reason)
+        moving = self.policy.decision is not None
+        batch = self.policy.abandon(reason)
+        if moving:
+            self.policy.tell_phase()
+        return batch
 
     def fail(self, failure: Failure) -> None:
         self.policy.fail(failure)
 
     def give_up_window(self, reason: str) -> None:
         if self.policy.cycle.phase is Phase.PREDICT:
-            self.policy.cycle.force_full(reason)
+            self.abandon(reason)
         self.policy.observer.restart()
 
     def forget_snapshots(self) -> None:

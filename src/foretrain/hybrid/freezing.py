@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from foretrain.engine.engine import Engine
-from foretrain.events import Event, Notice, Phase, PhaseChanged
+from foretrain.events import Event, Notice, Phase
 from foretrain.hybrid.policy import Policy
 
 _WHY = "parameters were frozen or unfrozen"
@@ -20,13 +20,14 @@ def follow_freezing(engine: Engine, policy: Policy | None, batch: Any, emit: Cal
     frozen = [(p, p.detach().clone()) for p in engine.trained.parameters if not p.requires_grad]
     if policy is not None and policy.move is not None:
         position, first = engine.progress.position, policy.interrupt(_WHY)
-        emit(PhaseChanged(engine.progress.global_step, policy.cycle.phase.value, policy.last_reason))
+        policy.tell_phase()
         with torch.no_grad():
             for parameter, value in frozen:
                 parameter.copy_(value)
         batch = batch if first is None or engine.progress.position == position else engine.to_device(first)
     elif policy is not None and policy.cycle.phase is Phase.PREDICT:
-        policy.cycle.force_full(_WHY)
+        policy.abandon(_WHY)
+        policy.tell_phase()
     change = engine.follow_trained()
     lost = engine.trained.without_optimizer()
     watched = "; what was seen of how weights move is dropped, and the run watches anew" if policy is not None else ""

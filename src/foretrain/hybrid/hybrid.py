@@ -13,7 +13,7 @@ from foretrain.engine.rates import FollowedRates
 from foretrain.engine.result import StepResult
 from foretrain.engine.step import StepOutput
 from foretrain.errors import DivergenceError
-from foretrain.events import Event, Notice, Phase, PhaseChanged, Recovered
+from foretrain.events import Event, Notice, Phase, Recovered
 from foretrain.health.act import Action, Kind
 from foretrain.health.checkup import Checkup
 from foretrain.health.rescue import Rescue
@@ -203,7 +203,7 @@ class Hybrid:
         if not policy.observer.trajectory.held:
             policy.tools.snapshots.forget_other()
         if policy.cycle.phase is not before:
-            self.tell_phase()
+            policy.tell_phase()
         self._tell_obstacles()
 
     def look(self) -> None:
@@ -246,11 +246,6 @@ class Hybrid:
             return False
         self.said[action.kind.value] = step
         return True
-
-    def tell_phase(self) -> None:
-        """The run is in another phase now."""
-        policy = self.policy
-        self.emit(PhaseChanged(self.engine.progress.global_step, policy.cycle.phase.value, policy.last_reason))
 
     def _tell_obstacles(self) -> None:
         """Once: that leaps could be tried here, and which setting keeps them off. Batches are compared once only."""

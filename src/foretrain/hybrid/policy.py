@@ -13,7 +13,7 @@ from foretrain.engine.fence import Failure, OwnCodeError
 from foretrain.engine.hooks import StepHook
 from foretrain.engine.step import StepOutput
 from foretrain.engine.world import World
-from foretrain.events import Phase, Recovered
+from foretrain.events import Phase, PhaseChanged, Recovered
 from foretrain.health.act import Action, Kind, Outcome
 from foretrain.health.signs import StepReading
 from foretrain.hybrid.cycle import Transition, View
@@ -223,6 +223,11 @@ class Policy(Deliberation):
     def _force_full(self, reason: str) -> None:
         self.cycle.force_full(reason)
         self.last_reason, self.move, self.decision = reason, None, None
+
+    def tell_phase(self) -> None:
+        """The run is in another phase now."""
+        step = self.tools.engine.progress.global_step
+        self.tools.emit(PhaseChanged(step, self.cycle.phase.value, self.last_reason))
 
     # --- emergencies -------------------------------------------------------------------------------------------------
 
