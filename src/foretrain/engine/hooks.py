@@ -25,7 +25,7 @@ class StepHook:
     - `after_step` comes before the step is counted: `progress.global_step` is the same in all three methods.
     - `gradients_ready` does not come with `engine.update_in_backward`, where updates happen on the way.
     - A rollback does not take a hook back. One with a state that belongs to the weights registers it:
-      `trainer.policy.tools.snapshots.cover(name, save, load)`.
+      `trainer.policy.tools.snapshots.register(name, save, load)`.
     - A checkpoint does not hold it. Save its state beside the trainer's, if the run has to go on with it.
     - What it raises ends the run, as an error of the loss does.
     """
