@@ -139,6 +139,28 @@ def test_an_undone_move_leaves_no_trace(name: str) -> None:
 
 
 @moves
+def test_a_move_says_that_weights_change_before_they_do(name: str) -> None:
+    """Else what ends it there would take them for those of before the step."""
+    run = about_to_move(name)
+    move, model, full_step = begun(run, name), run.trainer.model, run.trainer.engine.full_step
+    before, loss, said = [p.detach().clone() for p in full_step.parameters], model.loss, []
+
+    def looked(batch: Any) -> Any:
+        if not all(torch.equal(p, old) for p, old in zip(full_step.parameters, before, strict=True)):
+            said.append(full_step.changing)
+        return loss(batch)
+
+    model.loss = looked
+    for number in range(20):
+        full_step.changing = False  # as at the beginning of a step
+        move.advance(run.data(run.position + number))
+        if said:
+            break
+    assert said
+    assert all(said)
+
+
+@moves
 @pytest.mark.parametrize("phase", [Phase.PREDICT, Phase.CORRECT])
 def test_a_move_saved_in_the_middle_resumes_to_the_bit(name: str, phase: Phase) -> None:
     run = about_to_move(name)

@@ -31,6 +31,7 @@ class Leap(JudgedMove):
         start = tools.snapshots.weights()
         displacement = tools.trajectory.displacement(plan.coefficients)
         moved, probes = False, 0
+        tools.engine.full_step.changing = True
 
         def place(share: float) -> None:
             nonlocal moved
