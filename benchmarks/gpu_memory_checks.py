@@ -69,7 +69,7 @@ def directions_in_slices_equal_whole() -> str:
                     weight.add_(0.01 * torch.randn(weight.shape, device="cuda", generator=generator) + 0.003)
                 if trajectory.after_step():
                     motion = trajectory.close()
-            trajectory.move(np.full((3, 4), 0.1))
+            trajectory.place(None, trajectory.displacement(np.full((3, 4), 0.1)))
             motions.append((motion, trajectory.state_dict(), weights))
         (one, state, mine), (other, sliced, theirs) = motions
         assert torch.equal(state["basis"].cpu(), sliced["basis"]), dtype

@@ -271,7 +271,7 @@ def _move(device: str) -> Call:
     trajectory, _ = _trajectory(device)
     there = np.full((len(trajectory.groups), len(trajectory.basis)), 0.01)
     coefficients = itertools.cycle((there, -there))
-    return lambda: trajectory.move(next(coefficients))
+    return lambda: trajectory.place(None, trajectory.displacement(next(coefficients)))
 
 
 def _look_ahead(method: str, device: str) -> Call:

@@ -70,7 +70,7 @@ def test_every_number_and_every_move_is_the_same(buffer_bytes: int, basis: torch
             assert torch.equal(saved[0][name], saved[1][name]), name
         for parameters, trajectory in runs:
             start = [p.clone() for p in parameters]
-            trajectory.move(coefficients)
+            trajectory.place(None, trajectory.displacement(coefficients))
             trajectory.place(start, trajectory.displacement(coefficients), 0.3)
             trajectory.place(None, trajectory.displacement(coefficients), 0.3)
             trajectory.restart()

@@ -121,7 +121,7 @@ def test_a_move_changes_every_tensor_by_exactly_basis_times_coefficients(seed: i
     coefficients = np.random.default_rng(seed).normal(size=(len(SHAPES), R))
     before = [p.clone() for p in parameters]
     rows = [trajectory.layout.views(row) for row in trajectory.basis]
-    trajectory.move(coefficients)
+    trajectory.place(None, trajectory.displacement(coefficients))
     for index, (p, old) in enumerate(zip(parameters, before, strict=True)):
         expected = torch.zeros_like(old)
         for direction in range(R):  # the order of the fast path: sums of floats depend on it

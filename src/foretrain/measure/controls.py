@@ -52,9 +52,6 @@ class _Still:
     def displacement(self, coefficients: Array) -> list[Tensor]:
         return self._trajectory.displacement(np.zeros_like(coefficients))
 
-    def move(self, coefficients: Array) -> None:
-        self.displacement(coefficients)
-
 
 def hold_still(trainer: HybridTrainer) -> None:
     """All phases, probes and decisions as before, all displacements zero: what is left is the overhead."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foretrain.engine.memory.host import Lane, copy_each, host_zeros, on_device, settle
+from foretrain.engine.memory.host import Lane, copy_each, host_zeros, settle
 from foretrain.engine.world import ALONE, World
 from foretrain.motion.predictors.base import Array
 from foretrain.motion.records import DIRECTIONS
@@ -121,7 +121,7 @@ class HostedTrajectory(Trajectory):
             torch._foreach_copy_(places, pieces)
 
     @torch.no_grad()
-    def displacement(self, coefficients: Array, residual: Tensor | None = None) -> list[Tensor]:
+    def displacement(self, coefficients: Array) -> list[Tensor]:
         """The displacement as views of host memory."""
         per_chunk = self._per_chunk(coefficients)
         row, sums = self._buffer(1, self._rows.dtype)[0], self._buffer(1, torch.float32)[0]
@@ -132,8 +132,6 @@ class HostedTrajectory(Trajectory):
             for index in range(_R):
                 copy_each([direction], [self.basis[index, part].view_as(direction)])
                 out.addcmul_(direction.float(), per_chunk[first:last, index : index + 1])
-            if residual is not None:
-                out.add_(on_device(residual[part], self.device).view_as(out))
             copy_each([self._scratch[part]], [out.view(-1)])
         return self._scratch_views
 

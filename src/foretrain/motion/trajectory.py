@@ -67,7 +67,7 @@ def basis_type(wanted: str, trained: int) -> torch.dtype:
 
 
 class Trajectory(Stateful):
-    """Observes weights in windows, in place and without copies of its own state; only `place` changes weights."""
+    """Observes weights in windows, in place. Of its own methods only `place` changes them."""
 
     saved = ("windows", "steps", "frozen_windows")
 
@@ -253,25 +253,19 @@ class Trajectory(Stateful):
     # --- moving ------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def displacement(self, coefficients: Array, residual: Tensor | None = None) -> list[Tensor]:
-        """Return basis x coefficients [G, R] (+ residual) as views like the parameters, valid until the next call."""
+    def displacement(self, coefficients: Array) -> list[Tensor]:
+        """Return basis x coefficients [G, R] as views like the parameters, valid until the next call."""
         per_chunk = self._per_chunk(coefficients)
         out = self._scratch.view(self.layout.chunks, self.layout.chunk)
         out.zero_()
         for index, row in enumerate(self.basis):
             out.addcmul_(row.view_as(out).float(), per_chunk[:, index : index + 1])
-        if residual is not None:
-            self._scratch.add_(residual)
         return self._scratch_views
 
     def _per_chunk(self, coefficients: Array) -> Tensor:
         """Return [chunks, R] coefficients on the device."""
         factors = torch.from_numpy(np.ascontiguousarray(coefficients)).to(self.device, torch.float32)
         return factors[self.layout.group_of_chunk]
-
-    def move(self, coefficients: Array) -> None:
-        """Change every weight by exactly basis x coefficients."""
-        add_each(self.parameters, self.displacement(coefficients))
 
     def place(self, start: Sequence[Tensor] | None, displacement: Sequence[Tensor], share: float = 1.0) -> None:
         """Put the weights at start + share x displacement. Both may be in host memory. None: they are at start."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from foretrain.engine.batch import map_tensors
+from foretrain.engine.memory.host import add_each
 from foretrain.engine.step import StepOutput
 from foretrain.events import Moved, Phase
 from foretrain.health.signs import StepReading
@@ -146,10 +147,11 @@ class JudgedMove(Move):
         coefficients = tools.suggestion(planned * min(1.0, self.share), self.moved)
         if not coefficients.any():
             return
+        displacement = tools.trajectory.displacement(coefficients)
         tools.engine.full_step.changing = True
-        tools.trajectory.move(coefficients)
+        add_each(tools.trajectory.parameters, displacement)
         if tools.engine.average is not None:
-            tools.engine.average.shift(tools.trajectory.displacement(coefficients), 1.0)
+            tools.engine.average.shift(displacement, 1.0)
         tools.counts.corrections += 1
 
     @property
