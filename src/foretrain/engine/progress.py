@@ -9,6 +9,8 @@ from foretrain.persist.stateful import Stateful
 _COUNTS = ("global_step", "position", "tokens", "rows", "backward_passes", "probe_tokens", "evaluations_without_best")
 HELD_OUT_RECORD = ("best_val_loss", "best_step", "last_val_loss", "evaluations_without_best")
 """What evaluations leave behind; those of weights that were taken back do not count."""
+TAKEN_BACK = ("global_step", "position", *HELD_OUT_RECORD)
+"""What a rollback brings back. All else was spent, and stays spent."""
 
 
 @dataclass

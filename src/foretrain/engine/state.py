@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from foretrain.engine.meters import Stopwatch
 from foretrain.engine.optim.build import plain_state
+from foretrain.engine.progress import TAKEN_BACK
 from foretrain.engine.rates import ScheduledRates
 from foretrain.engine.trained import arranged
 from foretrain.errors import CheckpointError, is_out_of_memory
@@ -85,8 +86,8 @@ def rewind(engine: Engine, state: State) -> None:
     engine.full_step.changing = False
     if not state["optimizer"]["state"]:  # of before the first step: its tensors are made anew
         engine.execution.forget()
-    progress = state["progress"]
-    engine.progress.global_step, engine.progress.position = int(progress["global_step"]), int(progress["position"])
+    for name in TAKEN_BACK:
+        setattr(engine.progress, name, state["progress"][name])
 
 
 def _put_back_training(engine: Engine, state: State, origin: str, constant: Collection[str]) -> None:

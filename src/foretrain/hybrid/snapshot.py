@@ -11,7 +11,7 @@ from torch import Tensor
 from foretrain.engine.engine import Engine
 from foretrain.engine.memory.host import host_like
 from foretrain.engine.memory.offload import HostSnapshots
-from foretrain.engine.progress import HELD_OUT_RECORD
+from foretrain.engine.progress import HELD_OUT_RECORD, TAKEN_BACK
 from foretrain.persist.codec import Snapshot, put_together, snapshot
 
 _ON_HOST = ("random.", "loader.", "predictor.")
@@ -128,8 +128,7 @@ class Snapshots:
         A predictor takes no harm in an emergency, and its state can be larger than all else: it is not in then.
         """
         state = self.engine.changing_state_dict()
-        names = ("global_step", "position", *HELD_OUT_RECORD)
-        state["progress"] = {name: state["progress"][name] for name in names}
+        state["progress"] = {name: state["progress"][name] for name in TAKEN_BACK}
         for name, part in self.parts.items():
             state[name] = part.save() if for_move or part.in_emergencies else None
         state["loader"] = self.loader_state()
@@ -171,8 +170,6 @@ class Snapshots:
         self.wait()
         state = put_together(to or self._snapshot())
         self.engine.rewind(state)
-        for name in HELD_OUT_RECORD:
-            setattr(self.engine.progress, name, state["progress"][name])
         for name, part in self.parts.items():
             if state.get(name) is not None:  # else it was switched on since, or is not held in emergencies
                 part.load(state[name])
