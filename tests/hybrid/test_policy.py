@@ -412,8 +412,8 @@ def test_a_refused_move() -> None:
 def test_two_moves_undone_in_three_cycles_double_the_full_steps() -> None:
     flight = Flight().until(Phase.FULL)
     recovery, number = flight.policy.recovery, flight.policy.cycle.number
-    assert recovery.cycle_ended(100, number, Outcome.UNDONE) == []
-    (action,) = recovery.cycle_ended(130, number, Outcome.UNDONE)
+    assert recovery.cycle_ended(number, Outcome.UNDONE) == []
+    (action,) = recovery.cycle_ended(number, Outcome.UNDONE)
     assert (action.kind, action.full_steps_factor) == (Kind.FORCE_FULL, 2)
     flight.policy.apply(action, 130)
     assert flight.policy.cycle.full_steps_needed == 20

@@ -78,8 +78,6 @@ class Action:
     """Factor of the length of FULL phases (`Cycle.lengthen_full`)."""
     warmup_factor: int = 1
     """Above 1, prediction is postponed by (this - 1) x `warmup_steps` (`Cycle.postpone`)."""
-    threshold_delta: float = 0.0
-    """Rise of the confidence threshold; `Recovery.threshold` contains it already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +164,7 @@ class Recovery(Stateful):
             actions.append(Action(Kind.FORCE_FULL, f"no prediction for now: {diagnosis.text}"))
         return actions or [Action(Kind.CONTINUE, diagnosis.text)]
 
-    def cycle_ended(self, step: int, cycle: int, outcome: Outcome) -> list[Action]:
+    def cycle_ended(self, cycle: int, outcome: Outcome) -> list[Action]:
         """React to the end of a cycle, or of a FULL phase in which only confidence was missing."""
         self.low_confidence = self.low_confidence + 1 if outcome is Outcome.LOW_CONFIDENCE else 0
         if outcome is Outcome.UNDONE:
@@ -254,11 +252,11 @@ class Recovery(Stateful):
 
     def _undo(self, diagnosis: StepDiagnosis) -> list[Action]:
         raised = min(self.threshold + THRESHOLD_STEP, HIGHEST_THRESHOLD)
-        delta, self.threshold = max(0.0, raised - self.threshold), max(raised, self.threshold)
+        self.threshold = max(raised, self.threshold)
         return [
             Action(Kind.ROLL_BACK, f"the move is undone: {diagnosis.text}"),
             Action(Kind.SHORTEN_HORIZON, "shorter moves for a while"),
-            Action(Kind.RAISE_THRESHOLD, f"confidence must exceed {self.threshold:.2f} now", threshold_delta=delta),
+            Action(Kind.RAISE_THRESHOLD, f"confidence must exceed {self.threshold:.2f} now"),
         ]
 
     def hand_over(self, factor: float) -> None:

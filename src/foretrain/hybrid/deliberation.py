@@ -187,7 +187,7 @@ class Deliberation:
         self.rest.begin(answer, self.gate, self.appraiser.max_steps)
         if answer.open and confidence <= self.recovery.threshold:
             self.recovery.lacking = confidence
-            for action in self.recovery.cycle_ended(step, self.cycle.number, Outcome.LOW_CONFIDENCE):
+            for action in self.recovery.cycle_ended(self.cycle.number, Outcome.LOW_CONFIDENCE):
                 self._apply_to_cycle(action, step)
         self.cycle.next_cycle()
 

@@ -163,7 +163,7 @@ class Policy(Deliberation):
         self.tools.emit(move.told(verdict, reason, judgement.loss, judgement.worth_steps))
         outcome = Outcome.KEPT if judgement.kept else Outcome.UNDONE
         actions = [action for action in actions if action.kind is not Kind.ROLL_BACK]
-        return actions + self.recovery.cycle_ended(engine.progress.global_step, self.cycle.number, outcome)
+        return actions + self.recovery.cycle_ended(self.cycle.number, outcome)
 
     def _learn_refused(self, move: JudgedMove) -> None:
         """The move was refused: full steps follow, first on its own batch."""

@@ -195,7 +195,7 @@ def estimate(config: Config, target: PlanTarget) -> Estimate:
         _pool(config, target, step),
         moment.name,
         PAGES if target.cuda else 0,
-        _host(config, target, parameters, snapshot, state, tries) if hybrid and target.cuda else 0,
+        _host(config, parameters, snapshot, state, tries) if hybrid and target.cuda else 0,
     )
 
 
@@ -206,7 +206,7 @@ def _snapshot(config: Config, learned: int, state: int) -> int:
     return size + (2 * learned if config.predictor.beta > 0 else 0)
 
 
-def _host(config: Config, target: PlanTarget, parameters: Parameters, snapshot: int, state: int, tries: bool) -> int:
+def _host(config: Config, parameters: Parameters, snapshot: int, state: int, tries: bool) -> int:
     """Return what `memory.snapshots`, `memory.basis` and `memory.offload` keep in main memory."""
     size = 0
     if config.memory.basis == "pinned" and tries:

@@ -103,7 +103,6 @@ class RateRace(Move):
     def begin(self, batch: Any) -> None:
         self.tools.snapshots.take()
         self.tools.snapshots.wait()  # full steps follow, not probes
-        self.batch = map_tensors(batch, lambda tensor: tensor.clone())
         self.begun = True
 
     def advance(self, batch: Any) -> StepOutput:

@@ -44,7 +44,6 @@ class Secant:
         """At the last full step, before its update."""
         self.known = False
         self._weights_views = self.layout.views(self.weights)
-        self._gradient_views = self.layout.views(self.gradient)
         self._new = [torch.zeros(size, device=device) for _ in range(2)]
         self._new_views = [self.layout.views(row) for row in self._new]
         self._sy: Array = np.zeros((pairs, pairs))
