@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -180,6 +181,16 @@ def restore_random_state(state: Mapping[str, Any]) -> None:
     np.random.set_state((kind, words.cpu().numpy().astype(np.uint32), place, has_gauss, gauss))  # noqa: NPY002
     version, internal, gauss_next = state["python"]
     random.setstate((version, tuple(internal.tolist()), gauss_next))
+
+
+@contextmanager
+def same_random_numbers() -> Iterator[None]:
+    """Random generators go on after the block as if it had not been."""
+    state = random_state()
+    try:
+        yield
+    finally:
+        restore_random_state(state)
 
 
 def _cuda_devices() -> int:

@@ -8,12 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foretrain.engine.batch import count
 from foretrain.engine.engine import Engine
 from foretrain.hybrid.gate import FORWARD
 from foretrain.hybrid.judges.probes import Probes
 from foretrain.hybrid.snapshot import Snapshots
-from foretrain.persist.codec import random_state, restore_random_state
+from foretrain.persist.codec import same_random_numbers
 from foretrain.persist.stateful import Stateful
 
 _FEWEST_LEAPS = 4
@@ -71,14 +70,12 @@ class HeldOut(Stateful):
 
     def loss(self) -> float:
         """Measure the held-out loss of the weights as they are. Random generators go on as if it had not been."""
-        random = random_state()
-        try:
+        with same_random_numbers():
             return self.engine.probe_all(self.batches)
-        finally:
-            restore_random_state(random)
 
     def price(self, batch: Any) -> float:
         """What one look costs, in full steps."""
+        count = self.engine.count
         return FORWARD * sum(count(one) for one in self.batches) / max(1, count(batch))
 
     # --- the end of the run ------------------------------------------------------------------------------------------

@@ -18,9 +18,10 @@ from foretrain.hybrid.judges.worth import MOST_PER_STEP
 from foretrain.hybrid.moves.base import MoveKind, MoveTools
 from foretrain.hybrid.moves.judged import JudgedMove
 from foretrain.hybrid.moves.obstacles import in_words, not_repeatable
-from foretrain.hybrid.moves.quasi_newton import EXACT, QuasiNewton, same_random_numbers
+from foretrain.hybrid.moves.quasi_newton import QuasiNewton, same_loss
 from foretrain.hybrid.plan import FORECAST, Decision, Plan
 from foretrain.motion.predictability import Predictability
+from foretrain.persist.codec import same_random_numbers
 
 _LONGEST = 10
 """Times `max_predict_steps` that a chain may be long. Chosen: its leaps take a gradient each and are judged one by one,
@@ -236,7 +237,7 @@ class ChainKind(MoveKind):
             return False
         with same_random_numbers():
             one, other = (self.tools.engine.probe(batch) for batch in batches[-2:])
-        return abs(one - other) <= EXACT * abs(other)
+        return same_loss(one, other)
 
     def cover(self) -> None:
         self.leaps.cover()

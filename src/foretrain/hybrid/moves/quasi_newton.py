@@ -20,10 +20,10 @@ from foretrain.hybrid.moves.obstacles import obstacles
 from foretrain.hybrid.moves.secant import Secant
 from foretrain.motion.losses import WindowLosses
 from foretrain.motion.samples import bias_corrections
-from foretrain.persist.codec import random_state, restore_random_state
+from foretrain.persist.codec import same_random_numbers
 from foretrain.persist.stateful import Stateful, entry
 
-EXACT = 1e-5
+_EXACT = 1e-5
 """Largest relative difference of two batches' losses at the same weights that still counts as the same loss. Full
 batches differ by up to 2e-7 when shuffled; 90 % of the data already by 2e-4."""
 LEAST_PAIRS = 4
@@ -131,7 +131,7 @@ class QuasiNewton(StepHook, Stateful):
         if self.secant is None or self._last is None:
             return
         with self.at_start(), same_random_numbers():
-            self.exact = _same(self.engine.probe(batch), self._number(self._last))
+            self.exact = same_loss(self.engine.probe(batch), self._number(self._last))
 
     @contextmanager
     def at_start(self) -> Iterator[None]:
@@ -156,7 +156,7 @@ class QuasiNewton(StepHook, Stateful):
         self.loss = self.start_loss = self._number(self._last)
         self.leaps, self.cost, self.rate, self.returned, self.stopped = 0, 0.0, math.nan, False, False
         with self.at_start(), same_random_numbers():
-            self.exact = _same(self.engine.probe(batch), self.loss)
+            self.exact = same_loss(self.engine.probe(batch), self.loss)
             if self.exact and self._probe_mark(batch) < self.loss and secant.mark is not None:
                 secant.go_to(secant.mark)
                 self.loss, self.start_loss, self.returned = self.lowest, self.lowest, True
@@ -173,7 +173,7 @@ class QuasiNewton(StepHook, Stateful):
             views = self.secant.layout.views(self.secant.mark[0])
             torch._foreach_copy_(self.secant.parameters, views)
         loss = self.engine.probe(batch)
-        if _same(loss, self.lowest):
+        if same_loss(loss, self.lowest):
             return loss
         self.secant.mark, self.lowest, self.lowest_held_out = None, math.nan, math.nan
         return math.nan
@@ -319,18 +319,9 @@ class QuasiNewton(StepHook, Stateful):
         self.secant.load_state_dict(pairs)
 
 
-@contextmanager
-def same_random_numbers() -> Iterator[None]:
-    """Random generators go on after the block as if it had not been."""
-    random = random_state()
-    try:
-        yield
-    finally:
-        restore_random_state(random)
-
-
-def _same(loss: float, other: float) -> bool:
-    return abs(loss - other) <= EXACT * max(abs(other), 1e-30)
+def same_loss(loss: float, other: float) -> bool:
+    """Whether two losses differ by rounding only."""
+    return abs(loss - other) <= _EXACT * max(abs(other), 1e-30)
 
 
 def _fall(before: float, after: float) -> float:
