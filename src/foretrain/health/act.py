@@ -1,4 +1,4 @@
-"""Decides what is done about a diagnosis and keeps count. The trainer carries the actions out.
+"""Decides what is done about a diagnosis and keeps count. `Hybrid.carry_out` does it.
 
 A healthy run is left alone: learning rate and clipping change on repeated evidence only, never on one warning.
 """
@@ -96,7 +96,7 @@ class Context:
 class Recovery(Stateful):
     """`decide` after every diagnosis, good ones included.
 
-    A rollback restores neither this nor the machine, or the run would walk into the same wall again.
+    A rollback restores neither this nor the `Cycle`, or the run would walk into the same wall again.
     """
 
     saved = (

@@ -224,7 +224,7 @@ class Deliberation:
                 self.cycle.postpone(step + (action.warmup_factor - 1) * self.config.hybrid.warmup_steps)
 
     def apply(self, action: Action, step: int) -> None:
-        """Carry out the part of an action that is not the trainer's."""
+        """Carry out what is not left to `Hybrid.carry_out`: counts, the cycle and the predictor."""
         if action.kind is not Kind.CONTINUE:
             self._apply_to_cycle(action, step)
         if action.kind is Kind.RESET_PREDICTOR:

@@ -225,7 +225,7 @@ class Hybrid:
     def _carry_out(self, action: Action) -> None:
         policy, at = self.policy, self.engine.progress.global_step
         policy.apply(action, at)
-        if action.kind is Kind.ROLL_BACK and policy.move is None:
+        if action.kind is Kind.ROLL_BACK:
             policy.recover()
             policy.score.counts.rollbacks += 1
             policy.score.counts.undone_steps += at - self.engine.progress.global_step

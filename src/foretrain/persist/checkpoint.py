@@ -1,6 +1,5 @@
 """Checkpoints that survive a kill at any moment: safetensors and JSON, a checksum manifest written last, one rename.
 
-checkpoints/best-step-00000400/  weights and buffers alone, where the held-out loss was lowest; written alike
 checkpoints/step-00000500/   appears only by rename, complete; later than an emergency: step-00000500-after-rollback-1
   model.safetensors ...      one file per component
   state.json                 everything that is not a tensor
