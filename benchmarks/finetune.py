@@ -85,7 +85,7 @@ def run(options: argparse.Namespace, arm: str, rate: float | str, seed: int) -> 
         "probe_tokens": trainer.engine.progress.probe_tokens,
         "tokens": trainer.engine.progress.tokens,
         "moves": moves,
-        "final_rate": (trainer.race.factor if trainer.policy is not None else 1.0) * config.optimizer.peak_rate,
+        "final_rate": (trainer.hybrid.race.factor if trainer.hybrid is not None else 1.0) * config.optimizer.peak_rate,
         "curve": [*curve, (trainer.global_step, seconds, loss)],
     }
 

@@ -165,6 +165,11 @@ def test_evaluation_weighs_batches_by_what_they_count(make_model: Make, make_bat
     assert trainer.evaluate(batches) == pytest.approx(expected, rel=1e-5)
 
 
+def test_where_nothing_is_predicted_there_is_nothing_that_predicts(make_model: Make, make_config: Make) -> None:
+    trainer = HybridTrainer(make_model(), config=make_config({"hybrid.mode": "off"}))
+    assert (trainer.hybrid, trainer.policy, trainer.observer) == (None, None, None)
+
+
 def test_an_evaluation_does_not_hold_gradients(make_model: Make, make_config: Make, make_batch: Make) -> None:
     """The next step makes them anew: losses are those of a run that is not evaluated."""
     losses = []

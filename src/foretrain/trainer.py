@@ -1,9 +1,4 @@
-"""HybridTrainer: `step()` for your own loop, `fit()` for a whole run.
-
-`HybridTrainer._advance` makes one step of the phase that the run is in. WARMUP and FULL: a full step (`Hybrid.full`).
-PREDICT and CORRECT: a step of a move (`HybridTrainer._move`). Which phase comes next is decided in hybrid/cycle.py,
-when a window of full steps ends, or as a move goes on.
-"""
+"""HybridTrainer: `step()` for your own loop, `fit()` for a whole run. hybrid/cycle.py decides on the next phase."""
 
 from __future__ import annotations
 
@@ -37,6 +32,7 @@ from foretrain.hybrid.hybrid import Hybrid
 from foretrain.hybrid.moves.rate_race import check_race, with_short_warmup
 from foretrain.hybrid.policy import Policy
 from foretrain.loop.fit import FitOptions, fit
+from foretrain.motion.observer import Observer
 from foretrain.motion.predictors.base import Predictor
 from foretrain.motion.predictors.guarded import check_predictor
 from foretrain.persist.folder import RunFolder
@@ -80,22 +76,18 @@ class HybridTrainer:
         emit = self.bus.emit
         self.memory = MemoryMeter(engine.device, emit, lambda: engine.progress.global_step, config.memory.timeline)
         self.rescue = Rescue(engine, self.memory, emit)
-        self.look_ahead = look_ahead_of(engine)
+        self.look_ahead = look_ahead_of(engine)  # the first of the hooks
         self.checkup = Checkup(engine, emit)
-        for hook in (self.look_ahead, self.checkup if self.checkup.on else None):
-            if hook is not None:
-                engine.add_hook(hook)
-        engine.on_cover.append(self.checkup.cover)
+        engine.rate_sources = (self.checkup.health,)
         self.hybrid: Hybrid | None = None
         """All that predicts; None in a run of full steps only."""
         self.policy: Policy | None = None
+        self.observer: Observer | None = None
         self.stopping = False  # until somebody calls `stop`
         self._length = KnownLength(engine, emit)
         if config.hybrid.mode != "off" and engine.full_step.parameters:
             self.hybrid = hybrid = Hybrid(engine, self.checkup, self.rescue, self.look_ahead, predictor, probe, emit)
-            self.policy, self.observer, self.race = hybrid.policy, hybrid.observer, hybrid.race
-        predicting = () if self.hybrid is None else (self.hybrid.policy.recovery, self.hybrid.race)
-        engine.rate_sources = (*predicting, self.checkup.health)
+            self.policy, self.observer = hybrid.policy, hybrid.observer
         parts = {"look_ahead": self.look_ahead, "checkup": self.checkup, "hybrid": self.hybrid, "rescue": self.rescue}
         self._state = ComposedState(engine, parts, emit)
 

@@ -101,7 +101,7 @@ class Engine:
         self.hooks: tuple[StepHook, ...] = ()
         """They watch every full step. Changed by `add_hook` and `remove_hook`."""
         self.rate_sources: tuple[RateSource, ...] = ()
-        """All that changes the scheduled learning rate and the configured clipping. Set by the trainer."""
+        """All that changes the scheduled learning rate and the configured clipping. Set by the trainer and `Hybrid`."""
         self._steady: tuple[float, float] | None = None
         fixed = self.away is None  # a graph is bound to addresses: its tensors cannot leave
         recordable = fixed and (not self.own_optimizer or optim.can_be_recorded(self.optimizer))

@@ -62,6 +62,8 @@ class Checkup(StepHook, Stateful):
         """The measurement of every layer that was farthest from the ideal."""
         if self.on:
             engine.meter.tap = self._note
+            engine.add_hook(self)
+        engine.on_cover.append(self.cover)
 
     def cover(self) -> None:
         """Other weights are trained from now on. A measurement that is not judged yet is made again."""

@@ -39,6 +39,7 @@ def look_ahead_of(engine: Engine) -> LookAhead | None:
     if not wanted.beta > 0:
         return None
     found = LookAhead(engine.trained.parameters, wanted.beta, wanted.gamma, wanted.stride, share)
+    engine.add_hook(found)
     engine.on_cover.append(lambda: found.cover(engine.trained.parameters))
     return found
 

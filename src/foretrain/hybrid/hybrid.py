@@ -78,6 +78,7 @@ class Hybrid:
         equip(policy, engine, checkup, look_ahead, [engine.to_device(batch) for batch in probe], emit)
         policy.hold_directions()
         self.race = RateRace(policy.tools, policy.fail)
+        engine.rate_sources = (policy.recovery, self.race, *engine.rate_sources)
         self.said: dict[str, int] = {}
         """Kind of action -> step at which it was last told."""
         engine.on_cover.append(self.cover)

@@ -56,6 +56,6 @@ class _Still:
 def hold_still(trainer: HybridTrainer) -> None:
     """All phases, probes and decisions as before, all displacements zero: what is left is the overhead."""
     if trainer.policy is not None:
-        still: Any = _Still(trainer.observer.trajectory)
+        still: Any = _Still(trainer.policy.observer.trajectory)
         for kind in trainer.policy.kinds:
             kind.tools = replace(kind.tools, trajectory=still)

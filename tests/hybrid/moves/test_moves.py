@@ -247,7 +247,7 @@ def racing() -> World:
 
 ALONE: dict[str, tuple[Callable[[], World], Callable[[HybridTrainer], Move]]] = {
     "look-ahead": (looking, lambda trainer: trainer.look_ahead),
-    "rate race": (racing, lambda trainer: trainer.race),
+    "rate race": (racing, lambda trainer: trainer.hybrid.race),
 }
 alone = pytest.mark.parametrize("name", ALONE)
 
@@ -288,8 +288,8 @@ def test_one_that_is_saved_in_the_middle_resumes_to_the_bit(name: str, steps: in
 
 def test_a_race_charges_the_rates_that_lost_and_looking_ahead_is_free() -> None:
     run = racing()
-    run.run(lambda: not run.trainer.race.open)
-    race = run.trainer.race
+    run.run(lambda: not run.trainer.hybrid.race.open)
+    race = run.trainer.hybrid.race
     assert race.cost == run.trainer.backward_passes - run.trainer.global_step > 0
     assert run.trainer.summary()["learning_rate"]["extra_steps"] == race.cost
     ahead = looking()

@@ -62,7 +62,7 @@ def test_the_rate_that_ends_lowest_goes_on(scale: float, best: int) -> None:
     tried: list[Event] = []
     trainer.bus.subscribe(tried.append)
     weights = train(trainer, scale)
-    race = trainer.race
+    race = trainer.hybrid.race
     assert race.best == best
     assert race.tried[best] == min(race.tried.values())
     assert len(race.tried) == min(abs(best) + 2, MOST + 1) + (best <= 0)
@@ -91,7 +91,7 @@ def test_the_first_weights_are_saved_before_they_change(monkeypatch: pytest.Monk
     monkeypatch.setattr(offload, "Lane", SlowLane)
     late = make(0.003, **{"memory.snapshots": "pinned"})
     train(late, 0.003)
-    assert late.race.tried == usual.race.tried
+    assert late.hybrid.race.tried == usual.hybrid.race.tried
 
 
 def test_what_is_told_after_a_race_is_of_the_rate_that_goes_on() -> None:
@@ -114,7 +114,7 @@ def test_a_race_goes_on_exactly_after_a_stop(stop: int) -> None:
     second = make(1.0)
     second.load_state_dict(first.state_dict())
     assert all(torch.equal(a, b) for a, b in zip(train(second, 1.0, stop), straight, strict=True))
-    assert second.race.best == 3
+    assert second.hybrid.race.best == 3
     assert second.summary()["learning_rate"] == whole.summary()["learning_rate"]
 
 
@@ -128,9 +128,9 @@ def test_losses_of_rates_that_lost_are_no_progress() -> None:
 
 def test_a_rate_that_is_no_number_loses() -> None:
     trainer = make(1.0)
-    trainer.race.tried[0], trainer.race.best = float("nan"), 0
-    assert trainer.race._measure(1)
-    assert trainer.race.best == 1
+    trainer.hybrid.race.tried[0], trainer.hybrid.race.best = float("nan"), 0
+    assert trainer.hybrid.race._measure(1)
+    assert trainer.hybrid.race.best == 1
 
 
 @pytest.mark.parametrize(("steps", "warmup"), [(10, 2), (60, 5), (300, 15), (5000, 50)])
