@@ -19,6 +19,7 @@ from foretrain.engine.composed import ComposedState
 from foretrain.engine.engine import Engine
 from foretrain.engine.explain import KnownLength, first_failure
 from foretrain.engine.memory.usage import MemoryMeter
+from foretrain.engine.objective import ResidualFunction, objective_given
 from foretrain.engine.own import Measure, OptimizerLike, check_processes
 from foretrain.engine.result import StepResult
 from foretrain.engine.world import World
@@ -44,11 +45,13 @@ class HybridTrainer:
     optimizer: an object, a class, a name such as "adamw", or none for the configuration's. One of your own keeps its
     rates and its gradients: it gets a schedule and clipping only if the configuration names them. scheduler: any of
     torch.optim.lr_scheduler; it is stepped once per step, and saved. loss_fn: also a criterion of (output, target),
-    such as `nn.MSELoss()`; without one `model.loss(batch)` is called. Without `max_steps` in the configuration the run
-    has no end and no rate decays. predictor: instead of the configuration's; with `hybrid.mode = "off"` it is the plain
-    loop. probe: batches that are never trained on; moves are then searched and judged on them, at the run's charge.
-    world: a seam for whoever will connect several processes (`foretrain.engine.world` says what is missing); today
-    `WORLD_SIZE` > 1 is refused while anything is predicted.
+    such as `nn.MSELoss()`; without one `model.loss(batch)` is called. residuals: instead of a loss a function of
+    (model, batch) that gives residuals, a tensor or tensors by name; the loss is the sum of their mean squares, times
+    `weights` by name. Without `max_steps` in the configuration the run has no end and no rate decays. predictor:
+    instead of the configuration's; with `hybrid.mode = "off"` it is the plain loop. probe: batches that are never
+    trained on; moves are then searched and judged on them, at the run's charge. world: a seam for whoever will connect
+    several processes (`foretrain.engine.world` says what is missing); today `WORLD_SIZE` > 1 is refused while anything
+    is predicted.
     """
 
     def __init__(
@@ -58,6 +61,8 @@ class HybridTrainer:
         loss_fn: Measure | None = None,
         config: Config | None = None,
         *,
+        residuals: ResidualFunction | None = None,
+        weights: Mapping[str, float] | None = None,
         scheduler: LRScheduler | Callable[[Optimizer], LRScheduler] | None = None,
         predictor: Predictor | None = None,
         probe: Sequence[Any] = (),
@@ -66,6 +71,7 @@ class HybridTrainer:
     ) -> None:
         config = config or Config()
         check_processes(config)
+        loss_fn = objective_given(loss_fn, residuals, weights)
         if predictor is not None:
             check_predictor(predictor)
         self.engine = engine = Engine(model, optimizer, loss_fn, with_short_warmup(config), scheduler, world)

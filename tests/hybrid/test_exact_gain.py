@@ -31,7 +31,7 @@ def window(losses: tuple[float, ...], step: int, share: float = 1.0) -> WindowRe
     return WindowRecord(**values | {"step": step, "losses": losses, "rate_share": share})
 
 
-def kept(pace: float = 0.01, end: float = 0.1, chained: bool = True) -> ExactGain:
+def kept(pace: float = 0.01, end: float = 0.1, chained: str = "quasi-Newton") -> ExactGain:
     gain = ExactGain()
     gain.kept(Point(1.0, 40, passes=40), end, Point(end, 145, 2.5, 150), slope_of(pace), 100, chained)
     return gain
@@ -76,14 +76,14 @@ def test_a_fall_that_took_as_long_as_without_is_no_gain() -> None:
 
 def test_a_leap_counts_one_step_where_the_optimizer_had_stopped() -> None:
     assert kept(pace=-0.01).worth == 100
-    assert kept(pace=-0.01, chained=False).worth == 0
+    assert kept(pace=-0.01, chained="").worth == 0
 
 
 def test_the_faster_pace_counts() -> None:
     slope = slope_of(0.01)
     slope.last_log_fall = 0.02
     gain = ExactGain()
-    gain.kept(Point(1.0), 0.1, Point(0.1, 10), slope, 100, True)
+    gain.kept(Point(1.0), 0.1, Point(0.1, 10), slope, 100, "quasi-Newton")
     assert gain.worth == pytest.approx(math.log(10) / 0.02)
 
 
@@ -91,13 +91,13 @@ def test_while_the_rate_warms_up_the_pace_is_that_at_its_peak() -> None:
     gain = ExactGain()
     gain.watched(window((1.0,), 10, share=0.2), 0.0, 10)
     gain.watched(window((0.9,), 20, share=0.5), 0.0, 20)
-    gain.kept(Point(1.0), 0.1, Point(0.1, 10), slope_of(0.01), 100, True)
+    gain.kept(Point(1.0), 0.1, Point(0.1, 10), slope_of(0.01), 100, "quasi-Newton")
     assert gain.worth == pytest.approx(math.log(10) / 0.02)
 
 
 def test_what_later_moves_add_to_little_is_told_beside_the_best_point() -> None:
     gain = kept()
-    gain.kept(Point(0.1, 500, passes=600), 0.099, Point(0.099, 520, 9.0, 700), slope_of(0.1), 20, True)
+    gain.kept(Point(0.1, 500, passes=600), 0.099, Point(0.099, 520, 9.0, 700), slope_of(0.1), 20, "quasi-Newton")
     told = gain.summary()
     assert told is not None
     assert (told["loss"], told["step"], told["lowest_loss"], told["lowest_step"]) == (0.1, 145, 0.099, 520)
@@ -115,13 +115,13 @@ def test_a_loss_below_zero_goes_by_its_fall() -> None:
     slope = WindowLosses()
     slope.add((-1.0, -1.5, -2.0))
     gain = ExactGain()
-    gain.kept(Point(-2.0), -22.0, Point(-22.0, 30, 1.0, 10), slope, 100, True)
+    gain.kept(Point(-2.0), -22.0, Point(-22.0, 30, 1.0, 10), slope, 100, "quasi-Newton")
     assert gain.worth == pytest.approx(40.0)
     assert "some 40 steps" in gain.sentence()
 
 
 def test_single_leaps_by_forecast() -> None:
-    gain = kept(chained=False)
+    gain = kept(chained="")
     assert gain.sentence().startswith("A leap took the training loss from")
     assert "just before it" in gain.sentence()
 

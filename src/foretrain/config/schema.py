@@ -363,6 +363,12 @@ class HybridConfig(Section):
     quasi-Newton leaps, one gradient each. 0: none, leaps are then searched along the forecast only."""
     secant_memory_mb: NonNegative = 256.0
     """Memory for these pairs; large models keep fewer of them, or none."""
+    linear_rows: CountOrZero = 160
+    """Where the form of the loss is known (`residuals=`, mean squares, logistic loss, cross-entropy) and batches hardly
+    differ: rows of the Jacobian that a leap of the linearised run takes at first; it takes more where they do not say
+    enough. 0: no such leaps."""
+    linear_memory_mb: NonNegative = 512.0
+    """Memory for these rows; large models take fewer of them, or make no such leaps."""
 
 
 class PredictorConfig(Section):

@@ -34,6 +34,17 @@ def map_tensors(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
     return batch
 
 
+def same_batch(one: Any, other: Any) -> bool:
+    """Whether two batches hold the same numbers. One without tensors is not known to."""
+    first, second = tensors_of(one), tensors_of(other)
+    pairs = zip(first, second, strict=False)
+    return bool(first) and len(first) == len(second) and all(a is b or _equal(a, b) for a, b in pairs)
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
+
+
 def split(batch: Any, parts: int, index: int) -> Any:
     """Part `index` of `parts` along the first dimension; sizes differ by one at the most."""
 

@@ -23,6 +23,7 @@ from foretrain.engine.forward import Forward
 from foretrain.engine.hooks import StepHook
 from foretrain.engine.memory.offload import OptimizerParking
 from foretrain.engine.meters import StepMeter, Stopwatch
+from foretrain.engine.objective import objective_of
 from foretrain.engine.optim import build as optim
 from foretrain.engine.precision import Precision, choose_device
 from foretrain.engine.progress import RunProgress
@@ -72,6 +73,8 @@ class Engine:
         )
         check_sparse(self.model, self.optimizer)
         self.loss_fn: LossFunction = own_loss if loss_fn is None else own.as_loss(loss_fn, self.device)
+        self.objective = objective_of(self.loss_fn)
+        """What the loss is made of, where its form is known."""
         self.float_type = own.float_type(self.model)
         self.precision = Precision(config.precision, self.device)
         self.rate = self._rates(scheduler)

@@ -32,14 +32,20 @@ _TORCHS = ("torch.nn.functional", "torch.nn.modules.loss")
 # --- loss functions and metrics --------------------------------------------------------------------------------------
 
 
+class Supervised:
+    """A loss function of (model, batch) made of a criterion of (output, target)."""
+
+    def __init__(self, criterion: Callable[[Any, Any], Tensor]) -> None:
+        self.criterion = criterion
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        inputs, targets = pair(batch)
+        return self.criterion(model(inputs), targets)
+
+
 def supervised(criterion: Callable[[Any, Any], Tensor]) -> Callable[[nn.Module, Any], Tensor]:
     """Loss function for batches of (inputs, targets): `supervised(torch.nn.functional.cross_entropy)`."""
-
-    def loss(model: nn.Module, batch: Any) -> Tensor:
-        inputs, targets = pair(batch)
-        return criterion(model(inputs), targets)
-
-    return loss
+    return Supervised(criterion)
 
 
 def pair(batch: Any) -> tuple[Any, Any]:
@@ -47,7 +53,7 @@ def pair(batch: Any) -> tuple[Any, Any]:
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
         return batch[0], batch[1]
     raise InputError(
-        f"a loss or metric of (output, target) needs batches of (inputs, targets), not {_described(batch)}; "
+        f"a loss or metric of (output, target) needs batches of (inputs, targets), not {described(batch)}; "
         "write a function of (model, batch) instead"
     )
 
@@ -97,13 +103,13 @@ def check_metrics(metrics: Mapping[str, Measure]) -> None:
 def one_number(loss: Any) -> Tensor:
     """A loss with one element, whatever its shape, is a loss."""
     if not isinstance(loss, Tensor):
-        raise InputError(f"the loss function gave {_described(loss)}; it must give a tensor with the mean loss")
+        raise InputError(f"the loss function gave {described(loss)}; it must give a tensor with the mean loss")
     if loss.ndim == 0:
         return loss
     if loss.numel() == 1:
         return loss.reshape(())
     raise InputError(
-        f"the loss function gave {_described(loss)}, and one number is needed: give its mean (reduction='mean')"
+        f"the loss function gave {described(loss)}, and one number is needed: give its mean (reduction='mean')"
     )
 
 
@@ -115,7 +121,7 @@ def explain_first_failure(error: Exception) -> InputError:
     )
 
 
-def _described(value: Any) -> str:
+def described(value: Any) -> str:
     if isinstance(value, (Tensor, np.ndarray)):
         return f"a tensor of shape {list(value.shape)}"
     if isinstance(value, dict):
@@ -172,7 +178,7 @@ def ready_to_train(model: nn.Module) -> nn.Module:
     What its user set to evaluate by itself, such as a frozen batch normalisation, stays so.
     """
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"model is {_described(model)}; give a torch.nn.Module")
+        raise ConfigError(f"model is {described(model)}; give a torch.nn.Module")
     parameters = list(model.named_parameters())
     lazy = next((name for name, p in parameters if is_lazy(p)), None)
     if lazy is not None:
@@ -238,7 +244,7 @@ def built_optimizer(optimizer: OptimizerLike, model: nn.Module, config: Config) 
         optimizer = optimizer([p for p in model.parameters() if p.requires_grad], **_arguments(config))
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(
-            f"optimizer is {_described(optimizer)}; give an object or a class of torch.optim, or one of the names "
+            f"optimizer is {described(optimizer)}; give an object or a class of torch.optim, or one of the names "
             f"{', '.join(NAMES)}"
         )
     _check_optimizer(optimizer, model)

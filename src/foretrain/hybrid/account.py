@@ -44,7 +44,7 @@ def _sentence(policy: Deliberation, others: float) -> str:
         return _unmeasured(policy)
     if appraiser.too_dear(score.counts.tried):
         return f"prediction was {policy.gate.too_dear(appraiser.audit_cost)}"
-    if score.exact.chains and not score.ledger.audits:  # leaps take a gradient each, so their cost says nothing
+    if score.exact.leaps and not score.ledger.audits:  # leaps take a gradient each, so their cost says nothing
         return f"{score.ledger.in_words()}; the time that this saved is not measured"
     return score.ledger.sentence(others, _unmeasured(policy))
 

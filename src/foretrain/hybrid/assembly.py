@@ -12,9 +12,10 @@ from foretrain.hybrid.judges.audit import Forks, RecentBatches
 from foretrain.hybrid.judges.held_out import HeldOut
 from foretrain.hybrid.judges.probes import Probes
 from foretrain.hybrid.judges.worth import Worth
-from foretrain.hybrid.moves.base import MoveTools
+from foretrain.hybrid.moves.base import MoveKind, MoveTools
 from foretrain.hybrid.moves.chain import ChainKind
 from foretrain.hybrid.moves.leap import LeapKind
+from foretrain.hybrid.moves.linearised import LinearisedKind
 from foretrain.hybrid.moves.lookahead import LookAhead
 from foretrain.hybrid.moves.rollout import RolloutKind
 from foretrain.hybrid.policy import Policy
@@ -76,7 +77,10 @@ def equip(
         monitor=policy.monitor,
         emit=emit,
     )
-    policy.equip(tools, [ChainKind(tools, policy.predictability), LeapKind(tools), RolloutKind(tools)])
+    kinds: list[MoveKind] = [ChainKind(tools, policy.predictability), LeapKind(tools), RolloutKind(tools)]
+    if engine.objective is not None:
+        kinds.insert(0, LinearisedKind(tools, policy.predictability, engine.objective))
+    policy.equip(tools, kinds)
 
 
 def _register(snapshots: Snapshots, policy: Policy, look_ahead: LookAhead | None) -> None:

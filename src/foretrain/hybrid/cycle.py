@@ -36,6 +36,8 @@ class View:
     recent_divergence: bool = False
     exact: bool = False
     """The move would be a chain of leaps, each judged by the exact loss it leads to: nothing has to be known before."""
+    at_once: bool = False
+    """The move needs to know nothing of the run so far: it may begin in WARMUP, and after any number of full steps."""
     gate_open: bool = False
     gate_reason: str = "it has not paid so far"
     """Why the gate is shut, in words that follow "the gate is shut:"."""
@@ -118,7 +120,7 @@ class Cycle(Stateful):
         """What `next` would answer, without entering it."""
         match self.phase:
             case Phase.WARMUP:
-                return self._from_warmup(view)
+                return self._from_full(view) if view.at_once else self._from_warmup(view)
             case Phase.FULL:
                 return self._from_full(view)
             case Phase.PREDICT:
@@ -131,9 +133,9 @@ class Cycle(Stateful):
         against = []
         if self.config.mode == "off":
             against.append("hybrid.mode is off")
-        if self.phase is not Phase.FULL:
+        if self.phase is not Phase.FULL and not (view.at_once and self.phase is Phase.WARMUP):
             against.append(f"the phase is {self.phase}")
-        elif self.steps_in_phase < self.full_steps_needed:
+        elif not view.at_once and self.steps_in_phase < self.full_steps_needed:
             against.append(f"{self.steps_in_phase} of {self.full_steps_needed} full steps are done")
         if view.step < self.earliest_predict_step and not view.exact:
             against.append(f"step {view.step} is before step {self.earliest_predict_step}, the first that may predict")

@@ -147,12 +147,13 @@ class Deliberation:
 
     def _proposed(self, step: int, steps_left: int, trend: int) -> Transition | None:
         """The way into PREDICT for a kind of move that wants to make one now, whatever is forecast."""
-        if self.cycle.phase is not Phase.FULL:
-            return None
         outlook = Outlook(step, steps_left, self.appraiser.judged_at_once, trend)
-        decision = next((found for kind in self.kinds if (found := kind.propose(outlook)) is not None), None)
-        decision = self.world.agree(decision)
-        view = View(step, confidence=1.0, recent_divergence=self.guard.recent_divergence, gate_open=True)
+        warm = self.cycle.phase is Phase.FULL
+        asked = (kind for kind in self.kinds if warm or kind.at_once)
+        found = ((decision, kind.at_once) for kind in asked if (decision := kind.propose(outlook)) is not None)
+        decision, at_once = self.world.agree(next(found, (None, False)))
+        diverged = self.guard.recent_divergence and not at_once
+        view = View(step, confidence=1.0, recent_divergence=diverged, exact=at_once, at_once=at_once, gate_open=True)
         if decision is None or not self.cycle.decide(view).changed:
             return None
         if decision.horizon + self.appraiser.correct_steps(decision.audited) > steps_left:

@@ -59,5 +59,5 @@ class Emergencies:
             distrusts=recovery.distrusts,
             confidence=recovery.lacking,
             threshold=recovery.threshold,
-            leaps=self.policy.score.exact.chains > 0,
+            leaps=bool(self.policy.score.exact.leaps),
         )

@@ -35,15 +35,15 @@ class ExactGain(Stateful):
     """
 
     saved = (
-        *("moves", "chains", "worth", "bounded", "stalled", "factor", "start", "lowest", "by_moves"),
+        *("moves", "leaps", "worth", "bounded", "stalled", "factor", "start", "lowest", "by_moves"),
         *("best", "best_worth", "best_is_least", "share", "rising"),
     )
 
     def __init__(self) -> None:
         self.moves = 0
         """Kept."""
-        self.chains = 0
-        """How many of these moves were chains of quasi-Newton leaps."""
+        self.leaps = ""
+        """What the leaps of the last chain among them are called."""
         self.worth = 0.0
         """Steps of the optimizer that their falls are worth."""
         self.bounded = False
@@ -73,11 +73,12 @@ class ExactGain(Stateful):
         if self.moves and low < self.lowest.loss:
             self.lowest, self.by_moves = Point(low, record.step, seconds, passes), False
 
-    def kept(self, start: Point, end: float, now: Point, slope: WindowLosses, steps: int, chained: bool) -> None:
-        """A move of so many steps from one exact loss to another was kept, and validated up to now."""
+    def kept(self, start: Point, end: float, now: Point, slope: WindowLosses, steps: int, chained: str) -> None:
+        """A move of so many steps from one exact loss to another was kept, and validated up to now. chained: what the
+        leaps are called, if it was a chain of them."""
         self.start = self.start if self.moves else start
         self.moves += 1
-        self.chains += chained
+        self.leaps = chained or self.leaps
         if not now.loss >= self.lowest.loss:
             self.lowest, self.by_moves = now, True
         logarithmic = start.loss > 0 and end > 0
@@ -129,7 +130,7 @@ class ExactGain(Stateful):
 
     def sentence(self) -> str:
         """What was reached, and what that is worth: never more than was measured."""
-        leaps = "quasi-Newton leaps" if self.chains else "a leap" if self.moves == 1 else "leaps"
+        leaps = f"{self.leaps} leaps" if self.leaps else "a leap" if self.moves == 1 else "leaps"
         own = f"the optimizer's own steps just before {'it' if leaps == 'a leap' else 'them'}"
         start = f"{loss_text(self.start.loss)} (step {self.start.step:,})"
         took = f"{leaps[0].upper()}{leaps[1:]} took the training loss from {start} to"

@@ -158,6 +158,7 @@ class Policy(Deliberation):
             else:
                 move.undo()
         self.move = self.decision = None
+        self._kind_of(move).ended(move, judgement)
         verdict = "rolled back" if not judgement.kept else "shrunk" if move.share < 1 else "kept"
         reason = judgement.reason + transition.reason
         self.tools.emit(move.told(verdict, reason, judgement.loss, judgement.worth_steps))
@@ -167,6 +168,7 @@ class Policy(Deliberation):
 
     def _learn_refused(self, move: JudgedMove) -> None:
         """The move was refused: full steps follow, first on its own batch."""
+        self._kind_of(move).ended(move, None)
         self.score.refused(self.tools.engine.progress.global_step, move.plan, move.cost, move.overfits)
         self._force_full(move.reason)
         coefficients = move.plan.coefficients
@@ -213,6 +215,9 @@ class Policy(Deliberation):
         self.observer.restart(new_level=move.chained)
         self.tools.emit(move.told("kept", reason, move.loss))
         return None
+
+    def _kind_of(self, move: JudgedMove) -> MoveKind:
+        return next(kind for kind in self.kinds if kind.name == move.kind)
 
     @property
     def _open_move(self) -> JudgedMove:

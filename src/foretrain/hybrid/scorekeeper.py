@@ -90,8 +90,8 @@ class Scorekeeper(Stateful):
         tools, engine = move.tools, move.tools.engine
         if tools.probes.batches or not (move.chained or self.appraiser.predictability.same_batch):
             return
-        counted = move.moved if move.chained else move.credit
+        counted = move.counted
         began = engine.progress.global_step - move.steps - counted
         start = Point(move.start_loss, began, passes=tools.snapshots.taken_at)
         now = Point(after, engine.progress.global_step, engine.clock.seconds, engine.progress.backward_passes)
-        self.exact.kept(start, move.loss, now, tools.worth.slope, move.moved, move.chained)
+        self.exact.kept(start, move.loss, now, tools.worth.slope, move.moved, move.leaps_name)

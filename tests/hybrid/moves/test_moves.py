@@ -45,6 +45,7 @@ class Case:
     probe: tuple[Any, ...] = ()
     prior: tuple[float, float, float] | None = None
     kinds: tuple[Any, ...] = ()
+    residuals: Callable[[Any, Any], Any] | None = None
     house: dict[str, Any] = field(default_factory=lambda: HOUSE)
 
     def world(self) -> World:
@@ -54,6 +55,7 @@ class Case:
             config=from_mapping({**QUICK, **SHORT, **self.house, **self.settings}),
             predictor=Told("repeat"),
             probe=self.probe,
+            residuals=self.residuals,
         )
         events: list[Event] = []
         trainer.bus.subscribe(events.append)
@@ -69,6 +71,27 @@ def noisy_net() -> nn.Module:
     return Net(dropout=0.2, norm=True)
 
 
+class Curve(nn.Module):
+    """A network that is fitted to a curve. What it calls its loss are residuals."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(1, 6), nn.Tanh(), nn.Linear(6, 1))
+
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.layers(x) - torch.sin(3 * x)
+        return found
+
+
+def points(position: int) -> torch.Tensor:
+    return torch.linspace(-1, 1, 20).view(-1, 1)
+
+
+def fresh_points(position: int) -> torch.Tensor:
+    return torch.rand(20, 1, generator=torch.Generator().manual_seed(position)) / 10 + points(0)
+
+
+LINEARISED = {"optimizer.type": "adam", "optimizer.learning_rate": 0.01, "hybrid.linear_rows": 12, "max_steps": 120}
 CASES: dict[str, Case] = {
     "leap, audited": Case(NOISY, noisy_net, DATA, Audited),
     "leap, trusted": Case(NOISY | {"audit.time_budget": 0.0}, noisy_net, DATA, Trusted, prior=(1.0, 0.01, 100.0)),
@@ -78,6 +101,8 @@ CASES: dict[str, Case] = {
     "rollout": Case(EXACT | {"hybrid.mode": "rollout", "optimizer.learning_rate": 0.01}, judge=Exact),
     "rollout, audited": Case(NOISY | {"hybrid.mode": "rollout"}, noisy_net, DATA, Audited),
     "chain": Case(EXACT | {"hybrid.secant_pairs": 20}, judge=Exact),
+    "linearised": Case(LINEARISED, Curve, points, Exact, residuals=lambda model, x: model.loss(x)),
+    "linearised, fresh points": Case(LINEARISED, Curve, fresh_points, residuals=lambda model, x: model.loss(x)),
     "shrink": Case(EXACT, judge=Exact, kinds=(toy.ShrinkKind,)),
     "shrink, noisy": Case(NOISY, noisy_net, DATA, Audited, kinds=(toy.ShrinkKind,)),
 }
@@ -119,7 +144,7 @@ def test_a_refused_move_leaves_no_trace(name: str) -> None:
     run = about_to_move(name)
     before = everything(run.trainer)
     move = begun(run, name)
-    if name.startswith(("rollout", "chain")):  # in the middle of it
+    if name.startswith(("rollout", "chain", "linearised")):  # in the middle of it
         move.advance(run.data(run.position))
     move.refuse("the test wants it")
     assert move.refused
@@ -166,7 +191,7 @@ def test_a_move_saved_in_the_middle_resumes_to_the_bit(name: str, phase: Phase) 
     run = about_to_move(name)
     if phase is Phase.CORRECT:
         run.run(lambda: run.trainer.judging and run.trainer.policy.move.steps == 1)
-    elif name.startswith(("rollout", "chain")):
+    elif name.startswith(("rollout", "chain", "linearised")):
         run.run(lambda: run.trainer.judging and run.trainer.policy.move.made == 2)
     state = put_together(snapshot(run.trainer.state_dict()))
     other = CASES[name].world()
@@ -177,7 +202,7 @@ def test_a_move_saved_in_the_middle_resumes_to_the_bit(name: str, phase: Phase) 
     ends = []
     for each in (run, other):
         torch.set_rng_state(generator)
-        each.run(lambda each=each: each.position >= 130)
+        each.run(lambda each=each: each.position >= 130 or each.trainer.engine.ended)
         ends.append(everything(each.trainer))
     assert differences(*ends) == []
     assert repr(run.moves[told:]) == repr(other.moves)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foretrain.engine.batch import map_tensors, tensors_of
+from foretrain.engine.batch import map_tensors, same_batch
 from foretrain.engine.engine import Engine
 from foretrain.engine.memory.host import copy_each
 from foretrain.engine.memory.offload import Aside
@@ -180,12 +180,7 @@ class RecentBatches(Stateful):
 
     def same(self) -> bool:
         """Whether steps see the same batch over and over: then the loss is exact."""
-        return len(self.batches) > 1 and all(_equal(self.batches[-1], other) for other in self.batches[:-1])
+        return len(self.batches) > 1 and all(same_batch(self.batches[-1], other) for other in self.batches[:-1])
 
     def after_load(self) -> None:
         self.batches = [self.engine.to_device(batch) for batch in self.batches]
-
-
-def _equal(one: Any, other: Any) -> bool:
-    pairs = zip(tensors_of(one), tensors_of(other), strict=False)
-    return bool(tensors_of(one)) and all(a is b or (a.shape == b.shape and torch.equal(a, b)) for a, b in pairs)

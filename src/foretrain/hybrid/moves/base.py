@@ -140,6 +140,11 @@ class MoveKind(Stateful, ABC):
         """Such a move would be judged by exact losses on its way: no confidence and no warm-up are needed."""
         return False
 
+    @property
+    def at_once(self) -> bool:
+        """What it proposes may begin in WARMUP: nothing of the run so far has to be known."""
+        return False
+
     def prepare(self) -> float:
         """In WARMUP: find out what this kind has to know. Returns what that cost in full steps."""
         return 0.0
@@ -162,6 +167,9 @@ class MoveKind(Stateful, ABC):
     @abstractmethod
     def make(self, plan: Plan) -> JudgedMove:
         """A new move that has not begun."""
+
+    def ended(self, move: JudgedMove, judgement: Judgement | None) -> None:
+        """A move of this kind was judged. None: it was refused."""
 
     # --- the run ---
 

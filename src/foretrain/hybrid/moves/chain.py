@@ -1,9 +1,9 @@
-"""A chain of quasi-Newton leaps: where the loss is exact, each is judged by the loss that it leads to."""
+"""A chain of leaps, quasi-Newton or linearised: each is judged by the loss that it leads to."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from foretrain.engine.fence import OwnCodeError
 from foretrain.engine.hooks import StepHook
@@ -16,6 +16,7 @@ from foretrain.hybrid.judges.audit import Audited
 from foretrain.hybrid.judges.judgement import Judgement
 from foretrain.hybrid.judges.worth import MOST_PER_STEP
 from foretrain.hybrid.moves.base import MoveKind, MoveTools
+from foretrain.hybrid.moves.chained import ChainedLeaps
 from foretrain.hybrid.moves.judged import JudgedMove
 from foretrain.hybrid.moves.obstacles import in_words, not_repeatable
 from foretrain.hybrid.moves.quasi_newton import QuasiNewton, same_loss
@@ -34,11 +35,13 @@ class Chain(JudgedMove):
 
     kind = "chain"
     chained = True
+    saved = (*JudgedMove.saved, "_counted")
 
-    def __init__(self, tools: MoveTools, plan: Plan, leaps: QuasiNewton) -> None:
+    def __init__(self, tools: MoveTools, plan: Plan, leaps: ChainedLeaps) -> None:
         steps = tools.engine.config.hybrid.correct_steps  # without noise there is nothing to average away
         super().__init__(tools, replace(plan, correct_steps=steps))
         self.leaps = leaps
+        self._counted = 0
 
     def look_before(self) -> None:
         """A chain begins at the point of a gradient."""
@@ -48,8 +51,15 @@ class Chain(JudgedMove):
         self.cost += held_out.price(self.batch)
         with self.leaps.at_start():
             held_out.begin(self.leaps.loss)
-        if self.leaps.secant is not None:
-            self.leaps.secant.best = self.leaps.secant.point()
+        self.leaps.note_best()
+
+    @property
+    def counted(self) -> int:
+        return self._counted
+
+    @property
+    def leaps_name(self) -> str:
+        return self.leaps.name
 
     def offload(self) -> None:
         """A chain takes gradients: the optimizer's state stays."""
@@ -63,11 +73,12 @@ class Chain(JudgedMove):
         if output is None and leaps.leaps == 0 and not leaps.returned:
             leaps.end(self.tools.worth.slope, refused=True)
             self.cost += leaps.cost
-            self.refuse("no quasi-Newton leap lowers the loss")
+            self.refuse(f"no {leaps.name} leap lowers the loss")
         else:
             if output is not None:
                 self.went(1)
-                self.tools.count(1)  # it took a gradient and an update
+                self.tools.count(leaps.steps_of_leap)
+                self._counted += leaps.steps_of_leap
             undone = self._look_and_end(output is None)
         if output is not None and self.moved > before:
             checkup.after_step(output)
@@ -79,12 +90,12 @@ class Chain(JudgedMove):
         """End the chain if it is over, or if held-out data says so. Returns how many leaps that undid."""
         engine, held_out, leaps = self.tools.engine, self.tools.held_out, self.leaps
         room = engine.planned_steps - engine.progress.global_step - self.plan.correct_steps
-        over = exhausted or leaps.over(self.tools.worth.slope) or room <= 0
+        over = exhausted or leaps.over(self.tools.worth.slope) or room < leaps.steps_of_leap
         if held_out.active:
             if held_out.look_due(leaps.leaps, self.batch, over):
                 self.cost += held_out.price(self.batch)
-                if held_out.look(leaps.leaps, leaps.loss) and leaps.secant is not None:
-                    leaps.secant.best = leaps.secant.point()
+                if held_out.look(leaps.leaps, leaps.loss):
+                    leaps.note_best()
             over = held_out.over or over
         return self._end(exhausted) if over else 0
 
@@ -149,7 +160,7 @@ class Chain(JudgedMove):
 
     def exact_worth(self, before: float, after: float) -> float:
         """Full steps, as far as the optimizer's own steps would have got there at all."""
-        steps, most = self.tools.worth.exact(before, after), MOST_PER_STEP * max(1, self.moved)
+        steps, most = self.tools.worth.exact(before, after), MOST_PER_STEP * max(1, self.counted)
         uphill = after < before and not steps > 0
         return most if uphill else min(steps, most)
 
@@ -164,11 +175,57 @@ class Chain(JudgedMove):
         return not held_out.loss() > held_out.at_end
 
 
-class ChainKind(MoveKind):
+class ChainedKind(MoveKind):
+    """What all chains share: the run ends at the lowest point that they know."""
+
+    saved: ClassVar[tuple[str, ...]] = ("leaps",)
+    leaps: ChainedLeaps
+
+    @property
+    def comes_back(self) -> bool:
+        """Losses are exact, so that the run may come back to an evaluation in the end."""
+        return False
+
+    def cover(self) -> None:
+        self.leaps.cover()
+        self.tools.held_out.forget()
+
+    def evaluated(self, loss: float) -> None:
+        """Chains lead far, so the run may come back here in the end."""
+        if self.comes_back:
+            self.tools.held_out.note(loss)
+
+    def finish(self, batch: Any) -> float | None:
+        """Where the loss is exact the run ends at the lowest point that is known, by the held-out loss if there is
+        one."""
+        if not self.leaps.marked:  # without chains a run ends as the plain loop does
+            return None
+        parameters = self.tools.trajectory.parameters
+        now = [p.detach().clone() for p in parameters]
+        try:
+            return self._go_to_lowest(batch)
+        except OwnCodeError:  # nobody knows which point is the lowest: the run ends where it is
+            copy_each(parameters, now)
+            raise
+
+    def _go_to_lowest(self, batch: Any) -> float | None:
+        held_out = self.tools.held_out
+        judged = held_out.loss if held_out.active else None
+        to_chain, to_evaluation = self.leaps.finish(batch, judged), held_out.finish()
+        went = [losses for losses in (to_chain, to_evaluation) if losses is not None]
+        loss = self.tools.engine.probe(batch) if went else None
+        if went and judged is not None:
+            where = "at the end of its last chain" if to_evaluation is None else f"at step {held_out.step}"
+            text = f"{went[-1][1]:.4g} ({where}) instead of {went[0][0]:.4g}"
+            self.tools.emit(Notice(f"the run ends with the weights of its lowest held-out loss, {text}", level="info"))
+        return loss
+
+
+class ChainKind(ChainedKind):
     """Makes chains where every batch gives the same loss, and remembers gradients for them."""
 
     name = Chain.kind
-    saved = ("leaps",)
+    leaps: QuasiNewton
 
     def __init__(self, tools: MoveTools, predictability: Predictability) -> None:
         super().__init__(tools)
@@ -239,39 +296,7 @@ class ChainKind(MoveKind):
             one, other = (self.tools.engine.probe(batch) for batch in batches[-2:])
         return same_loss(one, other)
 
-    def cover(self) -> None:
-        self.leaps.cover()
-        self.tools.held_out.forget()
-
-    # --- the lowest point that is known ------------------------------------------------------------------------------
-
-    def evaluated(self, loss: float) -> None:
-        """Chains lead far, so the run may come back here in the end."""
+    @property
+    def comes_back(self) -> bool:
         exact = self.predictability.same_batch if self.leaps.exact is None else self.leaps.exact
-        if self.leaps.possible and exact:
-            self.tools.held_out.note(loss)
-
-    def finish(self, batch: Any) -> float | None:
-        """Where the loss is exact the run ends at the lowest point that is known, by the held-out loss if there is
-        one."""
-        if not self.leaps.marked:  # without chains a run ends as the plain loop does
-            return None
-        parameters = self.tools.trajectory.parameters
-        now = [p.detach().clone() for p in parameters]
-        try:
-            return self._go_to_lowest(batch)
-        except OwnCodeError:  # nobody knows which point is the lowest: the run ends where it is
-            copy_each(parameters, now)
-            raise
-
-    def _go_to_lowest(self, batch: Any) -> float | None:
-        held_out = self.tools.held_out
-        judged = held_out.loss if held_out.active else None
-        to_chain, to_evaluation = self.leaps.finish(batch, judged), held_out.finish()
-        went = [losses for losses in (to_chain, to_evaluation) if losses is not None]
-        loss = self.tools.engine.probe(batch) if went else None
-        if went and judged is not None:
-            where = "at the end of its last chain" if to_evaluation is None else f"at step {held_out.step}"
-            text = f"{went[-1][1]:.4g} ({where}) instead of {went[0][0]:.4g}"
-            self.tools.emit(Notice(f"the run ends with the weights of its lowest held-out loss, {text}", level="info"))
-        return loss
+        return self.leaps.possible and exact

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ class JudgedMove(Move):
 
     chained = False
     """It is made of leaps with a gradient each: every one of them counts as a step by itself."""
-    saved = (
+    saved: ClassVar[tuple[str, ...]] = (
         *("phase", "batch", "random", "cost", "refused", "reason", "anchor", "moved", "share", "loss", "credit"),
         *("made", "steps", "harmed", "overfits", "_outputs", "judge_of_move"),
     )
@@ -66,6 +66,16 @@ class JudgedMove(Move):
         self.view: View | None = None
         """Why it left PREDICT, in the step that it did."""
         self._outputs = []
+
+    @property
+    def counted(self) -> int:
+        """Virtual steps that it counted so far."""
+        return self.credit
+
+    @property
+    def leaps_name(self) -> str:
+        """What the leaps of a chain are called; empty for any other move."""
+        return ""
 
     # --- PREDICT -----------------------------------------------------------------------------------------------------
 

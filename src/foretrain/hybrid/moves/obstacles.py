@@ -29,9 +29,8 @@ def obstacles(engine: Engine, pairs: int, elements: int) -> list[Obstacle]:
     if config.hybrid.search is False:
         found.append(Obstacle("hybrid.search = false", 'hybrid.search = "auto"'))
     # A leap goes to where the gradient of the loss vanishes; weight decay would pull away from there.
-    decay = max((float(group.get("weight_decay") or 0.0) for group in engine.optimizer.param_groups), default=0.0)
-    if decay:
-        found.append(_decay(engine, decay))
+    if (decay := decay_of(engine)) is not None:
+        found.append(decay)
     if engine.precision.scaled:
         found.append(Obstacle('precision.type = "fp16"', 'precision.type = "fp32"'))
     if config.engine.update_in_backward:  # no gradient is there to be looked at
@@ -39,8 +38,11 @@ def obstacles(engine: Engine, pairs: int, elements: int) -> list[Obstacle]:
     return found
 
 
-def _decay(engine: Engine, decay: float) -> Obstacle:
-    """As the user wrote it: in the configuration, or in the call that made the optimizer."""
+def decay_of(engine: Engine) -> Obstacle | None:
+    """Weight decay as the user wrote it: in the configuration, or in the call that made the optimizer."""
+    decay = max((float(group.get("weight_decay") or 0.0) for group in engine.optimizer.param_groups), default=0.0)
+    if not decay:
+        return None
     if not engine.own_optimizer:
         return Obstacle(f"optimizer.weight_decay = {decay:g}", "optimizer.weight_decay = 0")
     kind = type(engine.optimizer)
@@ -55,12 +57,12 @@ def _too_few(pairs: int, memory: float, elements: int) -> Obstacle:
     return Obstacle(f"hybrid.secant_memory_mb = {memory:g}", f"hybrid.secant_memory_mb = {needed} or more")
 
 
-def in_words(found: list[Obstacle]) -> str:
-    """One sentence."""
+def in_words(found: list[Obstacle], leaps: str = "quasi-Newton") -> str:
+    """One sentence. leaps: what those are called that are kept off."""
     settings, remedies = (" and ".join(parts) for parts in zip(*found, strict=True))
     several = len(found) > 1
     return (
-        "the loss is exact here, since every step sees all the data: quasi-Newton leaps could be tried, but "
+        f"the loss is exact here, since every step sees all the data: {leaps} leaps could be tried, but "
         f"{settings} {'keep' if several else 'keeps'} them off; {remedies} {'allow' if several else 'allows'} them"
     )
 

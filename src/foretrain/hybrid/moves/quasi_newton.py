@@ -16,12 +16,13 @@ from foretrain.engine.engine import Engine
 from foretrain.engine.hooks import StepHook
 from foretrain.engine.optim.moments import read_moment
 from foretrain.engine.step import StepOutput
+from foretrain.hybrid.moves.chained import ChainedLeaps
 from foretrain.hybrid.moves.obstacles import obstacles
 from foretrain.hybrid.moves.secant import Secant
 from foretrain.motion.losses import WindowLosses
 from foretrain.motion.samples import bias_corrections
 from foretrain.persist.codec import same_random_numbers
-from foretrain.persist.stateful import Stateful, entry
+from foretrain.persist.stateful import entry
 
 _EXACT = 1e-5
 """Largest relative difference of two batches' losses at the same weights that still counts as the same loss. Full
@@ -44,14 +45,14 @@ _FADE = 0.7
 """Share that the pace of a chain keeps with each leap. Chosen: about the last three leaps count."""
 
 
-class QuasiNewton(StepHook, Stateful):
+class QuasiNewton(StepHook, ChainedLeaps):
     """Leaps, their length and their success. `length` adapts to how they do beside the optimizer's own steps."""
 
     saved = (
         *("length", "loss", "leaps", "start_loss", "rate", "cost", "returned", "lowest", "exact", "lowest_held_out"),
         *("stopped", "_last"),
     )
-    exact: bool | None
+    name = "quasi-Newton"
     _last: Tensor | None
 
     def __init__(self, engine: Engine, pairs: int, memory_mb: float, longest: int) -> None:
@@ -268,6 +269,10 @@ class QuasiNewton(StepHook, Stateful):
         whole = _fall(self.start_loss, self.loss) / max(self.cost, 1.0)
         slow = self.leaps >= _SHORTEST_LENGTH and not (self.rate > self._usual(slope) or whole > self._usual(slope))
         return self.leaps >= self.length or slow or self.stopped
+
+    def note_best(self) -> None:
+        if self.secant is not None:
+            self.secant.best = self.secant.point()
 
     def go_back(self, leaps: int, loss: float) -> None:
         """To the point that was remembered as the best, where the loss was this."""

@@ -1,0 +1,214 @@
+"""Objectives whose form is known: squares of residuals, or a convex loss of a model's outputs.
+
+Training needs only the loss. Leaps of the linearised run also ask how each output counts: `OutputPart` knows the gradient and
+the curvature of the loss in its outputs.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from foretrain.engine.own import Measure, Supervised, described, pair
+from foretrain.errors import ConfigError, InputError
+
+ResidualFunction = Callable[[Any, Any], Any]
+"""A function of (model, batch) that gives a tensor of residuals, or tensors by name."""
+_FLATTEST = 1e-6
+"""Least curvature of a convex loss that counts. Chosen: a sample that is classified beyond doubt has nearly none, and
+what it still asks for would be divided by it."""
+
+
+class UnknownForm(Exception):
+    """This batch's loss does not have the form that its criterion usually has."""
+
+
+@dataclass(frozen=True)
+class OutputPart:
+    """Outputs of one kind and how they count: `weight` times the mean of their losses."""
+
+    name: str
+    outputs: Tensor
+    """[rows, ...], real numbers, with their graph."""
+    weight: float = 1.0
+    target: Tensor | None = None
+    """None: the loss of an output is its square. Numbers from 0 to 1 of the outputs' shape: the logistic loss. Whole
+    numbers, one per row: the cross-entropy."""
+
+    @property
+    def by_class(self) -> bool:
+        """A row of outputs is one sample of several classes."""
+        return self.target is not None and not self.target.is_floating_point()
+
+    @property
+    def units(self) -> int:
+        """What the mean is taken over: rows of classes, else single outputs."""
+        return self.outputs.shape[0] if self.by_class else self.outputs.numel()
+
+    def losses(self, outputs: Tensor, chosen: Tensor | None = None) -> Tensor:
+        """Loss of each unit, or of the chosen ones, at outputs of the same shape."""
+        target = self.target
+        if self.by_class and target is not None:
+            rows = outputs if chosen is None else outputs[chosen]
+            return F.cross_entropy(rows, target if chosen is None else target[chosen], reduction="none")
+        flat = outputs.reshape(-1)
+        flat = flat if chosen is None else flat[chosen]
+        if target is None:
+            return flat.square()
+        wanted = target.reshape(-1)
+        wanted = wanted if chosen is None else wanted[chosen]
+        return F.binary_cross_entropy_with_logits(flat, wanted, reduction="none")
+
+    def curvature(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradient q of the mean loss of the chosen units in their outputs, and a factor S of its curvature S S^T.
+
+        q [n] and S [n] of single outputs; q [n, classes] and S [n, classes, classes] of rows of classes.
+        """
+        outputs, share = self.outputs.detach(), self.weight / len(chosen)
+        if self.by_class and self.target is not None:
+            chance = outputs[chosen].softmax(-1)
+            wanted = F.one_hot(self.target[chosen], chance.shape[-1]).to(chance.dtype)
+            bend = torch.diag_embed(chance + _FLATTEST) - chance.unsqueeze(-1) * chance.unsqueeze(-2)
+            return share * (chance - wanted), math.sqrt(share) * torch.linalg.cholesky(bend)
+        flat = outputs.reshape(-1)[chosen]
+        if self.target is None:
+            return 2 * share * flat, torch.full_like(flat, math.sqrt(2 * share))
+        chance = flat.sigmoid()
+        bend = (chance * (1 - chance)).clamp(min=_FLATTEST)
+        return share * (chance - self.target.reshape(-1)[chosen]), (share * bend).sqrt()
+
+
+class Objective(ABC):
+    """A loss as outputs and how they count."""
+
+    @abstractmethod
+    def parts(self, model: Any, batch: Any) -> list[OutputPart]:
+        """Outputs of this batch, with their graph."""
+
+
+class Residuals(Objective):
+    """The sum over blocks of weight times the mean of squares of residuals. A loss function of (model, batch)."""
+
+    def __init__(self, function: ResidualFunction, weights: Mapping[str, float] | None = None) -> None:
+        if not callable(function):
+            raise ConfigError(f"residuals = {function!r} cannot be called; give a function of (model, batch)")
+        self.function = function
+        self.weights = dict(weights or {})
+        for name, weight in self.weights.items():
+            if not (isinstance(weight, (int, float)) and math.isfinite(weight) and weight >= 0):
+                raise ConfigError(f"weights[{name!r}] = {weight!r}: a weight is a number that is not negative")
+        self.latest: dict[str, Tensor] = {}
+        """Mean square of each block when it was last computed, on the device."""
+
+    def parts(self, model: Any, batch: Any) -> list[OutputPart]:
+        blocks = self.blocks(model, batch)
+        return [
+            OutputPart(name, block, self.weights.get(name, 1.0))
+            for name, block in blocks.items()
+            if block.numel() and self.weights.get(name, 1.0) > 0
+        ]
+
+    def blocks(self, model: Any, batch: Any) -> dict[str, Tensor]:
+        """Residuals by name, as real numbers of one row at least."""
+        found = self.function(model, batch)
+        blocks = dict(found) if isinstance(found, Mapping) else {"residuals": found}
+        if not blocks:
+            raise InputError("the residual function gave no block; it must give a tensor, or tensors by name")
+        for name, block in blocks.items():
+            if not isinstance(block, Tensor):
+                raise InputError(f"the residuals {name!r} are {described(block)}; they must be a tensor")
+            if not (block.is_floating_point() or block.is_complex()):
+                raise InputError(f"the residuals {name!r} are whole numbers ({block.dtype}), which have no derivative")
+        unknown = [name for name in self.weights if name not in blocks]
+        if unknown:
+            names = ", ".join(map(repr, blocks))
+            raise ConfigError(f"weights names {unknown[0]!r}, which is no block of residuals; there are {names}")
+        return {str(name): _real(block) for name, block in blocks.items()}
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        """The loss. A block without rows counts nothing."""
+        total: Tensor | None = None
+        for name, block in self.blocks(model, batch).items():
+            if not block.numel():
+                continue
+            square = block.square().mean()
+            self.latest[name] = square.detach()
+            term = self.weights.get(name, 1.0) * square
+            total = term if total is None else total + term
+        if total is None:
+            raise InputError("no block of residuals has a row in this batch, so there is nothing to train on")
+        return total
+
+
+class OfOutputs(Objective):
+    """The loss of a criterion of (output, target) whose curvature is known."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def parts(self, model: Any, batch: Any) -> list[OutputPart]:
+        inputs, targets = pair(batch)
+        output = model(inputs)
+        if self.kind == "classes":
+            classes = isinstance(output, Tensor) and output.ndim == 2 and targets.shape == output.shape[:1]
+            if not classes or targets.is_floating_point() or bool((targets < 0).any()):
+                raise UnknownForm("targets are not one class per row")
+            return [OutputPart("loss", output, target=targets)]
+        if not isinstance(output, Tensor) or output.shape != targets.shape:
+            raise UnknownForm("outputs and targets differ in shape")
+        if self.kind == "mse":
+            return [OutputPart("loss", _real(output - targets))]
+        return [OutputPart("loss", output, target=targets.to(output.dtype))]
+
+
+def objective_given(
+    loss: Measure | None, residuals: ResidualFunction | None, weights: Mapping[str, float] | None
+) -> Measure | None:
+    """The loss that was handed in, or that of the residuals."""
+    if residuals is None:
+        if weights is not None:
+            raise ConfigError("weights= are those of blocks of residuals; hand in residuals= as well")
+        return loss
+    if loss is not None:
+        raise ConfigError("loss_fn and residuals= both say what is minimised; keep one of them")
+    return Residuals(residuals, weights)
+
+
+def objective_of(loss: object) -> Objective | None:
+    """The objective behind a loss function, where its form is known: residuals, mean squares, logistic, cross-entropy.
+
+    Weighted, smoothed and summed criteria have none here.
+    """
+    if isinstance(loss, Objective):
+        return loss
+    criterion: Any = loss.criterion if isinstance(loss, Supervised) else None
+    if criterion is F.mse_loss or (isinstance(criterion, nn.MSELoss) and criterion.reduction == "mean"):
+        return OfOutputs("mse")
+    if criterion is F.binary_cross_entropy_with_logits or _plain(criterion, nn.BCEWithLogitsLoss):
+        return OfOutputs("bce")
+    if criterion is F.cross_entropy or _plain(criterion, nn.CrossEntropyLoss):
+        return OfOutputs("classes")
+    return None
+
+
+def _plain(criterion: Any, kind: type[nn.Module]) -> bool:
+    """A criterion of this very class as torch makes it by default."""
+    if type(criterion) is not kind or criterion.reduction != "mean":
+        return False
+    weighted = any(getattr(criterion, name, None) is not None for name in ("weight", "pos_weight"))
+    return not weighted and not getattr(criterion, "label_smoothing", 0.0)
+
+
+def _real(block: Tensor) -> Tensor:
+    """Complex residuals as pairs of real ones, a single number as one row."""
+    if block.is_complex():
+        # the mean of squares of pairs is half of the mean of squared moduli
+        block = math.sqrt(2.0) * torch.view_as_real(block)
+    return block if block.ndim else block.reshape(1)

@@ -1,0 +1,62 @@
+"""Which outputs a leap takes rows of, and the least-squares problem that they make."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from foretrain.engine.objective import OutputPart
+from foretrain.hybrid.linearised.rows import Linearisation, Way
+from foretrain.hybrid.linearised.solve import System
+
+_LEAST_OF_BLOCK = 16
+"""Rows that a block gives at least, if it has them. Chosen: boundaries have few rows, and matter."""
+
+Choice = list[Tensor]
+"""Numbers of the chosen units of each part."""
+
+
+def choose(parts: list[OutputPart], rows: int, seed: int) -> Choice | None:
+    """So many units of all parts, each part by its share. None: all of them are wanted."""
+    units = [part.units for part in parts]
+    if rows >= sum(units):
+        return None
+    draw, chosen = torch.Generator().manual_seed(seed), []
+    for count, part in zip(units, parts, strict=True):
+        wanted = max(min(count, _LEAST_OF_BLOCK), round(rows * count / sum(units)))
+        some = torch.randperm(count, generator=draw)[: min(wanted, count)]
+        chosen.append(some.sort().values.to(part.outputs.device))
+    return chosen
+
+
+def everything(parts: list[OutputPart]) -> Choice:
+    return [torch.arange(part.units, device=part.outputs.device) for part in parts]
+
+
+def system_of(look: Linearisation, way: Way, chosen: Choice) -> System | None:
+    """The linearised problem of the chosen units: rows times the root of the curvature. None where it has numbers that
+    are not finite."""
+    curved = [part.curvature(some) for part, some in zip(look.parts, chosen, strict=True)]
+    numbers = [start + _outputs(part, some) for part, start, some in zip(look.parts, look.starts, chosen, strict=False)]
+    rows, at, targets = look.rows(way, torch.cat(numbers)), 0, []
+    for gradient, factor in curved:
+        block = rows[at : at + gradient.numel()]
+        at += gradient.numel()
+        if factor.ndim == 1:
+            block.mul_(factor.unsqueeze(1))
+            targets.append(gradient / factor)
+        else:
+            by_row = block.view(len(factor), factor.shape[-1], -1)
+            by_row.copy_(torch.bmm(factor.mT, by_row))
+            targets.append(torch.linalg.solve_triangular(factor, gradient.unsqueeze(-1), upper=False).reshape(-1))
+    target = torch.cat(targets)
+    finite = torch.isfinite(target).all() & torch.isfinite(rows).all()
+    return System(rows, target) if bool(finite) else None
+
+
+def _outputs(part: OutputPart, units: Tensor) -> Tensor:
+    """Numbers of the outputs of these units within their part."""
+    if not part.by_class:
+        return units
+    classes = part.outputs.shape[-1]
+    return (units.unsqueeze(1) * classes + torch.arange(classes, device=units.device)).reshape(-1)

@@ -1,0 +1,322 @@
+"""A chain of leaps of the linearised run, for losses whose form is known: each solves for the end of the linearised
+run, and the ratio of the real fall of the loss to the predicted one says how far the next may go."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foretrain.engine.batch import map_tensors, same_batch
+from foretrain.engine.engine import Engine
+from foretrain.engine.memory.host import copy_each
+from foretrain.engine.objective import Objective
+from foretrain.engine.step import StepOutput
+from foretrain.hybrid.linearised.choice import Choice, choose, everything, system_of
+from foretrain.hybrid.linearised.rows import Linearisation, Way
+from foretrain.hybrid.linearised.solve import System
+from foretrain.hybrid.moves.chained import ChainedLeaps
+from foretrain.motion.losses import WindowLosses
+
+_FIRST_DAMPING = 1e-2
+"""Share of the mean eigenvalue. Chosen: one that is too high costs a few leaps, since it falls fivefold in each."""
+_LEAST_DAMPING, _MOST_DAMPING = 1e-14, 1e8
+"""Chosen: the lowest that fp64 can tell from none, and one at which a step is as good as none."""
+_ACCEPTED = 1e-3
+"""Least ratio of the real to the predicted fall. Chosen: any fall that is more than rounding."""
+_SHRINK = 0.2
+"""Share that the damping keeps after a leap as good as predicted. Chosen: Nielsen's rule with a fifth, not a third."""
+_MOST_TRIES, _FEW_TRIES = 10, 4
+"""Dampings that are tried with all rows, and with a part of them before more are taken. Chosen: they rise by 2, 4, 8
+and so on."""
+_PATIENCE = 6
+"""Leaps after which the number of rows is thought over. Measured on Burgers, Helmholtz and the diabetes network, as
+time to the loss of a tuned Adam: 4 and 8 are up to a fifth slower in two of three."""
+_WORSE = 2.0
+"""A leap by a part of the rows may raise the loss of all by this factor, for once. Chosen: what it does to all rows
+wobbles, and the chain ends at the best of its points."""
+_LONGEST_HOLD = 64
+"""Steps that pass without a try where the last tries were in vain. Chosen: they cost nothing."""
+_LOOK = 2.0
+"""Full steps that outputs and their rows take beside the products. Measured: 1.6 to 2.4 on one CPU core."""
+_SPEED = {"cpu": 5e10}
+"""Multiplications per second of such products on one core, measured; `_FAST` elsewhere, which is no measurement: they
+only have to tell a thousandfold cost from a twofold one."""
+_FAST = 1e13
+_PASS = 1e-3
+"""Seconds of a full step of a small network, beside its products. Measured: 0.6 to 2 ms on one core."""
+_FEWEST = 32
+"""Leaps before a chain is compared with the optimizer's own steps. Chosen: the first ones look for their damping."""
+
+
+class LinearisedLeaps(ChainedLeaps):
+    """Leaps, their damping and how many rows they take. Outputs are cheap, so that the loss of all rows is known at
+    every point; rows of the Jacobian are taken of a part of them."""
+
+    name = "linearised"
+    saved = (
+        *("damping", "lift", "rows", "made", "loss", "start_loss", "leaps", "cost", "returned", "stopped", "lowest"),
+        *("lowest_held_out", "exact", "since", "own_fall", "whole_fall", "ratio", "hold", "idle"),
+        *("mark", "best", "end_point", "best_loss", "best_point"),
+    )
+    exact: bool | None
+    mark: list[Tensor]
+    best: list[Tensor]
+    end_point: list[Tensor]
+    best_point: list[Tensor]
+
+    def __init__(self, engine: Engine, objective: Objective, rows: int, memory_mb: float) -> None:
+        self.engine, self.objective = engine, objective
+        self.first_rows, self._memory_mb = rows, memory_mb
+        self.damping, self.lift = _FIRST_DAMPING, 2.0
+        self.made = 0
+        """Leaps of the whole run: they number the draws of rows."""
+        self.loss = self.start_loss = math.nan
+        self.leaps = 0
+        self.cost = 0.0
+        self.returned = self.stopped = False
+        self.lowest = self.lowest_held_out = math.nan
+        """Losses at the marked point: the lowest end of a chain so far."""
+        self.exact = None
+        self.since, self.own_fall, self.whole_fall = 0, 0.0, 0.0
+        """Leaps since the number of rows was thought over, and what they lowered the logarithm of the loss by: of the
+        rows that they took, and of all."""
+        self.ratio = math.nan
+        """Real fall of the loss in the last leap / predicted fall."""
+        self.hold, self.idle = 0, 0
+        """Steps that are still to pass without a try, and how many passed before the last one."""
+        self.best_loss = math.nan
+        """The lowest loss of all rows in this chain."""
+        self.cover()
+
+    @property
+    def parameters(self) -> Sequence[Tensor]:
+        return self.engine.full_step.parameters
+
+    def cover(self) -> None:
+        self.way: Way | None = None
+        self._look: Linearisation | None = None
+        self._batch: Any = None
+        self.mark, self.best, self.end_point, self.best_point = [], [], [], []
+        self.lowest = self.lowest_held_out = self.best_loss = math.nan
+        self.elements = sum(p.numel() for p in self.parameters)
+        self.most_rows = int(self._memory_mb * 2**20 / (12 * max(1, self.elements)))  # in fp32 and once more in fp64
+        self.rows = min(self.first_rows, self.most_rows)
+        """That the next leap takes."""
+
+    # --- points ------------------------------------------------------------------------------------------------------
+
+    def _point(self) -> list[Tensor]:
+        return [p.detach().clone() for p in self.parameters]
+
+    def _go_to(self, point: list[Tensor]) -> None:
+        copy_each(self.parameters, point)
+        self._look = None
+
+    @contextmanager
+    def at_start(self) -> Iterator[None]:
+        yield
+
+    def note_best(self) -> None:
+        self.best = self._point()
+
+    def go_back(self, leaps: int, loss: float) -> None:
+        if self.best:
+            self._go_to(self.best)
+            self.leaps, self.loss, self.end_point = leaps, loss, self.best
+
+    def return_to_end(self) -> None:
+        if self.end_point:
+            self._go_to(self.end_point)
+
+    @property
+    def marked(self) -> bool:
+        return bool(self.mark)
+
+    # --- a chain -----------------------------------------------------------------------------------------------------
+
+    def begin(self, batch: Any) -> bool:
+        """Begin here, or at the end of an earlier chain where that was lower. False where the loss is not finite."""
+        self.leaps, self.cost, self.returned, self.stopped = 0, 0.0, False, False
+        self.end_point, self.best_point, self.best_loss = [], [], math.nan
+        self.since, self.own_fall, self.whole_fall, self.hold, self.idle = 0, 0.0, 0.0, 0, 0
+        self._look = self.way = None
+        self.loss = self._number(self._look_at(batch).loss)
+        if self.mark:
+            here = self._point()
+            self._go_to(self.mark)
+            there = self._number(self._look_at(batch).loss)
+            if there < self.loss:
+                self.loss, self.returned = there, True
+            else:
+                self._go_to(here)
+        self.start_loss = self.loss
+        return math.isfinite(self.loss)
+
+    def leap(self, batch: Any) -> StepOutput | None:
+        """One leap. Where the batch is the same and no leap lowers its loss, the weights stay; else that is the end."""
+        look = self._look_at(batch)
+        known = bool(self.exact)
+        if self.hold and known:
+            self.hold -= 1
+            return self._count(batch, look, None)
+        start = self._point()
+        found, system = self._search(look, start)
+        if found is None:
+            copy_each(self.parameters, start)
+            self._look = look
+            if not known or system is None:
+                return None
+            self.idle = self.hold = min(2 * self.idle + 1, _LONGEST_HOLD)
+            return self._count(batch, look, system)
+        self.idle = 0
+        self.loss, self.end_point, self._look = self._number(found.loss), self._point(), found
+        if not self.loss >= self.best_loss:
+            self.best_loss, self.best_point = self.loss, self.end_point
+        return self._count(batch, look, system)
+
+    def _search(self, look: Linearisation, start: list[Tensor]) -> tuple[Linearisation | None, System | None]:
+        """A point that is better, by rows as few as possible, and the problem that was solved for it."""
+        if self.way is None or self.way.form != look.form:
+            self.way = look.find_way()
+        while True:
+            some = choose(look.parts, self.rows, self.engine.config.seed * 1_000_003 + self.made)
+            chosen = everything(look.parts) if some is None else some
+            system = system_of(look, self.way, chosen)
+            if system is None:
+                return None, None
+            self.cost += self.price(len(system.target))
+            found = self._try(look, system, chosen, start, whole=some is None)
+            if found is not None and some is not None:
+                self._think_rows_over()
+            if found is not None or some is None or not self._take_more_rows():
+                return found, system
+
+    def _try(
+        self, look: Linearisation, system: System, chosen: Choice, start: list[Tensor], whole: bool
+    ) -> Linearisation | None:
+        """Rising dampings until one makes a leap that is good enough; the damping of the next follows from it."""
+        before, before_all = self._numbers(look.loss_of(chosen), look.loss)
+        for _ in range(_MOST_TRIES if whole else _FEW_TRIES):
+            solved = system.step(self.damping)
+            if solved is None:
+                self.damping = min(10 * self.damping, _MOST_DAMPING)
+                continue
+            step, predicted = solved
+            self._place(start, step)
+            trial = Linearisation(self.objective, self.engine.model, self.parameters, look.batch)
+            after, after_all = self._numbers(trial.loss_of(chosen), trial.loss)
+            ratio = (before - after) / predicted if predicted > 0 else -math.inf
+            limit = before_all if whole else _WORSE * before_all
+            if ratio > _ACCEPTED and after_all <= limit:
+                self.own_fall += _log_fall(before, after)
+                self.whole_fall += _log_fall(before_all, after_all)
+                eased = self.damping * max(_SHRINK, 1 - (2 * min(ratio, 1.0) - 1) ** 3)
+                self.damping = min(max(eased, _LEAST_DAMPING), _MOST_DAMPING)
+                self.lift, self.ratio = 2.0, ratio
+                return trial
+            self.damping, self.lift = min(self.damping * self.lift, _MOST_DAMPING), min(2 * self.lift, 64.0)
+        return None
+
+    @torch.no_grad()
+    def _place(self, start: list[Tensor], step: Tensor) -> None:
+        steps = torch.split(step, [p.numel() for p in self.parameters])
+        moved = torch._foreach_add(start, [one.view_as(p) for one, p in zip(steps, start, strict=True)])
+        copy_each(self.parameters, moved)
+
+    def _look_at(self, batch: Any) -> Linearisation:
+        """Outputs of this batch at the weights as they are: those of the last trial, if the batch is the same."""
+        known = self._look
+        self.exact = same_batch(batch, self._batch)
+        if known is not None and self.exact:
+            return known
+        self._batch = map_tensors(batch, lambda tensor: tensor.clone())
+        self._look = Linearisation(self.objective, self.engine.model, self.parameters, self._batch)
+        return self._look
+
+    def _count(self, batch: Any, look: Linearisation, system: System | None) -> StepOutput:
+        """What follows on a step. system: None where nothing was tried."""
+        self.leaps += 1
+        self.made += 1
+        self.steps_of_leap = 1 if system is None else max(1, round(self.price(len(system.target))))
+        gradient = torch.zeros(self.elements).to(look.loss) if system is None else system.rows.T @ system.target
+        norms = torch.stack([one.norm() for one in torch.split(gradient, [p.numel() for p in self.parameters])])
+        output = StepOutput(
+            look.loss.float(), gradient.norm().float(), torch.zeros_like(look.loss).float(), norms.float()
+        )
+        return self.engine.count_step(batch, output)
+
+    # --- how many rows -----------------------------------------------------------------------------------------------
+
+    def _take_more_rows(self) -> bool:
+        """Twice as many rows from now on, if there is memory for them."""
+        if self.rows >= self.most_rows:
+            return False
+        self.rows = min(2 * self.rows, self.most_rows)
+        return True
+
+    def _think_rows_over(self) -> None:
+        """Take more rows where that is likely to lower the loss of all by more, for what it costs: half of what the
+        chosen rows fell beyond all of them."""
+        self.since += 1
+        if self.since < _PATIENCE:
+            return
+        more = (self.whole_fall + self.own_fall) / 2
+        if more * self.price(self.rows) > max(self.whole_fall, 0.0) * self.price(2 * self.rows):
+            self._take_more_rows()
+        self.since, self.own_fall, self.whole_fall = 0, 0.0, 0.0
+
+    def price(self, rows: int) -> float:
+        """Full steps that a leap by so many rows costs. It is reckoned, not timed: a run that is resumed must decide
+        as it would have."""
+        few, many = min(rows, self.elements), max(rows, self.elements)
+        speed = _SPEED.get(self.engine.device.type, _FAST)
+        outputs = 0 if self._look is None else self._look.starts[-1]
+        full = _PASS + 12.0 * outputs * self.elements / speed
+        return _LOOK + (2.0 * few * few * many + few**3 / 3) / speed / full
+
+    # --- its end -----------------------------------------------------------------------------------------------------
+
+    def over(self, slope: WindowLosses) -> bool:
+        """It is to end, or the optimizer's own steps did better before it."""
+        usual = slope.last_log_fall
+        slow = self.leaps >= _FEWEST and _log_fall(self.start_loss, self.loss) < usual * self.cost
+        return self.stopped or (slow and not self.returned)
+
+    def end(self, slope: WindowLosses, refused: bool, held_out: float | None = None) -> None:
+        if held_out is None and self.best_loss < self.loss and self.best_point:
+            self._go_to(self.best_point)
+            self.loss, self.end_point = self.best_loss, self.best_point
+        if self.leaps or held_out is not None:
+            here, lowest = (self.loss, self.lowest) if held_out is None else (held_out, self.lowest_held_out)
+            if not here >= lowest:
+                self.mark = self._point()
+                self.lowest, self.lowest_held_out = self.loss, math.nan if held_out is None else held_out
+        self.best = []
+
+    def finish(self, batch: Any, held_out: Callable[[], float] | None = None) -> tuple[float, float] | None:
+        if not self.mark:
+            return None
+        now = self._point()
+        judge = held_out or (lambda: self.engine.probe(batch))
+        here = judge()
+        self._go_to(self.mark)
+        there = judge()
+        if not there < here:
+            self._go_to(now)
+            return None
+        return here, there
+
+    def _number(self, loss: Tensor) -> float:
+        return self.engine.world.to_host(loss)[0]
+
+    def _numbers(self, *losses: Tensor) -> list[float]:
+        return self.engine.world.to_host(torch.stack(losses))
+
+
+def _log_fall(before: float, after: float) -> float:
+    return math.log(before / after) if before > 0 and after > 0 else 0.0

@@ -1,0 +1,128 @@
+"""Chains of leaps of the linearised run, where the form of the loss is known: residuals, or a convex loss."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from foretrain.engine.objective import Objective, UnknownForm
+from foretrain.events import Notice
+from foretrain.hybrid.judges.judgement import Judgement
+from foretrain.hybrid.linearised.leaps import LinearisedLeaps
+from foretrain.hybrid.moves.base import MoveTools, Outlook
+from foretrain.hybrid.moves.chain import Chain, ChainedKind
+from foretrain.hybrid.moves.judged import JudgedMove
+from foretrain.hybrid.moves.obstacles import Obstacle, decay_of, in_words
+from foretrain.hybrid.plan import Decision, Plan
+from foretrain.motion.predictability import Predictability
+
+_FEWEST_ROWS = 16
+"""Rows that there must be memory for. Chosen: fewer say too little about where a run of many weights goes."""
+_LONGEST_WAIT = 64
+"""Windows. Chosen: a try costs a few steps, so one in 640 steps is not felt."""
+
+
+class LinearisedChain(Chain):
+    """Leaps to where the linearised residuals are least, for as long as that lowers the loss."""
+
+    kind = "linearised"
+    leaps: LinearisedLeaps
+    unknown = ""
+    """Why the loss cannot be linearised."""
+
+    def look_before(self) -> None:
+        leaps = self.leaps
+        try:
+            finite = leaps.begin(self.batch)
+        except UnknownForm as error:
+            self.unknown = str(error)
+            self.refuse(self.unknown)
+            return
+        self.cost += leaps.price(leaps.rows)
+        if finite:
+            super().look_before()
+        else:
+            self.refuse("the loss is not a number")
+
+
+class LinearisedKind(ChainedKind):
+    """Makes such chains from the first window on, where batches hardly differ."""
+
+    name = LinearisedChain.kind
+    saved = (*ChainedKind.saved, "wait", "pause", "off")
+    leaps: LinearisedLeaps
+
+    def __init__(self, tools: MoveTools, predictability: Predictability, objective: Objective) -> None:
+        super().__init__(tools)
+        self.predictability = predictability
+        hybrid = tools.engine.config.hybrid
+        self.leaps = LinearisedLeaps(tools.engine, objective, hybrid.linear_rows, hybrid.linear_memory_mb)
+        self.wait, self.pause = 0, 1
+        """Windows until the next try, and how many follow on a try in vain."""
+        self.off = ""
+        """Why no more are made in this run."""
+
+    @property
+    def possible(self) -> bool:
+        return not (self.off or self._obstacles() or self.tools.probes.batches)
+
+    def _obstacles(self) -> list[Obstacle]:
+        """Settings that keep such leaps off, each with what to set."""
+        engine, hybrid = self.tools.engine, self.tools.engine.config.hybrid
+        found = []
+        if hybrid.mode != "leap":
+            found.append(Obstacle(f'hybrid.mode = "{hybrid.mode}"', 'hybrid.mode = "leap"'))
+        if hybrid.search is False:
+            found.append(Obstacle("hybrid.search = false", 'hybrid.search = "auto"'))
+        if not hybrid.linear_rows:
+            found.append(Obstacle("hybrid.linear_rows = 0", "hybrid.linear_rows = 160"))
+        elif self.leaps.most_rows < _FEWEST_ROWS:
+            needed = -(-12 * _FEWEST_ROWS * sum(p.numel() for p in self.leaps.parameters) // 2**20)
+            memory = f"hybrid.linear_memory_mb = {hybrid.linear_memory_mb:g}"
+            found.append(Obstacle(memory, f"hybrid.linear_memory_mb = {needed} or more"))
+        if (decay := decay_of(engine)) is not None:
+            found.append(decay)
+        if engine.precision.scaled:
+            found.append(Obstacle('precision.type = "fp16"', 'precision.type = "fp32"'))
+        return found
+
+    @property
+    def at_once(self) -> bool:
+        return True
+
+    @property
+    def comes_back(self) -> bool:
+        return self.possible and self.predictability.same_batch
+
+    def propose(self, outlook: Outlook) -> Decision | None:
+        if not self.possible or not (self.predictability.same_batch or outlook.low_noise):
+            return None
+        if self.wait:
+            self.wait -= 1
+            return None
+        longest = max(1, outlook.steps_left)
+        return Decision(self.name, horizon=1, audited=False, longest=longest, reason="the run is linearised")
+
+    def applies(self, decision: Decision, batch: Any) -> tuple[bool, float]:
+        return decision.kind == self.name, 0.0
+
+    def make(self, plan: Plan) -> LinearisedChain:
+        """It is judged by the loss of its own batches, as if that were exact: leaps lower it by far more than noise."""
+        return LinearisedChain(self.tools, replace(plan, low_noise=True), self.leaps)
+
+    def ended(self, move: JudgedMove, judgement: Judgement | None) -> None:
+        """After a try in vain the next one waits, twice as long each time."""
+        if isinstance(move, LinearisedChain) and move.unknown:
+            self.off = move.unknown
+            self.tools.emit(Notice(f"no linearised leaps are made: {self.off}", level="info"))
+        if judgement is not None and judgement.kept and judgement.worth_steps > judgement.cost_steps:
+            self.wait, self.pause = 0, 1
+        else:
+            self.wait, self.pause = self.pause, min(2 * self.pause, _LONGEST_WAIT)
+
+    def obstacle(self) -> str | None:
+        """Where batches hardly differ and no such leaps will be tried: why, in words, with what to set."""
+        found = self._obstacles()
+        if self.tools.probes.batches or not found or not self.tools.engine.config.hybrid.linear_rows:
+            return ""
+        return in_words(found, "linearised")

@@ -1,0 +1,128 @@
+"""Objectives: the loss of residuals, and how each output counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from foretrain import HybridTrainer, supervised
+from foretrain.engine.objective import Objective, OutputPart, Residuals, UnknownForm, objective_of
+from foretrain.errors import ConfigError, InputError
+
+LINE = torch.linspace(-1, 1, 8).view(-1, 1)
+
+
+def test_the_loss_is_the_weighted_sum_of_mean_squares() -> None:
+    model = nn.Linear(1, 2)
+    objective = Residuals(lambda m, x: {"a": m(x), "b": m(x[:2])[:, 0]}, {"a": 0.25})
+    wanted = 0.25 * model(LINE).square().mean() + model(LINE[:2])[:, 0].square().mean()
+    assert torch.allclose(objective(model, LINE), wanted)
+    assert objective.latest["a"].item() == pytest.approx(model(LINE).square().mean().item())
+
+
+def test_complex_residuals_count_by_their_modulus() -> None:
+    values = torch.tensor([3 + 4j, 0 + 0j])
+    objective = Residuals(lambda m, x: m.weight * 0 + values)
+    assert objective(nn.Linear(1, 2), LINE).item() == pytest.approx(12.5)
+
+
+def test_a_block_without_rows_counts_nothing() -> None:
+    objective = Residuals(lambda m, x: {"a": m(x), "none": m(x)[:0]})
+    model = nn.Linear(1, 1)
+    assert torch.equal(objective(model, LINE), model(LINE).square().mean())
+    assert [part.name for part in objective.parts(model, LINE)] == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("function", "weights", "error", "words"),
+    [
+        (3, None, ConfigError, "cannot be called"),
+        (lambda m, x: m(x), {"residuals": -1.0}, ConfigError, "not negative"),
+        (lambda m, x: m(x), {"equation": 1.0}, ConfigError, "no block of residuals; there are 'residuals'"),
+        (lambda m, x: {}, None, InputError, "gave no block"),
+        (lambda m, x: {"a": 1.0}, None, InputError, "'a' are of type float"),
+        (lambda m, x: m(x).long(), None, InputError, "whole numbers"),
+        (lambda m, x: m(x)[:0], None, InputError, "nothing to train on"),
+    ],
+)
+def test_bad_residuals_are_refused_in_words(function: Any, weights: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        Residuals(function, weights)(nn.Linear(1, 1), LINE)
+
+
+def test_a_loss_and_residuals_are_not_both_taken() -> None:
+    with pytest.raises(ConfigError, match="keep one of them"):
+        HybridTrainer(nn.Linear(1, 1), loss_fn=nn.MSELoss(), residuals=lambda m, x: m(x))
+    with pytest.raises(ConfigError, match="hand in residuals= as well"):
+        HybridTrainer(nn.Linear(1, 1), loss_fn=nn.MSELoss(), weights={"a": 1.0})
+
+
+# --- criteria --------------------------------------------------------------------------------------------------------
+
+INPUTS = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
+CLASSES = torch.arange(12) % 3
+CRITERIA: dict[str, tuple[Any, int, Tensor]] = {
+    "mean squares": (nn.MSELoss(), 2, torch.randn(12, 2, generator=torch.Generator().manual_seed(1))),
+    "logistic": (nn.BCEWithLogitsLoss(), 1, (CLASSES == 1).float().view(-1, 1)),
+    "classes": (F.cross_entropy, 3, CLASSES),
+}
+
+
+def parts_of(name: str) -> tuple[OutputPart, Tensor, Tensor]:
+    criterion, width, target = CRITERIA[name]
+    torch.manual_seed(0)
+    model = nn.Linear(4, width)
+    objective = objective_of(supervised(criterion))
+    assert isinstance(objective, Objective)
+    (part,) = objective.parts(model, (INPUTS, target))
+    return part, criterion(model(INPUTS), target), target
+
+
+@pytest.mark.parametrize("name", CRITERIA)
+def test_the_parts_of_a_criterion_have_its_loss(name: str) -> None:
+    part, loss, _ = parts_of(name)
+    assert torch.allclose(part.losses(part.outputs).mean(), loss)
+
+
+@pytest.mark.parametrize("name", CRITERIA)
+def test_gradient_and_curvature_are_those_of_the_criterion(name: str) -> None:
+    part, _, target = parts_of(name)
+    criterion = CRITERIA[name][0]
+    outputs = part.outputs.detach() + (target if name == "mean squares" else 0)
+    gradient, factor = part.curvature(torch.arange(part.units))
+    wanted = torch.autograd.functional.jacobian(lambda out: criterion(out, target), outputs)
+    torch.testing.assert_close(gradient.reshape(outputs.shape), wanted)
+    curved = torch.autograd.functional.hessian(lambda out: criterion(out, target), outputs)
+    curved = curved.reshape(outputs.numel(), -1)
+    mine = torch.block_diag(*(factor @ factor.mT)) if factor.ndim == 3 else torch.diag(factor.square())
+    torch.testing.assert_close(mine, curved, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "criterion",
+    [
+        nn.L1Loss(),
+        nn.MSELoss(reduction="sum"),
+        nn.CrossEntropyLoss(label_smoothing=0.1),
+        nn.BCEWithLogitsLoss(pos_weight=torch.tensor(2.0)),
+        lambda output, target: (output - target).square().mean(),
+    ],
+)
+def test_other_criteria_have_no_known_form(criterion: Any) -> None:
+    assert objective_of(supervised(criterion)) is None
+
+
+def test_batches_that_a_criterion_takes_otherwise_are_no_known_form() -> None:
+    objective = objective_of(supervised(nn.CrossEntropyLoss()))
+    assert objective is not None
+    for target in (torch.full((12,), -100), torch.rand(12, 3)):
+        with pytest.raises(UnknownForm):
+            objective.parts(nn.Linear(4, 3), (INPUTS, target))
+    objective = objective_of(supervised(nn.MSELoss()))
+    assert objective is not None
+    with pytest.raises(UnknownForm, match="differ in shape"):
+        objective.parts(nn.Linear(4, 1), (INPUTS, torch.rand(12)))
