@@ -63,6 +63,8 @@ class Progress(Event):
     """Moves that were refused or rolled back."""
     gain_percent: float | None = None
     """Time saved by prediction so far, by its own audits."""
+    blocks: Mapping[str, float] | None = None
+    """Mean square of each block of residuals when it was last computed, without its weight."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -195,7 +195,7 @@ class HybridTrainer:
 
     def _advance(self, batch: Any) -> StepResult:
         """PREDICT, CORRECT: a step of the move. WARMUP, FULL, and where the move was refused: a full step."""
-        engine, hybrid, result = self.engine, self.hybrid, None
+        engine, hybrid, result, before = self.engine, self.hybrid, None, self.engine.progress.global_step
         given = batch = engine.to_device(batch)
         if hybrid is not None and hybrid.phase in (Phase.PREDICT, Phase.CORRECT):
             result, batch = self._move(hybrid, batch)
@@ -204,7 +204,7 @@ class HybridTrainer:
             result = engine.result(Phase.FULL, engine.full(batch)) if hybrid is None else hybrid.full(batch)
             engine.progress.position += 1
         engine.rate.advance(engine.progress.global_step)
-        if hybrid is not None and engine.has_end and engine.progress.global_step == engine.config.max_steps:
+        if hybrid is not None and engine.ended and before < engine.config.max_steps:
             hybrid.policy.finish(given)
         self._look_at_health()
         return result

@@ -63,6 +63,7 @@ def test_events_become_lines_with_the_names_of_their_fields(tmp_path: Path) -> N
             "kept": 0,
             "refused": 0,
             "gain_percent": None,
+            "blocks": None,
         },
         {
             "event": "Evaluated",

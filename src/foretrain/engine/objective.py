@@ -1,7 +1,7 @@
 """Objectives whose form is known: squares of residuals, or a convex loss of a model's outputs.
 
-Training needs only the loss. Leaps of the linearised run also ask how each output counts: `OutputPart` knows the gradient and
-the curvature of the loss in its outputs.
+Training needs only the loss. Leaps of the linearised run also ask how each output counts: `OutputPart` knows the
+gradient and the curvature of the loss in its outputs.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from foretrain.engine.own import Measure, Supervised, described, pair
+from foretrain.engine.world import World
 from foretrain.errors import ConfigError, InputError
 
 ResidualFunction = Callable[[Any, Any], Any]
@@ -109,6 +110,7 @@ class Residuals(Objective):
 
     def parts(self, model: Any, batch: Any) -> list[OutputPart]:
         blocks = self.blocks(model, batch)
+        self.latest |= {name: block.detach().square().mean() for name, block in blocks.items() if block.numel()}
         return [
             OutputPart(name, block, self.weights.get(name, 1.0))
             for name, block in blocks.items()
@@ -145,6 +147,14 @@ class Residuals(Objective):
         if total is None:
             raise InputError("no block of residuals has a row in this batch, so there is nothing to train on")
         return total
+
+
+def block_losses(objective: Objective | None, world: World) -> dict[str, float] | None:
+    """Mean square of each block of residuals; None where the loss is not made of them. Waits for the device."""
+    if not isinstance(objective, Residuals) or not objective.latest:
+        return None
+    numbers = world.to_host(torch.stack([square.float() for square in objective.latest.values()]))
+    return dict(zip(objective.latest, numbers, strict=True))
 
 
 class OfOutputs(Objective):

@@ -212,6 +212,8 @@ class Cycle(Stateful):
         against = self.why_not_predict(view)
         if against:
             return self._stay("; ".join(against))
+        if view.at_once:
+            return self._go(Phase.PREDICT, "the form of the loss is known, and batches hardly differ")
         if view.exact:
             return self._go(Phase.PREDICT, f"{self.steps_in_phase} full steps are done and the loss is exact")
         return self._go(

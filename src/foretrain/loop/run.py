@@ -13,6 +13,7 @@ import torch
 from foretrain.engine.batches import Batches
 from foretrain.engine.described import unwrapped
 from foretrain.engine.meters import Stopwatch
+from foretrain.engine.objective import block_losses
 from foretrain.engine.rates import FollowedRates
 from foretrain.engine.result import StepResult
 from foretrain.errors import DivergenceError, ForetrainError, InputError, OutOfMemory
@@ -226,6 +227,7 @@ class Loop:
                 seconds=round(seconds, 3),
                 skipped_steps=self.engine.meter.skipped,
                 phase=result.phase,
+                blocks=block_losses(self.engine.objective, self.engine.world),
                 **({} if self.hybrid is None else prediction_progress(self.engine, self.hybrid.policy)),
             )
         )

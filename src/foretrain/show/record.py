@@ -34,24 +34,29 @@ _PLACES = {name: place for place, name in enumerate(_NUMBERS)}
 class _Shown(Mapping[str, Any]):
     """It holds the fields of a progress entry in half the memory of a dict. Numbers that cannot be drawn are None."""
 
-    __slots__ = ("_numbers", "_phase")
+    __slots__ = ("_blocks", "_numbers", "_phase")
 
     def __init__(self, fields: Fields) -> None:
         known = (finite(fields.get(name)) for name in _NUMBERS)
         self._numbers = array("d", [math.nan if number is None else number for number in known])
         self._phase = sys.intern(str(fields["phase"])) if "phase" in fields else None
+        blocks = fields.get("blocks")
+        self._blocks = {sys.intern(str(name)): finite(value) for name, value in blocks.items()} if blocks else None
 
     def __getitem__(self, name: str) -> Any:
         if name == "phase" and self._phase is not None:
             return self._phase
+        if name == "blocks" and self._blocks is not None:
+            return self._blocks
         number = self._numbers[_PLACES[name]]
         return None if math.isnan(number) else number
 
     def __iter__(self) -> Iterator[str]:
-        return iter((*_NUMBERS, *(("phase",) if self._phase is not None else ())))
+        more = (("phase", self._phase), ("blocks", self._blocks))
+        return iter((*_NUMBERS, *(name for name, value in more if value is not None)))
 
     def __len__(self) -> int:
-        return len(_NUMBERS) + (self._phase is not None)
+        return len(_NUMBERS) + (self._phase is not None) + (self._blocks is not None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -240,7 +240,7 @@ def test_measures_of_the_users_own_have_cards_and_curves(tmp_path: Path) -> None
     assert drawn["metric-1"]["log"] is True
     assert error["label"] == "error <b>"
     assert "<figure data-optional><h3>accuracy</h3>" in page([record])
-    assert page([record]).count("<figure data-optional hidden><h3>") == 2  # "broken" and one more
+    assert page([record]).count("<figure data-optional hidden><h3>") == 3  # "broken", one more, and blocks
 
 
 def test_the_files_of_the_run_are_linked_from_beside_it(tmp_path: Path) -> None:

@@ -33,9 +33,8 @@ def everything(parts: list[OutputPart]) -> Choice:
     return [torch.arange(part.units, device=part.outputs.device) for part in parts]
 
 
-def system_of(look: Linearisation, way: Way, chosen: Choice) -> System | None:
-    """The linearised problem of the chosen units: rows times the root of the curvature. None where it has numbers that
-    are not finite."""
+def system_of(look: Linearisation, way: Way, chosen: Choice) -> System:
+    """The linearised problem of the chosen units: rows times the root of the curvature."""
     curved = [part.curvature(some) for part, some in zip(look.parts, chosen, strict=True)]
     numbers = [start + _outputs(part, some) for part, start, some in zip(look.parts, look.starts, chosen, strict=False)]
     rows, at, targets = look.rows(way, torch.cat(numbers)), 0, []
@@ -49,9 +48,7 @@ def system_of(look: Linearisation, way: Way, chosen: Choice) -> System | None:
             by_row = block.view(len(factor), factor.shape[-1], -1)
             by_row.copy_(torch.bmm(factor.mT, by_row))
             targets.append(torch.linalg.solve_triangular(factor, gradient.unsqueeze(-1), upper=False).reshape(-1))
-    target = torch.cat(targets)
-    finite = torch.isfinite(target).all() & torch.isfinite(rows).all()
-    return System(rows, target) if bool(finite) else None
+    return System(rows, torch.cat(targets))
 
 
 def _outputs(part: OutputPart, units: Tensor) -> Tensor:

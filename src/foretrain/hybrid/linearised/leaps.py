@@ -30,9 +30,10 @@ _ACCEPTED = 1e-3
 """Least ratio of the real to the predicted fall. Chosen: any fall that is more than rounding."""
 _SHRINK = 0.2
 """Share that the damping keeps after a leap as good as predicted. Chosen: Nielsen's rule with a fifth, not a third."""
-_MOST_TRIES, _FEW_TRIES = 10, 4
-"""Dampings that are tried with all rows, and with a part of them before more are taken. Chosen: they rise by 2, 4, 8
-and so on."""
+_MOST_TRIES = 10
+"""Dampings that are tried with some rows. Chosen: they rise by 2, 4, 8 and so on."""
+_FEWEST_ROWS = 32
+"""Rows that are always taken. Chosen: outputs alone cost more than so few rows."""
 _PATIENCE = 6
 """Leaps after which the number of rows is thought over. Measured on Burgers, Helmholtz and the diabetes network, as
 time to the loss of a tuned Adam: 4 and 8 are up to a fifth slower in two of three."""
@@ -41,6 +42,8 @@ _WORSE = 2.0
 wobbles, and the chain ends at the best of its points."""
 _LONGEST_HOLD = 64
 """Steps that pass without a try where the last tries were in vain. Chosen: they cost nothing."""
+_ENOUGH_IN_VAIN = 7
+"""A chain of fresh batches ends with the third leap in a row that is in vain (1, 3, 7). Chosen: one may be bad luck."""
 _LOOK = 2.0
 """Full steps that outputs and their rows take beside the products. Measured: 1.6 to 2.4 on one CPU core."""
 _SPEED = {"cpu": 5e10}
@@ -60,7 +63,7 @@ class LinearisedLeaps(ChainedLeaps):
     name = "linearised"
     saved = (
         *("damping", "lift", "rows", "made", "loss", "start_loss", "leaps", "cost", "returned", "stopped", "lowest"),
-        *("lowest_held_out", "exact", "since", "own_fall", "whole_fall", "ratio", "hold", "idle"),
+        *("lowest_held_out", "exact", "since", "own_fall", "whole_fall", "ratio", "hold", "idle", "outputs"),
         *("mark", "best", "end_point", "best_loss", "best_point"),
     )
     exact: bool | None
@@ -91,6 +94,8 @@ class LinearisedLeaps(ChainedLeaps):
         """Steps that are still to pass without a try, and how many passed before the last one."""
         self.best_loss = math.nan
         """The lowest loss of all rows in this chain."""
+        self.outputs = 0
+        """Outputs of the last batch."""
         self.cover()
 
     @property
@@ -158,7 +163,7 @@ class LinearisedLeaps(ChainedLeaps):
         return math.isfinite(self.loss)
 
     def leap(self, batch: Any) -> StepOutput | None:
-        """One leap. Where the batch is the same and no leap lowers its loss, the weights stay; else that is the end."""
+        """One leap. Where none lowers the loss the weights stay; with other batches that is soon the end."""
         look = self._look_at(batch)
         known = bool(self.exact)
         if self.hold and known:
@@ -169,17 +174,16 @@ class LinearisedLeaps(ChainedLeaps):
         if found is None:
             copy_each(self.parameters, start)
             self._look = look
-            if not known or system is None:
-                return None
             self.idle = self.hold = min(2 * self.idle + 1, _LONGEST_HOLD)
-            return self._count(batch, look, system)
+            return self._count(batch, look, system) if known or self.idle < _ENOUGH_IN_VAIN else None
         self.idle = 0
-        self.loss, self.end_point, self._look = self._number(found.loss), self._point(), found
+        self.loss, self.end_point = self._number(found.loss), self._point()
+        self._look = found if known else None
         if not self.loss >= self.best_loss:
             self.best_loss, self.best_point = self.loss, self.end_point
         return self._count(batch, look, system)
 
-    def _search(self, look: Linearisation, start: list[Tensor]) -> tuple[Linearisation | None, System | None]:
+    def _search(self, look: Linearisation, start: list[Tensor]) -> tuple[Linearisation | None, System]:
         """A point that is better, by rows as few as possible, and the problem that was solved for it."""
         if self.way is None or self.way.form != look.form:
             self.way = look.find_way()
@@ -187,8 +191,6 @@ class LinearisedLeaps(ChainedLeaps):
             some = choose(look.parts, self.rows, self.engine.config.seed * 1_000_003 + self.made)
             chosen = everything(look.parts) if some is None else some
             system = system_of(look, self.way, chosen)
-            if system is None:
-                return None, None
             self.cost += self.price(len(system.target))
             found = self._try(look, system, chosen, start, whole=some is None)
             if found is not None and some is not None:
@@ -201,14 +203,14 @@ class LinearisedLeaps(ChainedLeaps):
     ) -> Linearisation | None:
         """Rising dampings until one makes a leap that is good enough; the damping of the next follows from it."""
         before, before_all = self._numbers(look.loss_of(chosen), look.loss)
-        for _ in range(_MOST_TRIES if whole else _FEW_TRIES):
+        for _ in range(_MOST_TRIES):
             solved = system.step(self.damping)
             if solved is None:
                 self.damping = min(10 * self.damping, _MOST_DAMPING)
                 continue
             step, predicted = solved
             self._place(start, step)
-            trial = Linearisation(self.objective, self.engine.model, self.parameters, look.batch)
+            trial = self._outputs(look.batch, with_rows=bool(self.exact))
             after, after_all = self._numbers(trial.loss_of(chosen), trial.loss)
             ratio = (before - after) / predicted if predicted > 0 else -math.inf
             limit = before_all if whole else _WORSE * before_all
@@ -235,14 +237,18 @@ class LinearisedLeaps(ChainedLeaps):
         if known is not None and self.exact:
             return known
         self._batch = map_tensors(batch, lambda tensor: tensor.clone())
-        self._look = Linearisation(self.objective, self.engine.model, self.parameters, self._batch)
+        self._look = self._outputs(self._batch)
+        self.outputs = self._look.starts[-1]
         return self._look
+
+    def _outputs(self, batch: Any, with_rows: bool = True) -> Linearisation:
+        return Linearisation(self.objective, self.engine.model, self.parameters, batch, with_rows=with_rows)
 
     def _count(self, batch: Any, look: Linearisation, system: System | None) -> StepOutput:
         """What follows on a step. system: None where nothing was tried."""
         self.leaps += 1
         self.made += 1
-        self.steps_of_leap = 1 if system is None else max(1, round(self.price(len(system.target))))
+        self.steps_of_leap = 1 if system is None else self._steps(len(system.target))
         gradient = torch.zeros(self.elements).to(look.loss) if system is None else system.rows.T @ system.target
         norms = torch.stack([one.norm() for one in torch.split(gradient, [p.numel() for p in self.parameters])])
         output = StepOutput(
@@ -260,24 +266,33 @@ class LinearisedLeaps(ChainedLeaps):
         return True
 
     def _think_rows_over(self) -> None:
-        """Take more rows where that is likely to lower the loss of all by more, for what it costs: half of what the
-        chosen rows fell beyond all of them."""
+        """Take twice or half as many rows where that is likely to lower the loss of all by more, for what it costs.
+        Twice as many should win half of what the chosen rows fell beyond all of them, half as many lose all of it."""
         self.since += 1
         if self.since < _PATIENCE:
             return
-        more = (self.whole_fall + self.own_fall) / 2
-        if more * self.price(self.rows) > max(self.whole_fall, 0.0) * self.price(2 * self.rows):
+        whole, own, price = max(self.whole_fall, 0.0), self.own_fall, self.price(self.rows)
+        if (whole + own) / 2 * price > whole * self.price(2 * self.rows):
             self._take_more_rows()
+        elif (2 * whole - own) * price > whole * self.price(self.rows // 2):
+            self.rows = max(self.rows // 2, _FEWEST_ROWS)
         self.since, self.own_fall, self.whole_fall = 0, 0.0, 0.0
 
     def price(self, rows: int) -> float:
         """Full steps that a leap by so many rows costs. It is reckoned, not timed: a run that is resumed must decide
         as it would have."""
+        rows = min(rows, self.outputs or rows)
         few, many = min(rows, self.elements), max(rows, self.elements)
         speed = _SPEED.get(self.engine.device.type, _FAST)
-        outputs = 0 if self._look is None else self._look.starts[-1]
-        full = _PASS + 12.0 * outputs * self.elements / speed
+        full = _PASS + 12.0 * self.outputs * self.elements / speed
         return _LOOK + (2.0 * few * few * many + few**3 / 3) / speed / full
+
+    @property
+    def steps_of_next(self) -> int:
+        return 1 if self.hold and self.exact else self._steps(self.rows)
+
+    def _steps(self, rows: int) -> int:
+        return max(1, round(self.price(rows)))
 
     # --- its end -----------------------------------------------------------------------------------------------------
 

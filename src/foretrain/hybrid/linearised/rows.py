@@ -30,6 +30,8 @@ class BackwardPass:
     columns: list[int]
     maps: list[Tensor | None] = field(default_factory=list)
     """For each call the output that each of its rows belongs to, by its number among all; -1: none. None: untouched."""
+    runs: list[slice | None] = field(default_factory=list)
+    """For each call the outputs that its rows belong to, if these follow one another; else None."""
 
 
 @dataclass
@@ -47,9 +49,18 @@ class Way:
 class Linearisation:
     """Outputs, loss and, on demand, rows. One object per point and batch."""
 
-    def __init__(self, objective: Objective, model: nn.Module, parameters: Sequence[Tensor], batch: object) -> None:
+    def __init__(
+        self,
+        objective: Objective,
+        model: nn.Module,
+        parameters: Sequence[Tensor],
+        batch: object,
+        *,
+        with_rows: bool = True,
+    ) -> None:
+        """with_rows: rows will be asked for; without them outputs are cheaper."""
         self.model, self.objective, self.parameters, self.batch = model, objective, parameters, batch
-        with torch.enable_grad(), Taps(model, parameters) as taps:
+        with torch.enable_grad(), Taps(model, parameters if with_rows else ()) as taps:
             self.parts: list[OutputPart] = objective.parts(model, batch)
         if not self.parts:
             raise UnknownForm("no block has a row that counts")
@@ -128,6 +139,8 @@ class Linearisation:
                     break
             else:
                 passes.append(BackwardPass([index], maps))
+        for one in passes:
+            one.runs = [None if known is None else _run(known) for known in one.maps]
         way = Way(form, passes, "", beside)
         return way if self._agrees(way, passes) else Way(form, None, "rows depend on each other", beside)
 
@@ -205,13 +218,17 @@ class Linearisation:
         rows = self.loss.new_zeros(len(chosen), first)
         place = torch.full((self.starts[-1] + 1,), -1, device=rows.device)  # the last one: rows of no output
         place[chosen] = torch.arange(len(chosen), device=rows.device)
+        all_of_them = len(chosen) == self.starts[-1]
         for one in passes:
             gradients = self._tap_gradients(self._sum(one.columns))
             at = 0
-            for call, known in zip(self.calls, one.maps, strict=True):
+            for call, known, run in zip(self.calls, one.maps, one.runs, strict=True):
                 mine = gradients[at : at + len(call.uses)]
                 at += len(call.uses)
                 if known is None:
+                    continue
+                if all_of_them and run is not None:
+                    _add(rows[run], call, mine, None, None, starts)
                     continue
                 target = place[known]
                 taken = (target >= 0).nonzero().squeeze(1)
@@ -239,28 +256,51 @@ class Linearisation:
 
 
 def _add(
-    rows: Tensor, call: Call, gradients: list[Tensor | None], taken: Tensor, target: Tensor, starts: dict[int, int]
+    rows: Tensor,
+    call: Call,
+    gradients: list[Tensor | None],
+    taken: Tensor | None,
+    target: Tensor | None,
+    starts: dict[int, int],
 ) -> None:
-    """Add the products of a call to the rows that its own rows belong to."""
+    """Add the products of a call to the rows that its own rows belong to. taken: some of its own; None: all of them,
+    and they belong to these rows in their order."""
     out, into, bias = [], [], None
     for use, gradient in zip(call.uses, gradients, strict=True):
         if gradient is None:
             continue
-        gradient, partner = gradient[taken], use.partner[taken]
+        partner = use.partner
+        if taken is not None:
+            gradient, partner = gradient[taken], partner[taken]
         if use.biased:
             bias = gradient if gradient.ndim == 2 else gradient.flatten(1, -2).sum(1)
         if not use.tap_is_output:
             gradient, partner = partner, gradient
         width, depth = gradient.shape[-1], partner.shape[-1]
-        out.append(gradient.reshape(len(taken), -1, width))
-        into.append(partner.reshape(len(taken), -1, depth))
+        out.append(gradient.reshape(len(gradient), -1, width))
+        into.append(partner.reshape(len(partner), -1, depth))
     layer = call.layer
     weight = starts.get(id(layer.weight))
     if out and weight is not None:
         product = torch.bmm(torch.cat(out, 1).transpose(1, 2), torch.cat(into, 1))
-        rows[:, weight : weight + layer.weight.numel()].index_add_(0, target, product.flatten(1))
+        _add_to(rows[:, weight : weight + layer.weight.numel()], target, product.flatten(1))
     if bias is not None and layer.bias is not None and (start := starts.get(id(layer.bias))) is not None:
-        rows[:, start : start + layer.bias.numel()].index_add_(0, target, bias)
+        _add_to(rows[:, start : start + layer.bias.numel()], target, bias)
+
+
+def _add_to(rows: Tensor, target: Tensor | None, more: Tensor) -> None:
+    if target is None:
+        rows.add_(more)
+    else:
+        rows.index_add_(0, target, more)
+
+
+def _run(known: Tensor) -> slice | None:
+    """Outputs that follow one another, one for each row of a call; None where they do not."""
+    first, last = int(known[0]), int(known[-1])
+    if first < 0 or last - first + 1 != len(known) or not bool((known.diff() == 1).all()):
+        return None
+    return slice(first, last + 1)
 
 
 def _width(part: OutputPart) -> int:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-_PRECISE_BELOW = 1e-4
+_PRECISE_BELOW = 1e-5
 """Relative damping below which the products of rows are made in fp64. Measured on the equations of
 benchmarks/low_noise_problems.py: the largest eigenvalue is some hundred times the mean one, so that rounding in fp32
 reaches 1e-5 of the mean."""
@@ -39,12 +40,13 @@ class System:
         return self._products[kind]
 
     def step(self, damping: float) -> tuple[Tensor, float] | None:
-        """The step and the fall of the loss that it predicts; None where the damping is too low to solve it.
+        """The step and the fall of the loss that it predicts; None where the damping is too low to solve it, or where a
+        number is not finite.
 
         damping: as a share of the mean eigenvalue.
         """
         matrix, scale = self._matrix(damping)
-        if not scale > 0:
+        if not 0 < scale < math.inf:
             return None
         damped = matrix.clone()
         damped.diagonal().add_(damping * scale)

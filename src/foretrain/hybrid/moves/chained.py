@@ -17,7 +17,13 @@ class ChainedLeaps(Stateful, ABC):
 
     name: ClassVar[str]
     steps_of_leap: int = 1
-    """Virtual steps that a leap counts: what it takes."""
+    """Virtual steps that the last leap counts: what it took."""
+
+    @property
+    def steps_of_next(self) -> int:
+        """Virtual steps that the next leap will count."""
+        return 1
+
     loss: float
     """Where the last leap led to."""
     start_loss: float

@@ -100,8 +100,10 @@ class LinearisedKind(ChainedKind):
         if self.wait:
             self.wait -= 1
             return None
-        longest = max(1, outlook.steps_left)
-        return Decision(self.name, horizon=1, audited=False, longest=longest, reason="the run is linearised")
+        room = outlook.steps_left - self.tools.engine.config.hybrid.correct_steps
+        if room < self.leaps.steps_of_next:
+            return None
+        return Decision(self.name, horizon=1, audited=False, longest=room, reason="the run is linearised")
 
     def applies(self, decision: Decision, batch: Any) -> tuple[bool, float]:
         return decision.kind == self.name, 0.0

@@ -59,6 +59,7 @@ def charts(records: Sequence[RunRecord]) -> dict[str, Chart]:
             },
         ),
     }
+    drawn["blocks"] = (_blocks, {"unit": "mean square", "log": True, "optional": True})
     named = _metric_names(records)
     for place in range(METRICS):
         name = named[place] if place < len(named) else None
@@ -169,6 +170,17 @@ def _rate(record: RunRecord, limit: int) -> list[dict[str, Any]]:
 
 def _gradient(record: RunRecord, limit: int) -> list[dict[str, Any]]:
     return [_series("gradient norm", "plain", record.progress, _named("gradient_norm"), limit)]
+
+
+def _blocks(record: RunRecord, limit: int) -> list[dict[str, Any]]:
+    """Draw one curve per block of residuals, each in a colour of its own."""
+
+    def value(name: str) -> Value:
+        return lambda entry: finite((entry.fields.get("blocks") or {}).get(name))
+
+    names = dict.fromkeys(name for entry in record.progress for name in entry.fields.get("blocks") or ())
+    drawn = (_series(name, "plain", record.progress, value(name), limit) for name in names)
+    return [{**one, "place": place} for place, one in enumerate(drawn)]
 
 
 def _metric_names(records: Sequence[RunRecord]) -> list[str]:

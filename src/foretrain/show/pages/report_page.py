@@ -88,7 +88,7 @@ def _layout(made: Parts) -> dict[str, Any]:
     """Return what the template of the document asks for beside the data."""
     prediction, metrics = made.charts["shared"]["prediction"], [f"metric-{place}" for place in range(METRICS)]
     absent = {"health": not made.charts["heat"], "prediction": prediction == "off"}
-    optional = ["horizons", "calibration", *metrics]
+    optional = ["horizons", "calibration", "blocks", *metrics]
     return {
         "title": made.title,
         "sections": made.sections,

@@ -80,6 +80,7 @@ def _progress(event: Progress, unit: str) -> dict[str, float | None]:
         "prediction/kept": event.kept,
         "prediction/refused": event.refused,
         "prediction/gain_percent": event.gain_percent,
+        **{f"blocks/{name}": value for name, value in (event.blocks or {}).items()},
     }
 
 

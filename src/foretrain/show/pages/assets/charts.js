@@ -6,7 +6,7 @@
 //   grouped                             the series of a run have one entry in the legend, the one that is listed
 //   marks                               moves and recoveries above the curves
 //   arrows, reach, strips               differences pointed out; values that must be in the frame; rows of phases
-// Series may have tips, labels and errors ([low, high]) for every point.
+// Series may have tips, labels and errors ([low, high]) for every point, and a place among several of one run.
 const NAMES = [...document.querySelectorAll('[data-chart]')].map(holder => holder.dataset.chart);
 const RUN_COLOURS = ['series-2', 'series-1', 'series-3', 'series-6', 'series-5', 'series-4', 'series-7', 'series-0'];
 const OWN = { thin: 'series-2', bold: 'series-0', plain: 'series-2', dashed: 'series-1', edge: 'series-1', dots: 'series-4', reference: 'series-0' };
@@ -17,7 +17,7 @@ const MARKS = { 'kept': 'good', 'shrunk': 'good', 'refused': 'muted', 'rolled ba
 const LANES = [['kept', 'shrunk'], ['refused', 'rolled back'], ['recovery', 'not finite', 'resumed']];
 const RIBBON = 7, GAP = 3, LANE = 14, ROW = 46, FONT = '12.5px system-ui, sans-serif';
 const runColour = place => style(RUN_COLOURS[place % RUN_COLOURS.length]);
-const colourOf = (run, one, place) => run.look != null ? style(`series-${run.look}`) : several() && one.style !== 'reference' ? runColour(place) : style(OWN[one.style] || 'series-0');
+const colourOf = (run, one, place) => run.look != null ? style(`series-${run.look}`) : one.place != null && !several() ? runColour(one.place) : several() && one.style !== 'reference' ? runColour(place) : style(OWN[one.style] || 'series-0');
 const faded = (colour, share) => colour + Math.round(share * 255).toString(16).padStart(2, '0');
 const ratioOf = () => devicePixelRatio || 1;
 
