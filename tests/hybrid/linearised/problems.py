@@ -108,7 +108,7 @@ PROBLEMS: dict[str, tuple[Callable[[], nn.Module], Residual, Any]] = {
     "an operator network": (
         Operator,
         lambda m, b: m(*b) - 1,
-        (torch.randn(6, 3, generator=torch.Generator().manual_seed(1)), POINTS[:4]),
+        (torch.randn(22, 3, generator=torch.Generator().manual_seed(1)), POINTS[:18]),
     ),
     "layers that are not linear": (
         lambda: nn.Sequential(nn.Unflatten(1, (1, 1)), nn.Conv1d(1, 40, 1), nn.Flatten(), nn.Tanh(), nn.Linear(40, 1)),

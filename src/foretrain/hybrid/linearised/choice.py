@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from foretrain.engine.objective import OutputPart
+from foretrain.hybrid.linearised.grid import Grid
 from foretrain.hybrid.linearised.rows import Linearisation, Way
 from foretrain.hybrid.linearised.solve import System
 
@@ -16,12 +17,15 @@ Choice = list[Tensor]
 """Numbers of the chosen units of each part."""
 
 
-def choose(parts: list[OutputPart], rows: int, seed: int) -> Choice | None:
-    """So many units of all parts, each part by its share. None: all of them are wanted."""
+def choose(parts: list[OutputPart], rows: int, seed: int, grid: Grid | None) -> Choice | None:
+    """So many units of all parts, each part by its share; of a table whole diagonals. None: all of them are wanted."""
     units = [part.units for part in parts]
     if rows >= sum(units):
         return None
     draw, chosen = torch.Generator().manual_seed(seed), []
+    if grid is not None:
+        some = torch.randperm(grid.diagonals, generator=draw)[: max(1, round(rows / grid.size))]
+        return [grid.outputs(some.sort().values.to(parts[0].outputs.device))]
     for count, part in zip(units, parts, strict=True):
         wanted = max(min(count, _LEAST_OF_BLOCK), round(rows * count / sum(units)))
         some = torch.randperm(count, generator=draw)[: min(wanted, count)]

@@ -166,7 +166,7 @@ class LinearisedLeaps(ChainedLeaps):
         """One leap. Where none lowers the loss the weights stay; with other batches that is soon the end."""
         look = self._look_at(batch)
         known = bool(self.exact)
-        if self.hold and known:
+        if self.hold:
             self.hold -= 1
             return self._count(batch, look, None)
         start = self._point()
@@ -174,7 +174,8 @@ class LinearisedLeaps(ChainedLeaps):
         if found is None:
             copy_each(self.parameters, start)
             self._look = look
-            self.idle = self.hold = min(2 * self.idle + 1, _LONGEST_HOLD)
+            self.idle = min(2 * self.idle + 1, _LONGEST_HOLD)
+            self.hold = self.idle if known else 0
             return self._count(batch, look, system) if known or self.idle < _ENOUGH_IN_VAIN else None
         self.idle = 0
         self.loss, self.end_point = self._number(found.loss), self._point()
@@ -188,7 +189,7 @@ class LinearisedLeaps(ChainedLeaps):
         if self.way is None or self.way.form != look.form:
             self.way = look.find_way()
         while True:
-            some = choose(look.parts, self.rows, self.engine.config.seed * 1_000_003 + self.made)
+            some = choose(look.parts, self.rows, self.engine.config.seed * 1_000_003 + self.made, self.way.grid)
             chosen = everything(look.parts) if some is None else some
             system = system_of(look, self.way, chosen)
             self.cost += self.price(len(system.target))
@@ -244,6 +245,10 @@ class LinearisedLeaps(ChainedLeaps):
     def _outputs(self, batch: Any, with_rows: bool = True) -> Linearisation:
         return Linearisation(self.objective, self.engine.model, self.parameters, batch, with_rows=with_rows)
 
+    def stay(self, batch: Any) -> StepOutput:
+        """A step that leaves the weights where they are, and says what the loss is there."""
+        return self._count(batch, self._look_at(batch), None)
+
     def _count(self, batch: Any, look: Linearisation, system: System | None) -> StepOutput:
         """What follows on a step. system: None where nothing was tried."""
         self.leaps += 1
@@ -287,9 +292,16 @@ class LinearisedLeaps(ChainedLeaps):
         full = _PASS + 12.0 * self.outputs * self.elements / speed
         return _LOOK + (2.0 * few * few * many + few**3 / 3) / speed / full
 
+    def fits(self, room: int) -> bool:
+        """The last steps of a run, too few for a leap, pass without one."""
+        if room < self.steps_of_next:
+            self.hold = max(self.hold, room)
+        return room >= 1
+
     @property
     def steps_of_next(self) -> int:
-        return 1 if self.hold and self.exact else self._steps(self.rows)
+        """Virtual steps that a leap would count now."""
+        return self._steps(self.rows)
 
     def _steps(self, rows: int) -> int:
         return max(1, round(self.price(rows)))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from foretrain.engine.objective import Objective, OutputPart, UnknownForm
+from foretrain.hybrid.linearised.grid import Grid, grid_of
 from foretrain.hybrid.linearised.taps import Call, Taps
 
 _MOST_COLUMNS = 16
@@ -44,6 +45,8 @@ class Way:
     reason: str = ""
     beside: tuple[int, ...] = ()
     """Numbers of the parameters that outputs depend on beside linear layers."""
+    grid: Grid | None = None
+    """Outputs are a table: its diagonals are taken."""
 
 
 class Linearisation:
@@ -123,10 +126,13 @@ class Linearisation:
         form = self.form
         beside = self._beside()
         elements = sum(self.parameters[index].numel() for index in beside)
-        if any(_width(part) > _MOST_COLUMNS for part in self.parts):
-            return Way(form, None, "there are many outputs per row", beside)
         if elements > _MOST_BESIDE:
             return Way(form, None, "there are parameters beside those of linear layers", beside)
+        if any(_width(part) > _MOST_COLUMNS for part in self.parts):
+            grid = self._grid()
+            if grid is not None and self._agrees(way := Way(form, [], "", beside, grid), []):
+                return way
+            return Way(form, None, "there are many outputs per row", beside)
         passes: list[BackwardPass] = []
         for index in range(len(self.columns)):
             maps = self._maps(index)
@@ -143,6 +149,16 @@ class Linearisation:
             one.runs = [None if known is None else _run(known) for known in one.maps]
         way = Way(form, passes, "", beside)
         return way if self._agrees(way, passes) else Way(form, None, "rows depend on each other", beside)
+
+    def _grid(self) -> Grid | None:
+        """The table that the outputs of the only part are, if they are one."""
+        if len(self.parts) != 1 or self.parts[0].outputs.ndim != 2 or self.parts[0].by_class:
+            return None
+        outputs, touched = self.parts[0].outputs, []
+        for some in (outputs[0], outputs[:, 0]):
+            gradients = iter(self._tap_gradients(some.sum()))
+            touched.append([_touched([next(gradients) for _ in call.uses]) for call in self.calls])
+        return grid_of(outputs.shape, *touched)
 
     def _beside(self) -> tuple[int, ...]:
         """Parameters that outputs depend on otherwise than through taps."""
@@ -184,7 +200,8 @@ class Linearisation:
         draw = torch.Generator().manual_seed(total)
         chosen = torch.randperm(total, generator=draw)[: min(total, 32)].sort().values.to(self.loss.device)
         weights = torch.randn(len(chosen), generator=draw).to(self.loss)
-        mine = self._by_taps(way, passes, chosen).T @ weights
+        mine = (self._by_taps(way, passes, chosen) if way.grid is None else self._by_grid(way, way.grid, chosen)).T
+        mine = mine @ weights
         with torch.enable_grad():
             parts = self.objective.parts(self.model, self.batch)
             flat = torch.cat([part.outputs.reshape(-1) for part in parts])
@@ -196,6 +213,8 @@ class Linearisation:
 
     def rows(self, way: Way, chosen: Tensor) -> Tensor:
         """[chosen, weights]: the Jacobian of the chosen outputs, by their numbers among all."""
+        if way.grid is not None:
+            return self._by_grid(way, way.grid, chosen)
         return self._one_by_one(chosen) if way.passes is None else self._by_taps(way, way.passes, chosen)
 
     def _one_by_one(self, chosen: Tensor) -> Tensor:
@@ -210,12 +229,33 @@ class Linearisation:
         ]
         return torch.cat(columns, 1)
 
-    def _by_taps(self, way: Way, passes: list[BackwardPass], chosen: Tensor) -> Tensor:
+    def _empty(self, count: int) -> tuple[Tensor, dict[int, int]]:
+        """Rows of zeros, and the first column of each parameter."""
         starts, first = {}, 0
         for parameter in self.parameters:
             starts[id(parameter)] = first
             first += parameter.numel()
-        rows = self.loss.new_zeros(len(chosen), first)
+        return self.loss.new_zeros(count, first), starts
+
+    def _by_grid(self, way: Way, grid: Grid, chosen: Tensor) -> Tensor:
+        """One backward pass for each diagonal of the table that an output lies on."""
+        rows, starts = self._empty(len(chosen))
+        flat, diagonal = self.parts[0].outputs.reshape(-1), grid.of(chosen)
+        for one in torch.unique(diagonal):
+            target = (diagonal == one).nonzero().squeeze(1)
+            some = chosen[target]
+            gradients = iter(self._tap_gradients(flat[some].sum()))
+            for number, call in enumerate(self.calls):
+                mine = [next(gradients) for _ in call.uses]
+                taken = grid.rows_of(number, some)
+                if taken is not None:
+                    _add(rows, call, mine, taken, target, starts)
+        if way.beside:
+            self._add_beside(rows, way, chosen, starts)
+        return rows
+
+    def _by_taps(self, way: Way, passes: list[BackwardPass], chosen: Tensor) -> Tensor:
+        rows, starts = self._empty(len(chosen))
         place = torch.full((self.starts[-1] + 1,), -1, device=rows.device)  # the last one: rows of no output
         place[chosen] = torch.arange(len(chosen), device=rows.device)
         all_of_them = len(chosen) == self.starts[-1]
@@ -305,6 +345,15 @@ def _run(known: Tensor) -> slice | None:
 
 def _width(part: OutputPart) -> int:
     return part.outputs[0].numel()
+
+
+def _touched(gradients: list[Tensor | None]) -> Tensor | None:
+    """Which rows of a call have a gradient."""
+    found = None
+    for gradient in gradients:
+        if gradient is not None:
+            found = _plus(found, gradient.flatten(1).abs().sum(1))
+    return None if found is None else found > 0
 
 
 def _plus(total: Tensor | None, more: Tensor) -> Tensor:

@@ -90,7 +90,7 @@ class Chain(JudgedMove):
         """End the chain if it is over, or if held-out data says so. Returns how many leaps that undid."""
         engine, held_out, leaps = self.tools.engine, self.tools.held_out, self.leaps
         room = engine.planned_steps - engine.progress.global_step - self.plan.correct_steps
-        over = exhausted or leaps.over(self.tools.worth.slope) or room < leaps.steps_of_next
+        over = exhausted or leaps.over(self.tools.worth.slope) or not leaps.fits(room)
         if held_out.active:
             if held_out.look_due(leaps.leaps, self.batch, over):
                 self.cost += held_out.price(self.batch)

@@ -19,10 +19,9 @@ class ChainedLeaps(Stateful, ABC):
     steps_of_leap: int = 1
     """Virtual steps that the last leap counts: what it took."""
 
-    @property
-    def steps_of_next(self) -> int:
-        """Virtual steps that the next leap will count."""
-        return 1
+    def fits(self, room: int) -> bool:
+        """Whether there is room for another leap, in virtual steps."""
+        return room >= 1
 
     loss: float
     """Where the last leap led to."""
