@@ -82,7 +82,7 @@ def test_an_equation_and_its_boundary_share_a_pass() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["an operator network", "rows that depend on each other", "layers that are not linear"]
+    "name", ["rows that depend on each other", "layers that are not linear"]
 )
 def test_what_cannot_be_taken_by_rows_says_why(name: str) -> None:
     look, _, _ = looked_at(name)

@@ -39,11 +39,11 @@ class System:
             self._products[kind] = matrix, float(matrix.diagonal().mean())
         return self._products[kind]
 
-    def step(self, damping: float) -> tuple[Tensor, float] | None:
+    def step(self, damping: float, carried_on: Tensor | None = None) -> tuple[Tensor, float] | None:
         """The step and the fall of the loss that it predicts; None where the damping is too low to solve it, or where a
         number is not finite.
 
-        damping: as a share of the mean eigenvalue.
+        damping: as a share of the mean eigenvalue. carried_on: a step to begin with; what is added to it is damped.
         """
         matrix, scale = self._matrix(damping)
         if not 0 < scale < math.inf:
@@ -54,6 +54,8 @@ class System:
         if int(failed):
             return None
         rows, target = self.rows, self.target.double()
+        ahead = 0.0 if carried_on is None else (rows @ carried_on).double()
+        target = target + ahead
         if self.wide:
             share = torch.cholesky_solve(target.unsqueeze(1), factor).squeeze(1)
             step = -(rows.T @ share.to(rows.dtype))
@@ -63,5 +65,7 @@ class System:
             long = -torch.cholesky_solve(whole, factor).squeeze(1)
             step = long.to(rows.dtype)
             change = rows.double() @ long
+        if carried_on is not None:
+            target, change, step = target - ahead, change + ahead, step + carried_on
         predicted = -float(target @ change + change.square().sum() / 2)
         return step, predicted
