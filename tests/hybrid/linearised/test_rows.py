@@ -81,9 +81,7 @@ def test_an_equation_and_its_boundary_share_a_pass() -> None:
     assert [one.columns for one in passes] == [[0, 1]]
 
 
-@pytest.mark.parametrize(
-    "name", ["rows that depend on each other", "layers that are not linear"]
-)
+@pytest.mark.parametrize("name", ["rows that depend on each other", "layers that are not linear"])
 def test_what_cannot_be_taken_by_rows_says_why(name: str) -> None:
     look, _, _ = looked_at(name)
     way = look.find_way()

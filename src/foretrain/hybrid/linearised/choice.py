@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from foretrain.engine.objective import OutputPart
+from foretrain.engine.world import World
 from foretrain.hybrid.linearised.grid import Grid
 from foretrain.hybrid.linearised.rows import Linearisation, Way
 from foretrain.hybrid.linearised.solve import System
@@ -37,7 +38,7 @@ def everything(parts: list[OutputPart]) -> Choice:
     return [torch.arange(part.units, device=part.outputs.device) for part in parts]
 
 
-def system_of(look: Linearisation, way: Way, chosen: Choice) -> System:
+def system_of(look: Linearisation, way: Way, chosen: Choice, world: World) -> System:
     """The linearised problem of the chosen units: rows times the root of the curvature."""
     curved = [part.curvature(some) for part, some in zip(look.parts, chosen, strict=True)]
     numbers = [start + _outputs(part, some) for part, start, some in zip(look.parts, look.starts, chosen, strict=False)]
@@ -52,7 +53,7 @@ def system_of(look: Linearisation, way: Way, chosen: Choice) -> System:
             by_row = block.view(len(factor), factor.shape[-1], -1)
             by_row.copy_(torch.bmm(factor.mT, by_row))
             targets.append(torch.linalg.solve_triangular(factor, gradient.unsqueeze(-1), upper=False).reshape(-1))
-    return System(rows, torch.cat(targets))
+    return System(rows, torch.cat(targets), world)
 
 
 def _outputs(part: OutputPart, units: Tensor) -> Tensor:

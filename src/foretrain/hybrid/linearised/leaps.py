@@ -211,7 +211,7 @@ class LinearisedLeaps(ChainedLeaps):
         while True:
             some = choose(look.parts, self.rows, self.engine.config.seed * 1_000_003 + self.made, self.way.grid)
             chosen = everything(look.parts) if some is None else some
-            system = system_of(look, self.way, chosen)
+            system = system_of(look, self.way, chosen, self.engine.world)
             self.cost += self.price(len(system.target))
             found = self._try(look, system, chosen, start, whole=some is None)
             if found is not None and some is not None:
