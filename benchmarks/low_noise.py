@@ -55,11 +55,11 @@ def measure(name: str, bench: Bench, chosen: list[str], tuned: Tuned) -> Row:
             arms[one] = peer(bench, one, tuned, target, total)
     row: Row = {"problem": name, "seed": bench.seed, "target": target, "equal_seconds": total, "arms": arms}
     if "hybrid" in chosen:
-        curve = bench.train(HYBRID, None, total, judged=True)
+        curve = bench.hybrid(HYBRID, total)
         arms["hybrid"] = ours(curve, target, total)
         row["hybrid and the best peer"] = against_peers(row, curve)
     if "chains" in chosen:
-        arms["chains"] = ours(bench.train(CHAINS, None, total, judged=True), target, total)
+        arms["chains"] = ours(bench.hybrid(CHAINS, total), target, total)
     if "low rates" in chosen:
         row["below the tuned rate"] = low_rates(bench, rate, target, total)
     return row
@@ -95,7 +95,7 @@ def low_rates(bench: Bench, rate: float, target: float, total: float) -> dict[st
         slow = {"optimizer.learning_rate": rate / part}
         alone = bench.train({**slow, "hybrid.mode": "off"}, bench.steps, 2 * total)
         own = max(alone.losses[-2:]) * SLACK
-        hybrid = bench.train(slow, None, total, min(own, target), judged=True)
+        hybrid = bench.hybrid(slow, total, min(own, target))
         found[f"1/{part}"] = {
             "plain": alone.outcome(own),
             "plain to the tuned target": alone.outcome(target),
@@ -198,7 +198,7 @@ def warm_up(settings: Settings) -> None:
     first.lbfgs(10, 0.2)
     first.broyden(0.2, "ssbroyden", True, "wolfe")
     for changes in (HYBRID, CHAINS):
-        first.train(changes, None, 1.0, judged=True)
+        first.hybrid(changes, 1.0)
 
 
 if __name__ == "__main__":

@@ -122,14 +122,15 @@ class Bench:
     """Seconds, by optimizer, once they were measured."""
 
     def train(
-        self, changes: Setting, steps: int | None, seconds: float = 600.0, target: float = -1.0, judged: bool = False
+        self, changes: Setting, steps: int, seconds: float = 600.0, target: float = -1.0, judged: bool = False
     ) -> Curve:
         """By foretrain: plain or hybrid. Ends after so many steps or seconds, or at the target.
 
-        steps: None: only seconds end it. judged: the loss of all data is computed after every step, outside the clock.
+        judged: the loss of all data is computed after every step, outside the clock.
         """
         kind = changes.get("optimizer.type", "adam")
         values = {
+            "max_steps": steps,
             "device": self.settings.device,
             "seed": self.seed,
             "precision.type": "fp32",
@@ -142,8 +143,6 @@ class Bench:
             "schedule.type": "constant",
             **changes,
         }
-        if steps is not None:
-            values["max_steps"] = steps
         torch.manual_seed(self.seed)
         model = self.problem.build()
         optimizer = None
@@ -153,13 +152,17 @@ class Bench:
         trainer = HybridTrainer(model, optimizer, config=from_mapping(values), **self.problem.handed_in)
         watch = Watch(self.problem, self.settings, model, every=int(judged))
         position = 0
-        while watch.elapsed < seconds and (steps is None or trainer.global_step < steps or trainer.judging):
+        while watch.elapsed < seconds and (trainer.global_step < steps or trainer.judging):
             loss = trainer.step(self.problem.batch(position)).loss
             position += 1
             watch.note(loss, trainer.backward_passes)
             if watch.met(target):
                 break
         return watch.end()
+
+    def hybrid(self, changes: Setting, seconds: float, target: float = -1.0) -> Curve:
+        """Ended by the seconds, not by the steps."""
+        return self.train(changes, 10 * self.steps, seconds, target, judged=True)
 
     def cosine(self, kind: str, rate: float, steps: int, seconds: float = 600.0) -> Curve:
         changes = {**COSINE, "hybrid.mode": "off", "optimizer.type": kind, "optimizer.learning_rate": rate}
