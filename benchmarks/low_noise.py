@@ -163,10 +163,13 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--width", type=int, default=32)
     parser.add_argument("--points", type=int, default=512)
+    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: where other programs run, too")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    if options.clock == "cpu" and options.device == "cuda":
+        parser.error("--clock cpu does not see what a GPU does")
     torch.set_num_threads(1)
-    settings = Settings(options.device, options.width, options.points)
+    settings = Settings(options.device, options.width, options.points, options.clock)
     warm_up(settings)
     results: list[Row] = []
     report = {

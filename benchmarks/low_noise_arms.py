@@ -70,17 +70,18 @@ class Watch:
         self.problem, self.settings, self.model = problem, settings, model
         self.every = every or (0 if problem.exact else 10)
         self.curve, self.steps, self.gradients = Curve(), 0, 0
+        self.clock = time.process_time if settings.clock == "cpu" else time.perf_counter
         self.away = 0.0
         self.started = self.now()
 
     def now(self) -> float:
         if self.settings.device == "cuda":
             torch.cuda.synchronize()
-        return time.perf_counter()
+        return self.clock()
 
     @property
     def elapsed(self) -> float:
-        return time.perf_counter() - self.started - self.away
+        return self.clock() - self.started - self.away
 
     def note(self, loss: float, gradients: int) -> None:
         """loss: of the step; it was read, so that the device is done with it."""

@@ -31,6 +31,8 @@ class Settings:
     """Of the networks of physics-informed and operator problems."""
     points: int = 512
     """Collocation points of two-dimensional equations and of the noisy one."""
+    clock: str = "wall"
+    """Or "cpu": seconds that this process had the processor, which other programs hardly change. Not on a GPU."""
 
 
 @dataclass(frozen=True)
