@@ -1,16 +1,27 @@
-"""Problems of `low_noise.py`: physics-informed networks, an operator network, real tables; one has a little noise."""
+"""Problems of `low_noise.py`: physics-informed networks, operator and picture networks, real tables; one has a little
+noise.
+
+Each says what its residuals are, or names a criterion; from that all arms compute the loss by the same code. A batch
+holds all data, so that it can be taken in fp64 as well.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+
+from foretrain import logistic, supervised
+from foretrain.engine.batch import map_tensors
+from foretrain.engine.objective import ResidualFunction, Residuals
+
+Batch = Any
 
 
 @dataclass(frozen=True)
@@ -20,30 +31,61 @@ class Settings:
     """Of the networks of physics-informed and operator problems."""
     points: int = 512
     """Collocation points of two-dimensional equations and of the noisy one."""
+    clock: str = "wall"
+    """Or "cpu": seconds that this process had the processor, which other programs hardly change. Not on a GPU."""
 
 
 @dataclass(frozen=True)
 class Problem:
     build: Callable[[], nn.Module]
-    loss: Callable[[nn.Module, Any], Tensor]
-    batch: Callable[[int], Any]
+    batch: Callable[[int], Batch]
     """By position in the run."""
-    whole: Any = None
+    residuals: ResidualFunction | None = None
+    weights: Mapping[str, float] = field(default_factory=dict)
+    criterion: nn.Module | None = None
+    """Of (output, target), instead of residuals."""
+    whole: Batch = None
     """What the loss is judged on where batches differ; None where they are all the same."""
 
     @property
     def exact(self) -> bool:
         return self.whole is None
 
+    @property
+    def handed_in(self) -> dict[str, Any]:
+        """What a user hands in to HybridTrainer."""
+        if self.criterion is not None:
+            return {"loss_fn": self.criterion}
+        return {"residuals": self.residuals, "weights": self.weights}
+
+    @cached_property
+    def loss(self) -> Callable[[nn.Module, Batch], Tensor]:
+        """The same code as in HybridTrainer."""
+        if self.criterion is not None:
+            return supervised(self.criterion)
+        assert self.residuals is not None
+        return Residuals(self.residuals, self.weights)
+
     def judge(self, model: nn.Module) -> float:
         """The loss that is reported."""
         return float(self.loss(model, self.batch(0) if self.exact else self.whole).detach())
 
+    def doubled(self) -> Problem:
+        """The same numbers in fp64."""
+        whole = None if self.exact else doubled(self.whole)
+        batch, known = self.batch, doubled(self.batch(0)) if self.exact else None
+        draw = (lambda position: doubled(batch(position))) if known is None else (lambda _: known)
+        return replace(self, build=lambda: self.build().double(), batch=draw, whole=whole)
 
-def full_batch(build: Callable[[], nn.Module], loss: Callable[[nn.Module], Tensor], settings: Settings) -> Problem:
-    """Everything in every step; the batch itself is of no meaning."""
-    batch = torch.zeros(1, device=settings.device)
-    return Problem(lambda: build().to(settings.device), lambda model, _: loss(model), lambda _: batch)
+
+def doubled(batch: Batch) -> Batch:
+    return map_tensors(batch, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
+
+
+def full_batch(build: Callable[[], nn.Module], batch: Batch, settings: Settings, **objective: Any) -> Problem:
+    """Everything in every step."""
+    batch = map_tensors(batch, lambda tensor: tensor.to(settings.device))
+    return Problem(lambda: build().to(settings.device), lambda _: batch, **objective)
 
 
 def mlp(*sizes: int) -> nn.Sequential:
@@ -64,22 +106,21 @@ def derivative(values: Tensor, points: Tensor) -> Tensor:
     return found
 
 
-def ends(u: Tensor) -> Tensor:
-    return (u[:1].square().mean() + u[-1:].square().mean()) / 2
-
-
-def poisson_loss(model: nn.Module, x: Tensor) -> Tensor:
-    """-u'' = f on [0, 1], u = sin(pi x) + 0.3 sin(4 pi x)."""
+def poisson_residuals(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    """-u'' = f on [0, 1], u = sin(pi x) + 0.3 sin(4 pi x). x: from the one end to the other."""
     points = x.clone().requires_grad_()
     force = math.pi**2 * torch.sin(math.pi * x) + 0.3 * 16 * math.pi**2 * torch.sin(4 * math.pi * x)
     u = model(points)
-    residual = -derivative(derivative(u, points), points) - force
-    return residual.square().mean() / 100 + ends(u)
+    return {"equation": -derivative(derivative(u, points), points) - force, "ends": u[[0, -1]]}
+
+
+ONE_DIMENSION = {"equation": 0.01, "ends": 1.0}
 
 
 def poisson(settings: Settings) -> Problem:
-    x = torch.linspace(0, 1, 128, device=settings.device).view(-1, 1)
-    return full_batch(lambda: mlp(1, settings.width, settings.width, 1), lambda model: poisson_loss(model, x), settings)
+    x = torch.linspace(0, 1, 128).view(-1, 1)
+    network = (1, settings.width, settings.width, 1)
+    return full_batch(lambda: mlp(*network), x, settings, residuals=poisson_residuals, weights=ONE_DIMENSION)
 
 
 def poisson_fresh(settings: Settings) -> Problem:
@@ -97,44 +138,56 @@ def poisson_fresh(settings: Settings) -> Problem:
         return mlp(1, settings.width, settings.width, 1).to(settings.device)
 
     whole = torch.linspace(0, 1, 2 * count, device=settings.device).view(-1, 1)
-    return Problem(build, poisson_loss, batch, whole)
+    return Problem(build, batch, poisson_residuals, ONE_DIMENSION, whole=whole)
 
 
 def cubic(settings: Settings) -> Problem:
     """-u'' + u^3 = f on [0, 1], u = 2 sin(2 pi x)."""
-    x = torch.linspace(0, 1, 128, device=settings.device).view(-1, 1)
+    x = torch.linspace(0, 1, 128).view(-1, 1)
     exact = 2 * torch.sin(2 * math.pi * x)
-    force = 4 * math.pi**2 * exact + exact**3
+    batch = {"x": x, "force": 4 * math.pi**2 * exact + exact**3}
 
-    def loss(model: nn.Module) -> Tensor:
-        points = x.clone().requires_grad_()
+    def residuals(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        points = batch["x"].clone().requires_grad_()
         u = model(points)
-        residual = -derivative(derivative(u, points), points) + u**3 - force
-        return residual.square().mean() / 100 + ends(u)
+        return {"equation": -derivative(derivative(u, points), points) + u**3 - batch["force"], "ends": u[[0, -1]]}
 
-    return full_batch(lambda: mlp(1, settings.width, settings.width, settings.width, 1), loss, settings)
+    network = (1, settings.width, settings.width, settings.width, 1)
+    return full_batch(lambda: mlp(*network), batch, settings, residuals=residuals, weights=ONE_DIMENSION)
+
+
+def beginning_and_sides() -> tuple[Tensor, Tensor]:
+    """Points (x, t) at t = 0, and at x = 1 and x = -1."""
+    start, side = torch.linspace(-1, 1, 64), torch.linspace(0, 1, 32)
+    beginning = torch.stack([start, 0 * start], 1)
+    return beginning, torch.cat([torch.stack([0 * side + 1, side], 1), torch.stack([0 * side - 1, side], 1)])
+
+
+def space_and_time(settings: Settings, seed: int = 99) -> Tensor:
+    """Random points of [-1, 1] x [0, 1]."""
+    draw = torch.rand(settings.points, 2, generator=torch.Generator().manual_seed(seed))
+    return draw * torch.tensor([2.0, 1.0]) - torch.tensor([1.0, 0.0])
 
 
 def burgers(settings: Settings) -> Problem:
     """u_t + u u_x = 0.05 u_xx, u(x, 0) = -sin(pi x), u(-1, t) = u(1, t) = 0."""
-    generator = torch.Generator().manual_seed(99)
-    inside = torch.rand(settings.points, 2, generator=generator) * torch.tensor([2.0, 1.0]) - torch.tensor([1.0, 0.0])
-    start, side = torch.linspace(-1, 1, 64), torch.linspace(0, 1, 32)
-    edge = torch.cat(
-        [torch.stack([start, 0 * start], 1), torch.stack([0 * side + 1, side], 1), torch.stack([0 * side - 1, side], 1)]
-    ).to(settings.device)
-    wanted = torch.cat([-torch.sin(math.pi * start), 0 * side, 0 * side]).view(-1, 1).to(settings.device)
-    inside = inside.to(settings.device)
+    beginning, sides = beginning_and_sides()
+    wanted = torch.cat([-torch.sin(math.pi * beginning[:, 0]), 0 * sides[:, 0]]).view(-1, 1)
+    batch = {"inside": space_and_time(settings), "edge": torch.cat([beginning, sides]), "wanted": wanted}
 
-    def loss(model: nn.Module) -> Tensor:
-        points = inside.clone().requires_grad_()
+    def residuals(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        points = batch["inside"].clone().requires_grad_()
         u = model(points)
         slopes = derivative(u, points)
         bend = derivative(slopes[:, 0], points)[:, :1]
-        residual = slopes[:, 1:] + u * slopes[:, :1] - 0.05 * bend
-        return residual.square().mean() + (model(edge) - wanted).square().mean()
+        equation = slopes[:, 1:] + u * slopes[:, :1] - 0.05 * bend
+        return {"equation": equation, "edge": model(batch["edge"]) - batch["wanted"]}
 
-    return full_batch(lambda: mlp(2, settings.width, settings.width, settings.width, 1), loss, settings)
+    return full_batch(lambda: two_dimensions(settings), batch, settings, residuals=residuals)
+
+
+def two_dimensions(settings: Settings) -> nn.Module:
+    return mlp(2, settings.width, settings.width, settings.width, 1)
 
 
 def helmholtz(settings: Settings) -> Problem:
@@ -142,20 +195,20 @@ def helmholtz(settings: Settings) -> Problem:
     generator = torch.Generator().manual_seed(99)
     inside = torch.rand(settings.points, 2, generator=generator) * 2 - 1
     exact = torch.sin(math.pi * inside[:, :1]) * torch.sin(2 * math.pi * inside[:, 1:])
-    force = ((1 - 5 * math.pi**2) * exact).to(settings.device)
     along = torch.linspace(-1, 1, 32)
     one = torch.ones_like(along)
     sides = [torch.stack(pair, 1) for pair in ((along, one), (along, -one), (one, along), (-one, along))]
-    edge, inside = torch.cat(sides).to(settings.device), inside.to(settings.device)
+    batch = {"inside": inside, "force": (1 - 5 * math.pi**2) * exact, "edge": torch.cat(sides)}
 
-    def loss(model: nn.Module) -> Tensor:
-        points = inside.clone().requires_grad_()
+    def residuals(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        points = batch["inside"].clone().requires_grad_()
         u = model(points)
         slopes = derivative(u, points)
         bend = derivative(slopes[:, 0], points)[:, :1] + derivative(slopes[:, 1], points)[:, 1:]
-        return (bend + u - force).square().mean() / 100 + model(edge).square().mean()
+        return {"equation": bend + u - batch["force"], "edge": model(batch["edge"])}
 
-    return full_batch(lambda: mlp(2, settings.width, settings.width, settings.width, 1), loss, settings)
+    weights = {"equation": 0.01, "edge": 1.0}
+    return full_batch(lambda: two_dimensions(settings), batch, settings, residuals=residuals, weights=weights)
 
 
 # --- operator learning -----------------------------------------------------------------------------------------------
@@ -182,22 +235,23 @@ def operator(settings: Settings) -> Problem:
     sines, cosines = amplitudes.unbind(1)
     functions = sines @ torch.sin(waves * x) + cosines @ torch.cos(waves * x)
     images = sines @ ((1 - torch.cos(waves * x)) / waves) + cosines @ (torch.sin(waves * x) / waves)
-    functions, images, places = (t.to(settings.device) for t in (functions, images, x.view(-1, 1)))
-    return full_batch(
-        lambda: DeepOperator(64, settings.width), lambda model: F.mse_loss(model(functions, places), images), settings
-    )
+    batch = {"functions": functions, "places": x.view(-1, 1), "images": images}
+
+    def residuals(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return model(batch["functions"], batch["places"]) - batch["images"]
+
+    return full_batch(lambda: DeepOperator(64, settings.width), batch, settings, residuals=residuals)
 
 
 # --- real tables, all rows in every step (these need scikit-learn) ---------------------------------------------------
 
 
-def table(name: str, settings: Settings) -> tuple[Tensor, Tensor]:
+def table(name: str) -> tuple[Tensor, Tensor]:
     from sklearn import datasets
 
     data = getattr(datasets, f"load_{name}")()
     x = torch.tensor(data.data, dtype=torch.float64)
-    x = ((x - x.mean(0)) / (x.std(0) + 1e-8)).float()
-    return x.to(settings.device), torch.tensor(data.target).to(settings.device)
+    return ((x - x.mean(0)) / (x.std(0) + 1e-8)).float(), torch.tensor(data.target)
 
 
 def standardized(y: Tensor) -> Tensor:
@@ -205,32 +259,35 @@ def standardized(y: Tensor) -> Tensor:
 
 
 def diabetes_mlp(settings: Settings) -> Problem:
-    x, y = table("diabetes", settings)
-    y = standardized(y)
-    return full_batch(lambda: mlp(10, 32, 32, 1), lambda model: F.mse_loss(model(x), y), settings)
+    x, y = table("diabetes")
+    return full_batch(lambda: mlp(10, 32, 32, 1), (x, standardized(y)), settings, criterion=nn.MSELoss())
 
 
 def diabetes_least_squares(settings: Settings) -> Problem:
     """Products of all features: condition number of some thousands."""
-    x, y = table("diabetes", settings)
+    x, y = table("diabetes")
     rows, columns = torch.triu_indices(10, 10)
     x = torch.cat([x, x[:, rows] * x[:, columns]], 1)
-    x, y = (x - x.mean(0)) / x.std(0), standardized(y)
-    return full_batch(lambda: mlp(x.shape[1], 1), lambda model: F.mse_loss(model(x), y), settings)
+    x = (x - x.mean(0)) / x.std(0)
+    return full_batch(lambda: mlp(x.shape[1], 1), (x, standardized(y)), settings, criterion=nn.MSELoss())
 
 
 def cancer_logistic(settings: Settings) -> Problem:
-    x, y = table("breast_cancer", settings)
-    y = y.float().view(-1, 1)
+    x, y = table("breast_cancer")
+    weights = 30 + 1
 
-    def loss(model: nn.Module) -> Tensor:
-        penalty = sum(p.square().sum() for p in model.parameters())
-        return F.binary_cross_entropy_with_logits(model(x), y) + 5e-5 * penalty
+    def residuals(model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Any]:
+        inputs, targets = batch
+        return {
+            "cancer": logistic(model(inputs), targets),
+            "penalty": torch.cat([p.reshape(-1) for p in model.parameters()]),
+        }
 
-    return full_batch(lambda: mlp(30, 1), loss, settings)
+    penalty = {"penalty": 5e-5 * weights}  # of their mean square: 5e-5 of the sum
+    batch = (x, y.float().view(-1, 1))
+    return full_batch(lambda: mlp(30, 1), batch, settings, residuals=residuals, weights=penalty)
 
 
 _TABLES = (diabetes_mlp, diabetes_least_squares, cancer_logistic)
-PROBLEMS: dict[str, Callable[[Settings], Problem]] = {
-    problem.__name__: problem for problem in (poisson, cubic, burgers, helmholtz, operator, *_TABLES, poisson_fresh)
-}
+KNOWN = (poisson, cubic, burgers, helmholtz, operator, *_TABLES, poisson_fresh)
+"""On which the leaps were made."""

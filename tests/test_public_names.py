@@ -37,10 +37,12 @@ PUBLIC = {
     "StreamToken",
     "TextGenerator",
     "TokenWindows",
+    "cross_entropy",
     "evaluate",
     "finetune",
     "load",
     "load_weights",
+    "logistic",
     "supervised",
     "train",
 }

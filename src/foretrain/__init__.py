@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from foretrain.config import Config, load
     from foretrain.data.loader import Loader, MappedSamples, TokenWindows
+    from foretrain.engine.objective import cross_entropy, logistic
     from foretrain.engine.optim.muon import Muon
     from foretrain.engine.own import supervised
     from foretrain.engine.result import StepResult
@@ -58,10 +59,12 @@ _HOMES = {
     "StreamToken": "serve.streaming",
     "TextGenerator": "serve.generate",
     "TokenWindows": "data.loader",
+    "cross_entropy": "engine.objective",
     "evaluate": "recipes.evaluate",
     "finetune": "recipes.finetune",
     "load": "config",
     "load_weights": "engine.weights",
+    "logistic": "engine.objective",
     "supervised": "engine.own",
     "train": "recipes.train",
 }
@@ -94,10 +97,12 @@ __all__ = [
     "StreamToken",
     "TextGenerator",
     "TokenWindows",
+    "cross_entropy",
     "evaluate",
     "finetune",
     "load",
     "load_weights",
+    "logistic",
     "supervised",
     "train",
 ]

@@ -47,11 +47,11 @@ class HybridTrainer:
     torch.optim.lr_scheduler; it is stepped once per step, and saved. loss_fn: also a criterion of (output, target),
     such as `nn.MSELoss()`; without one `model.loss(batch)` is called. residuals: instead of a loss a function of
     (model, batch) that gives residuals, a tensor or tensors by name; the loss is the sum of their mean squares, times
-    `weights` by name. Without `max_steps` in the configuration the run has no end and no rate decays. predictor:
-    instead of the configuration's; with `hybrid.mode = "off"` it is the plain loop. probe: batches that are never
-    trained on; moves are then searched and judged on them, at the run's charge. world: a seam for whoever will connect
-    several processes (`foretrain.engine.world` says what is missing); today `WORLD_SIZE` > 1 is refused while anything
-    is predicted.
+    `weights` by name (`foretrain.logistic` and `cross_entropy` make blocks that count by those losses). Without
+    `max_steps` in the configuration the run has no end and no rate decays. predictor: instead of the configuration's;
+    with `hybrid.mode = "off"` it is the plain loop. probe: batches that are never trained on; moves are then searched
+    and judged on them, at the run's charge. world: a seam for whoever will connect several processes
+    (`foretrain.engine.world` says what is missing); today `WORLD_SIZE` > 1 is refused while anything is predicted.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Objectives whose form is known: squares of residuals, or a convex loss of a model's outputs.
+"""Objectives whose form is known: squares of residuals, a convex loss of a model's outputs, or a sum of such blocks.
 
 Training needs only the loss. Leaps of the linearised run also ask how each output counts: `OutputPart` knows the
 gradient and the curvature of the loss in its outputs.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,7 +21,8 @@ from foretrain.engine.world import World
 from foretrain.errors import ConfigError, InputError
 
 ResidualFunction = Callable[[Any, Any], Any]
-"""A function of (model, batch) that gives a tensor of residuals, or tensors by name."""
+"""A function of (model, batch) that gives a tensor of residuals, or tensors by name. In place of a tensor there may be
+`logistic(...)` or `cross_entropy(...)`: a block that counts by that loss, not by its squares."""
 _FLATTEST = 1e-6
 """Least curvature of a convex loss that counts. Chosen: a sample that is classified beyond doubt has nearly none, and
 what it still asks for would be divided by it."""
@@ -94,8 +95,35 @@ class Objective(ABC):
         """Outputs of this batch, with their graph."""
 
 
+def logistic(outputs: Tensor, targets: Tensor) -> OutputPart:
+    """A block of residuals that counts by the logistic loss instead of squares: outputs before the sigmoid, and targets
+    from 0 to 1 of the same shape."""
+    _check_outputs("logistic", outputs, targets)
+    if outputs.shape != targets.shape:
+        shapes = f"outputs {list(outputs.shape)} and targets {list(targets.shape)}"
+        raise InputError(f"logistic() got {shapes}: it takes one target for each output")
+    return OutputPart("logistic", outputs, target=targets.to(outputs.dtype))
+
+
+def cross_entropy(outputs: Tensor, targets: Tensor) -> OutputPart:
+    """A block of residuals that counts by the cross-entropy instead of squares: outputs [rows, classes] before the
+    softmax, and the class of each row, from 0 on."""
+    _check_outputs("cross_entropy", outputs, targets)
+    if outputs.ndim != 2 or targets.shape != outputs.shape[:1] or targets.is_floating_point():
+        shapes = f"outputs {list(outputs.shape)} and targets {list(targets.shape)} of {targets.dtype}"
+        raise InputError(f"cross_entropy() got {shapes}: it takes [rows, classes] and one whole number per row")
+    return OutputPart("cross_entropy", outputs, target=targets)
+
+
+def _check_outputs(name: str, outputs: Any, targets: Any) -> None:
+    if not (isinstance(outputs, Tensor) and isinstance(targets, Tensor) and outputs.is_floating_point()):
+        given = f"{described(outputs)} and {described(targets)}"
+        raise InputError(f"{name}() got {given}: it takes tensors of outputs and of targets, and outputs are real")
+
+
 class Residuals(Objective):
-    """The sum over blocks of weight times the mean of squares of residuals. A loss function of (model, batch)."""
+    """The sum over blocks of weight times the mean of squares of residuals, or of a convex loss of outputs. A loss
+    function of (model, batch)."""
 
     def __init__(self, function: ResidualFunction, weights: Mapping[str, float] | None = None) -> None:
         if not callable(function):
@@ -106,43 +134,47 @@ class Residuals(Objective):
             if not (isinstance(weight, (int, float)) and math.isfinite(weight) and weight >= 0):
                 raise ConfigError(f"weights[{name!r}] = {weight!r}: a weight is a number that is not negative")
         self.latest: dict[str, Tensor] = {}
-        """Mean square of each block when it was last computed, on the device."""
+        """Mean loss of each block when it was last computed, on the device."""
 
     def parts(self, model: Any, batch: Any) -> list[OutputPart]:
-        blocks = self.blocks(model, batch)
-        self.latest |= {name: block.detach().square().mean() for name, block in blocks.items() if block.numel()}
-        return [
-            OutputPart(name, block, self.weights.get(name, 1.0))
-            for name, block in blocks.items()
-            if block.numel() and self.weights.get(name, 1.0) > 0
-        ]
+        found = [part for part in self.blocks(model, batch) if part.units and part.weight > 0]
+        for part in found:
+            if part.by_class and part.target is not None and bool((part.target < 0).any()):
+                raise UnknownForm("targets are not one class per row")
+            self.latest[part.name] = part.losses(part.outputs.detach()).mean()
+        return found
 
-    def blocks(self, model: Any, batch: Any) -> dict[str, Tensor]:
-        """Residuals by name, as real numbers of one row at least."""
+    def blocks(self, model: Any, batch: Any) -> list[OutputPart]:
+        """All blocks with their names and weights, also those that count nothing."""
         found = self.function(model, batch)
         blocks = dict(found) if isinstance(found, Mapping) else {"residuals": found}
         if not blocks:
             raise InputError("the residual function gave no block; it must give a tensor, or tensors by name")
-        for name, block in blocks.items():
-            if not isinstance(block, Tensor):
-                raise InputError(f"the residuals {name!r} are {described(block)}; they must be a tensor")
-            if not (block.is_floating_point() or block.is_complex()):
-                raise InputError(f"the residuals {name!r} are whole numbers ({block.dtype}), which have no derivative")
         unknown = [name for name in self.weights if name not in blocks]
         if unknown:
             names = ", ".join(map(repr, blocks))
             raise ConfigError(f"weights names {unknown[0]!r}, which is no block of residuals; there are {names}")
-        return {str(name): _real(block) for name, block in blocks.items()}
+        return [self._block(name, block) for name, block in blocks.items()]
+
+    def _block(self, name: str, block: Any) -> OutputPart:
+        weight = self.weights.get(name, 1.0)
+        if isinstance(block, OutputPart):
+            return replace(block, name=str(name), weight=weight)
+        if not isinstance(block, Tensor):
+            raise InputError(f"the residuals {name!r} are {described(block)}; they must be a tensor")
+        if not (block.is_floating_point() or block.is_complex()):
+            raise InputError(f"the residuals {name!r} are whole numbers ({block.dtype}), which have no derivative")
+        return OutputPart(str(name), _real(block), weight)
 
     def __call__(self, model: nn.Module, batch: Any) -> Tensor:
         """The loss. A block without rows counts nothing."""
         total: Tensor | None = None
-        for name, block in self.blocks(model, batch).items():
-            if not block.numel():
+        for part in self.blocks(model, batch):
+            if not part.units:
                 continue
-            square = block.square().mean()
-            self.latest[name] = square.detach()
-            term = self.weights.get(name, 1.0) * square
+            mean = part.losses(part.outputs).mean()
+            self.latest[part.name] = mean.detach()
+            term = part.weight * mean
             total = term if total is None else total + term
         if total is None:
             raise InputError("no block of residuals has a row in this batch, so there is nothing to train on")
@@ -150,10 +182,10 @@ class Residuals(Objective):
 
 
 def block_losses(objective: Objective | None, world: World) -> dict[str, float] | None:
-    """Mean square of each block of residuals; None where the loss is not made of them. Waits for the device."""
+    """Mean loss of each block of residuals; None where the loss is not made of them. Waits for the device."""
     if not isinstance(objective, Residuals) or not objective.latest:
         return None
-    numbers = world.to_host(torch.stack([square.float() for square in objective.latest.values()]))
+    numbers = world.to_host(torch.stack([mean.float() for mean in objective.latest.values()]))
     return dict(zip(objective.latest, numbers, strict=True))
 
 

@@ -58,6 +58,9 @@ only have to tell a thousandfold cost from a twofold one."""
 _FAST = 1e13
 _PASS = 1e-3
 """Seconds of a full step of a small network, beside its products. Measured: 0.6 to 2 ms on one core."""
+_HARDLY = 0.1
+"""Fall of the logarithm of the loss. Chosen: less than a tenth in so many leaps is no progress, however steeply the
+optimizer's first steps fell."""
 _FEWEST = 32
 """Leaps before a chain is compared with the optimizer's own steps. Chosen: the first ones look for their damping."""
 
@@ -336,9 +339,9 @@ class LinearisedLeaps(ChainedLeaps):
     # --- its end -----------------------------------------------------------------------------------------------------
 
     def over(self, slope: WindowLosses) -> bool:
-        """It is to end, or the optimizer's own steps did better before it."""
-        usual = slope.last_log_fall
-        slow = self.leaps >= _FEWEST and _log_fall(self.start_loss, self.loss) < usual * self.cost
+        """It is to end, or it hardly lowers the loss while the optimizer's own steps did before it."""
+        fall, usual = _log_fall(self.start_loss, self.loss), slope.last_log_fall
+        slow = self.leaps >= _FEWEST and fall < min(_HARDLY, usual * self.cost)
         return self.stopped or (slow and not self.returned)
 
     def end(self, slope: WindowLosses, refused: bool, held_out: float | None = None) -> None:
