@@ -288,15 +288,15 @@ class Engine:
         """Tokens of a batch of token numbers where tokens are counted; else its rows."""
         return count(batch) if self.unit == "tokens" else rows_of(batch)
 
-    def count_step(self, batch: Any, output: StepOutput) -> StepOutput:
-        """What follows on every update."""
+    def count_step(self, batch: Any, output: StepOutput, passes: int = 1) -> StepOutput:
+        """What follows on every update. passes: backward passes that it took."""
         if self.average is not None:
             self.average.update()
         self.meter.add(output)
         progress = self.progress
         progress.tokens += self.count(batch)
         progress.rows = max(progress.rows, rows_of(batch))  # the last batch of an epoch may be smaller
-        progress.backward_passes += 1
+        progress.backward_passes += passes
         return output
 
     def to_device(self, batch: Any) -> Any:

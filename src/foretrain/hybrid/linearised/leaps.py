@@ -111,8 +111,8 @@ class LinearisedLeaps(ChainedLeaps):
         self.stuck = False
         """The last chain ended where no leap lowers the loss: the next one begins where the optimizer leads to."""
         self.outputs = 0
-        self.last_step = None
         """Outputs of the last batch."""
+        self.last_step = None
         self.cover()
 
     @property
@@ -251,6 +251,7 @@ class LinearisedLeaps(ChainedLeaps):
                 self.last_step = step
                 return trial
             self.last_step = None
+            self.cost += 1  # for outputs in vain
             self.damping, self.lift = min(self.damping * self.lift, _MOST_DAMPING), min(2 * self.lift, 64.0)
         self.damping, self.lift = least, 2.0
         return None
@@ -289,7 +290,7 @@ class LinearisedLeaps(ChainedLeaps):
         output = StepOutput(
             look.loss.float(), gradient.norm().float(), torch.zeros_like(look.loss).float(), norms.float()
         )
-        return self.engine.count_step(batch, output)
+        return self.engine.count_step(batch, output, passes=0 if system is None else 1)
 
     # --- how many rows -----------------------------------------------------------------------------------------------
 
