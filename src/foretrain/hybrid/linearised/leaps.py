@@ -192,8 +192,7 @@ class LinearisedLeaps(ChainedLeaps):
         start = self._point()
         found, system = self._search(look, start)
         if found is None:
-            copy_each(self.parameters, start)
-            self._look = look
+            self._go_to(start)
             arrived = self.promise <= _LEAST_PROMISE or self.loss <= _LOW_ENOUGH * self.first_loss
             self.stuck = not arrived and (self.idle >= _LONGEST_HOLD or not self.end_point)
             if self.stuck:
@@ -221,6 +220,8 @@ class LinearisedLeaps(ChainedLeaps):
                 self._think_rows_over()
             if found is not None or some is None or not self._take_more_rows():
                 return found, system
+            copy_each(self.parameters, start)
+            look = self._outputs(look.batch)  # rows are taken at the weights as they are: trials have moved them
 
     def _try(
         self, look: Linearisation, system: System, chosen: Choice, start: list[Tensor], whole: bool
