@@ -4,13 +4,12 @@ import argparse
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
-from torch.nn import Linear, Module, Sequential, Tanh
+from torch import Tensor, nn
 
 from foretrain import Config, HybridTrainer
 
 POOL = torch.quasirandom.SobolEngine(2, scramble=True, seed=0).draw(4800) * torch.tensor([1, 2]) - torch.tensor([0, 1])
-EDGE = torch.cat([POOL[:128] * torch.tensor([0, 1]), torch.stack([POOL[:128, 0], POOL[:128, 1].sign()], 1)])  # (t, x)
+EDGE = torch.cat([POOL[:256] * torch.tensor([0, 1]), torch.stack([POOL[:256, 0], POOL[:256, 1].sign()], 1)])  # (t, x)
 
 
 def solution(points: Tensor) -> Tensor:
@@ -21,7 +20,7 @@ def solution(points: Tensor) -> Tensor:
     return -(shares * torch.sin(y)).sum(1, keepdim=True) / shares.sum(1, keepdim=True)
 
 
-def residuals(model: Module, points: Tensor) -> dict[str, Tensor]:
+def residuals(model: nn.Module, points: Tensor) -> dict[str, Tensor]:
     points = points.detach().requires_grad_()
     u = model(points)
     (slope,) = torch.autograd.grad(u.sum(), points, create_graph=True)
@@ -30,7 +29,7 @@ def residuals(model: Module, points: Tensor) -> dict[str, Tensor]:
     return {"equation": equation, "edge": model(EDGE) + torch.sin(torch.pi * EDGE[:, 1:])}  # u = -sin(pi x) on it
 
 
-def batches(model: Module, adaptive: bool) -> Iterator[Tensor]:
+def batches(model: nn.Module, adaptive: bool) -> Iterator[Tensor]:
     points = POOL[:600]
     while True:
         yield from [points] * 20
@@ -39,9 +38,10 @@ def batches(model: Module, adaptive: bool) -> Iterator[Tensor]:
             points = POOL[torch.multinomial(left / left.mean() + 1, 600)]
 
 
-def main(steps: int = 2000, plain: bool = False, adaptive: bool = False) -> tuple[Module, float, float]:
+def main(steps: int = 2000, plain: bool = False, adaptive: bool = False) -> tuple[nn.Module, float, float]:
     torch.manual_seed(0)
-    model = Sequential(Linear(2, 24), Tanh(), Linear(24, 24), Tanh(), Linear(24, 24), Tanh(), Linear(24, 1))
+    hidden = [layer for _ in range(3) for layer in (nn.Linear(16, 16), nn.Tanh())]
+    model = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), *hidden, nn.Linear(16, 1))
     config = Config(max_steps=steps, device="cpu", hybrid={"mode": "off" if plain else "leap"})
     trainer = HybridTrainer(model, torch.optim.Adam(model.parameters(), lr=3e-3), config=config, residuals=residuals)
     trainer.fit(batches(model, adaptive), unit="points")
