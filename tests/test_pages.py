@@ -61,15 +61,6 @@ def test_example_program_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert accuracy > 95, printed
 
 
-def test_leaps_pay_in_the_example_of_an_equation(capsys: pytest.CaptureFixture[str]) -> None:
-    example = runpy.run_path(str(ROOT / "examples" / "physics_informed.py"))
-    loss, error = example["main"](steps=300)
-    plain, _ = example["main"](steps=300, plain=True)
-    assert loss < plain / 10
-    assert error < 1e-3
-    assert "Quasi-Newton leaps took the training loss" in " ".join(capsys.readouterr().err.split())
-
-
 def test_the_hook_of_the_page_sees_what_it_says_and_a_rollback_takes_it_back() -> None:
     text = (ROOT / "docs" / "python.md").read_text(encoding="utf-8").partition("## Watch full steps")[2]
     code = text.partition("```python\n")[2].partition("```")[0]
