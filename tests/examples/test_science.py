@@ -5,17 +5,22 @@ from __future__ import annotations
 import functools
 import re
 import runpy
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from xml.etree import ElementTree as ET
 
 import pytest
 import torch
 from tests.scripts import load_script
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+from foretrain import Config, HybridTrainer
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
 STEPS = {"poisson": 100, "burgers": 600, "inverse": 300, "operator_network": 300, "table": 100}
 FURTHER = {"poisson": 50.0, "burgers": 2.0, "inverse": 50.0, "operator_network": 5.0, "table": 50.0}
 """How many times lower the loss must be with leaps. Seen: 1,400, 6, 13,000, 30 and 1,800."""
@@ -98,3 +103,31 @@ def test_noise_in_a_table_is_not_learned_by_heart() -> None:
     noise = (0.5 / 4.9) ** 2
     assert loss > noise / 2
     assert error < 0.1
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/science.md"])
+def test_the_residuals_of_the_pages_train(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
+    code = next(block for block in blocks if block.startswith("def residuals"))
+    points = torch.rand(40, 2, generator=torch.Generator().manual_seed(1))
+    edge = points * torch.tensor([0, 1])
+    known: dict[str, Any] = {"torch": torch, "Config": Config, "HybridTrainer": HybridTrainer}
+    known |= {"points": points, "other_points": points / 2, "edge": edge, "wanted": torch.sin(edge[:, 1:])}
+    known["model"] = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+    exec(code.replace("max_steps=2000", "max_steps=60"), known)  # noqa: S102
+    assert known["trainer"].global_step == 60
+    assert known["trainer"].evaluate([points]) < 0.01
+    assert (tmp_path / "runs" / "burgers" / "report.html").exists()
+
+
+def test_solutions_and_errors_can_be_drawn(tmp_path: Path) -> None:
+    assert subprocess.run([sys.executable, ROOT / "docs" / "draw_science.py", tmp_path, "12"]).returncode == 0
+    for name in ("poisson", "burgers"):
+        picture = ET.parse(tmp_path / f"{name}.svg").getroot()  # noqa: S314
+        texts = [element.text or "" for element in picture.iter("{http://www.w3.org/2000/svg}text")]
+        assert "u after 12 steps, with leaps" in texts
+        assert sum("error" in text for text in texts) == 2
+        fields = list(picture.iter("{http://www.w3.org/2000/svg}g"))
+        assert len(fields) == 3
+        assert all(len(list(field)) > 1 for field in fields)
