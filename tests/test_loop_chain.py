@@ -12,8 +12,9 @@ from tests.faults.test_resume_hybrid import assert_same_state, saved
 from tests.hybrid.judges.test_held_out import HELD_OUT, TRAINED, Wide
 from tests.hybrid.moves.test_chain import CHAINED
 from tests.worlds import QUICK, same_weights
+from torch import nn
 
-from foretrain import CheckpointStore, HybridTrainer
+from foretrain import CheckpointStore, Config, HybridTrainer
 from foretrain.config import from_mapping
 from foretrain.errors import ConfigError, InputError
 from foretrain.events import (
@@ -273,3 +274,19 @@ def test_a_best_checkpoint_goes_into_a_model_and_into_no_other(tmp_path: Path) -
     )
     with pytest.raises(checkpoint.CheckpointError, match="another model"):
         wrong.load_weights(state, "best")
+
+
+def test_a_callback_can_stop_a_run_in_the_middle_of_linearised_leaps() -> None:
+    """A chain of them is often the whole run."""
+    model = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1))
+    adam = torch.optim.Adam(model.parameters(), lr=1e-3)
+    points = torch.linspace(0, 1, 30).view(-1, 1)
+    trainer = HybridTrainer(model, adam, residuals=lambda m, x: m(x) - x.square(), config=Config(max_steps=400))
+
+    def stop(event: Event) -> None:
+        if isinstance(event, Progress) and event.phase == "predict":
+            trainer.stop()
+
+    summary = trainer.fit([points], callbacks=[stop], progress=False)
+    assert summary["reason"] == "stopped early"
+    assert trainer.global_step < 100

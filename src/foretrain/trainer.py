@@ -297,8 +297,10 @@ class HybridTrainer:
         return fit(self, loader, held_out, replace(told, on_interrupt=on_interrupt))
 
     def stop(self) -> None:
-        """End `fit` after this step, as early stopping does. For callbacks."""
+        """End `fit` after this step, or after the move that is open, as early stopping does. For callbacks."""
         self.stopping = True
+        if self.hybrid is not None:
+            self.hybrid.end_soon()
 
     def summary(self) -> dict[str, Any]:
         """What the run did so far."""
