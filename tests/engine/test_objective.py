@@ -95,11 +95,11 @@ def test_gradient_and_curvature_are_those_of_the_criterion(name: str) -> None:
     outputs = part.outputs.detach() + (target if name == "mean squares" else 0)
     gradient, factor = part.curvature(torch.arange(part.units))
     wanted = torch.autograd.functional.jacobian(lambda out: criterion(out, target), outputs)
-    torch.testing.assert_close(gradient.reshape(outputs.shape), wanted)
+    torch.testing.assert_close(gradient.reshape(outputs.shape), wanted, check_dtype=False)
     curved = torch.autograd.functional.hessian(lambda out: criterion(out, target), outputs)
     curved = curved.reshape(outputs.numel(), -1)
     mine = torch.block_diag(*(factor @ factor.mT)) if factor.ndim == 3 else torch.diag(factor.square())
-    torch.testing.assert_close(mine, curved, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(mine, curved, rtol=1e-4, atol=1e-6, check_dtype=False)
 
 
 @pytest.mark.parametrize(

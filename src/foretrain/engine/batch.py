@@ -35,14 +35,33 @@ def map_tensors(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 
 def same_batch(one: Any, other: Any) -> bool:
-    """Whether two batches hold the same numbers. One without tensors is not known to."""
-    first, second = tensors_of(one), tensors_of(other)
-    pairs = zip(first, second, strict=False)
-    return bool(first) and len(first) == len(second) and all(a is b or _equal(a, b) for a, b in pairs)
+    """Whether two batches hold the same numbers and texts. One without tensors is not known to."""
+    return bool(tensors_of(one)) and _same(one, other)
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return isinstance(other, Tensor) and (one is other or _equal(one, other))
+    if isinstance(one, Mapping):
+        return isinstance(other, Mapping) and one.keys() == other.keys() and all(_same(one[k], other[k]) for k in one)
+    if isinstance(one, (tuple, list)):
+        alike = isinstance(other, (tuple, list)) and len(one) == len(other)
+        return alike and all(_same(a, b) for a, b in zip(one, other, strict=True))
+    return one is other or (isinstance(one, (bool, int, float, complex, str, bytes)) and bool(one == other))
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
+
+
+def typed_like(batch: Any, given: Any) -> Any:
+    """The batch with the types of another one: a saved state knows tuples only, where a loader gives named ones."""
+    if isinstance(batch, dict) and isinstance(given, Mapping):
+        return {key: typed_like(value, given.get(key)) for key, value in batch.items()}
+    if isinstance(batch, (tuple, list)) and isinstance(given, (tuple, list)) and len(batch) == len(given):
+        parts = [typed_like(*pair) for pair in zip(batch, given, strict=True)]
+        return type(given)(*parts) if hasattr(given, "_fields") else type(batch)(parts)
+    return batch
 
 
 def split(batch: Any, parts: int, index: int) -> Any:

@@ -10,6 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.nn import functional as F
 from foretrain.engine.own import Measure, Supervised, described, pair
 from foretrain.engine.world import World
 from foretrain.errors import ConfigError, InputError
+from foretrain.models.loss import IGNORED
 
 ResidualFunction = Callable[[Any, Any], Any]
 """A function of (model, batch) that gives a tensor of residuals, or tensors by name. In place of a tensor there may be
@@ -71,14 +73,16 @@ class OutputPart:
     def curvature(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
         """Gradient q of the mean loss of the chosen units in their outputs, and a factor S of its curvature S S^T.
 
-        q [n] and S [n] of single outputs; q [n, classes] and S [n, classes, classes] of rows of classes.
+        q [n] and S [n] of single outputs; q [n, classes] and S [n, classes, classes] of rows of classes, in fp64. Where
+        outputs are no numbers, both are none.
         """
         outputs, share = self.outputs.detach(), self.weight / len(chosen)
         if self.by_class and self.target is not None:
-            chance = outputs[chosen].softmax(-1)
-            wanted = F.one_hot(self.target[chosen], chance.shape[-1]).to(chance.dtype)
+            chance = outputs[chosen].double().softmax(-1)
+            wanted = F.one_hot(self.target[chosen].long(), chance.shape[-1])
             bend = torch.diag_embed(chance + _FLATTEST) - chance.unsqueeze(-1) * chance.unsqueeze(-2)
-            return share * (chance - wanted), math.sqrt(share) * torch.linalg.cholesky(bend)
+            factor = torch.linalg.cholesky_ex(bend).L.where(torch.isfinite(bend), torch.nan)
+            return share * (chance - wanted), math.sqrt(share) * factor
         flat = outputs.reshape(-1)[chosen]
         if self.target is None:
             return 2 * share * flat, torch.full_like(flat, math.sqrt(2 * share))
@@ -129,10 +133,11 @@ class Residuals(Objective):
         if not callable(function):
             raise ConfigError(f"residuals = {function!r} cannot be called; give a function of (model, batch)")
         self.function = function
-        self.weights = dict(weights or {})
-        for name, weight in self.weights.items():
-            if not (isinstance(weight, (int, float)) and math.isfinite(weight) and weight >= 0):
+        given: Mapping[str, Any] = weights or {}
+        for name, weight in given.items():
+            if not (isinstance(weight, Real) and math.isfinite(weight) and float(weight) >= 0):
                 raise ConfigError(f"weights[{name!r}] = {weight!r}: a weight is a number that is not negative")
+        self.weights = {str(name): float(weight) for name, weight in given.items()}
         self.latest: dict[str, Tensor] = {}
         """Mean loss of each block when it was last computed, on the device."""
 
@@ -147,37 +152,40 @@ class Residuals(Objective):
     def blocks(self, model: Any, batch: Any) -> list[OutputPart]:
         """All blocks with their names and weights, also those that count nothing."""
         found = self.function(model, batch)
-        blocks = dict(found) if isinstance(found, Mapping) else {"residuals": found}
-        if not blocks:
+        named = found if isinstance(found, Mapping) else {"residuals": found}
+        if not named:
             raise InputError("the residual function gave no block; it must give a tensor, or tensors by name")
-        unknown = [name for name in self.weights if name not in blocks]
-        if unknown:
+        blocks = {str(name): block for name, block in named.items()}
+        if unknown := [name for name in self.weights if name not in blocks]:
             names = ", ".join(map(repr, blocks))
-            raise ConfigError(f"weights names {unknown[0]!r}, which is no block of residuals; there are {names}")
+            raise ConfigError(
+                f"weights names {unknown[0]!r}, which is no block of residuals; there are {names}. A block that has no "
+                "row in some batches is given there all the same, as an empty tensor"
+            )
         return [self._block(name, block) for name, block in blocks.items()]
 
     def _block(self, name: str, block: Any) -> OutputPart:
         weight = self.weights.get(name, 1.0)
         if isinstance(block, OutputPart):
-            return replace(block, name=str(name), weight=weight)
+            return replace(block, name=name, weight=weight)
         if not isinstance(block, Tensor):
             raise InputError(f"the residuals {name!r} are {described(block)}; they must be a tensor")
         if not (block.is_floating_point() or block.is_complex()):
             raise InputError(f"the residuals {name!r} are whole numbers ({block.dtype}), which have no derivative")
-        return OutputPart(str(name), _real(block), weight)
+        return OutputPart(name, _real(block), weight)
 
     def __call__(self, model: nn.Module, batch: Any) -> Tensor:
-        """The loss. A block without rows counts nothing."""
+        """The loss. A block without rows, or of weight 0, counts nothing."""
         total: Tensor | None = None
         for part in self.blocks(model, batch):
             if not part.units:
                 continue
             mean = part.losses(part.outputs).mean()
             self.latest[part.name] = mean.detach()
-            term = part.weight * mean
-            total = term if total is None else total + term
+            if part.weight:
+                total = part.weight * mean if total is None else total + part.weight * mean
         if total is None:
-            raise InputError("no block of residuals has a row in this batch, so there is nothing to train on")
+            raise InputError("no block of residuals that counts has a row in this batch: there is nothing to train on")
         return total
 
 
@@ -231,7 +239,7 @@ def objective_of(loss: object) -> Objective | None:
     if isinstance(loss, Objective):
         return loss
     criterion: Any = loss.criterion if isinstance(loss, Supervised) else None
-    if criterion is F.mse_loss or (isinstance(criterion, nn.MSELoss) and criterion.reduction == "mean"):
+    if criterion is F.mse_loss or _plain(criterion, nn.MSELoss):
         return OfOutputs("mse")
     if criterion is F.binary_cross_entropy_with_logits or _plain(criterion, nn.BCEWithLogitsLoss):
         return OfOutputs("bce")
@@ -245,7 +253,8 @@ def _plain(criterion: Any, kind: type[nn.Module]) -> bool:
     if type(criterion) is not kind or criterion.reduction != "mean":
         return False
     weighted = any(getattr(criterion, name, None) is not None for name in ("weight", "pos_weight"))
-    return not weighted and not getattr(criterion, "label_smoothing", 0.0)
+    ignoring = getattr(criterion, "ignore_index", IGNORED) != IGNORED  # targets below 0 are looked for in any case
+    return not (weighted or ignoring or getattr(criterion, "label_smoothing", 0.0))
 
 
 def _real(block: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foretrain.engine.batch import map_tensors, same_batch
+from foretrain.engine.batch import map_tensors, same_batch, typed_like
 from foretrain.engine.engine import Engine
 from foretrain.engine.memory.host import copy_each
 from foretrain.engine.memory.offload import Aside
@@ -176,7 +176,7 @@ class RecentBatches(Stateful):
         """Note the batch of a full step, if it is one of the last of its window."""
         if self.trajectory.steps > self.trajectory.window - _BATCHES:
             copied = map_tensors(batch, lambda tensor: tensor.clone())
-            self.batches = [*self.batches, copied][-(_BATCHES - 1) :]
+            self.batches = [*(typed_like(one, batch) for one in self.batches), copied][-(_BATCHES - 1) :]
 
     def same(self) -> bool:
         """Whether steps see the same batch over and over: then the loss is exact."""

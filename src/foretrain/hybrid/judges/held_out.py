@@ -16,7 +16,8 @@ from foretrain.persist.codec import same_random_numbers
 from foretrain.persist.stateful import Stateful
 
 _FEWEST_LEAPS = 4
-"""A chain makes at least this many leaps between two looks at the held-out loss. Chosen: as many as it is judged by."""
+"""A chain makes at least this many leaps of one full step each between two looks at the held-out loss. Chosen: as many
+as it is judged by."""
 _SHARE = 0.1
 """Looks may take this share of the chain's own cost: where held-out data is large they are made less often. Chosen."""
 _PATIENCE = 4
@@ -113,9 +114,10 @@ class HeldOut(Stateful):
         self.leaps = self.looked_at = self.since = 0
         self.training_loss = self.last_training_loss = training_loss
 
-    def look_due(self, leaps: int, batch: Any, last: bool) -> bool:
-        """last: the chain ends here in any case."""
-        every = max(_FEWEST_LEAPS, math.ceil(self.price(batch) / _SHARE))
+    def look_due(self, leaps: int, batch: Any, last: bool, steps_of_leap: int = 1) -> bool:
+        """last: the chain ends here in any case. steps_of_leap: full steps that a leap costs; one that costs several
+        leads as far, too."""
+        every = max(1, round(max(_FEWEST_LEAPS, math.ceil(self.price(batch) / _SHARE)) / steps_of_leap))
         return leaps > self.looked_at and (last or leaps - self.looked_at >= every)
 
     def look(self, leaps: int, training_loss: float) -> bool:

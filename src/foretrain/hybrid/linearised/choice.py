@@ -19,19 +19,25 @@ Choice = list[Tensor]
 
 
 def choose(parts: list[OutputPart], rows: int, seed: int, grid: Grid | None) -> Choice | None:
-    """So many units of all parts, each part by its share; of a table whole diagonals. None: all of them are wanted."""
-    units = [part.units for part in parts]
-    if rows >= sum(units):
+    """Units of all parts with so many outputs together, each part by its share; of a table whole diagonals. None: all
+    of them are wanted."""
+    share = rows / sum(part.outputs.numel() for part in parts)
+    if share >= 1:
         return None
     draw, chosen = torch.Generator().manual_seed(seed), []
     if grid is not None:
         some = torch.randperm(grid.diagonals, generator=draw)[: max(1, round(rows / grid.size))]
         return [grid.outputs(some.sort().values.to(parts[0].outputs.device))]
-    for count, part in zip(units, parts, strict=True):
-        wanted = max(min(count, _LEAST_OF_BLOCK), round(rows * count / sum(units)))
-        some = torch.randperm(count, generator=draw)[: min(wanted, count)]
+    for part in parts:
+        units, least = part.units, min(_LEAST_OF_BLOCK, rows // len(parts)) // outputs_of_unit(part)
+        wanted = max(1, least, round(share * units))
+        some = torch.randperm(units, generator=draw)[: min(wanted, units)]
         chosen.append(some.sort().values.to(part.outputs.device))
     return chosen
+
+
+def outputs_of_unit(part: OutputPart) -> int:
+    return part.outputs.numel() // part.units
 
 
 def everything(parts: list[OutputPart]) -> Choice:
@@ -51,9 +57,9 @@ def system_of(look: Linearisation, way: Way, chosen: Choice, world: World) -> Sy
             targets.append(gradient / factor)
         else:
             by_row = block.view(len(factor), factor.shape[-1], -1)
-            by_row.copy_(torch.bmm(factor.mT, by_row))
+            by_row.copy_(torch.bmm(factor.mT.to(rows.dtype), by_row))
             targets.append(torch.linalg.solve_triangular(factor, gradient.unsqueeze(-1), upper=False).reshape(-1))
-    return System(rows, torch.cat(targets), world)
+    return System(rows, torch.cat(targets).to(rows.dtype), world)
 
 
 def _outputs(part: OutputPart, units: Tensor) -> Tensor:

@@ -6,22 +6,27 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from foretrain.engine.batch import map_tensors, same_batch
 from foretrain.engine.engine import Engine
+from foretrain.engine.fence import failure_of
 from foretrain.engine.memory.host import copy_each
-from foretrain.engine.objective import Objective
+from foretrain.engine.objective import Objective, UnknownForm
 from foretrain.engine.step import StepOutput
-from foretrain.hybrid.linearised.choice import Choice, choose, everything, system_of
+from foretrain.errors import is_out_of_memory
+from foretrain.hybrid.linearised.choice import Choice, choose, everything, outputs_of_unit, system_of
+from foretrain.hybrid.linearised.price import Price
 from foretrain.hybrid.linearised.rows import Linearisation, Way
 from foretrain.hybrid.linearised.solve import System
 from foretrain.hybrid.moves.chained import ChainedLeaps
 from foretrain.motion.losses import WindowLosses
+from foretrain.persist.codec import random_state
 
+Result = TypeVar("Result")
 _FIRST_DAMPING = 1e-2
 """Share of the mean eigenvalue. Chosen: one that is too high costs a few leaps, since it falls fivefold in each."""
 _LEAST_DAMPING, _MOST_DAMPING = 1e-14, 1e8
@@ -50,19 +55,19 @@ _LEAST_PROMISE = 1e-4
 _LOW_ENOUGH = 1e-4
 """Share of the loss that the first chain began with, from which on chains stay where they are. Chosen: in no problem of
 benchmarks/low_noise.py does a first-order method get lower than that before its leaps do."""
-_LOOK = 2.0
-"""Full steps that outputs and their rows take beside the products. Measured: 1.6 to 2.4 on one CPU core."""
-_SPEED = {"cpu": 5e10}
-"""Multiplications per second of such products on one core, measured; `_FAST` elsewhere, which is no measurement: they
-only have to tell a thousandfold cost from a twofold one."""
-_FAST = 1e13
-_PASS = 1e-3
-"""Seconds of a full step of a small network, beside its products. Measured: 0.6 to 2 ms on one core."""
 _HARDLY = 0.1
 """Fall of the logarithm of the loss. Chosen: less than a tenth in so many leaps is no progress, however steeply the
 optimizer's first steps fell."""
+_FEWEST_OUTPUTS = 8
+"""Outputs that there must be, or as many as weights. Chosen: blocks are fewer, in case somebody gives their means."""
 _FEWEST = 32
 """Leaps before a chain is compared with the optimizer's own steps. Chosen: the first ones look for their damping."""
+_DEAR = 8.0
+"""Full steps per leap. Chosen: twice what leaps of small networks cost; where they cost more, as with many classes or
+rows that are taken one by one, the optimizer may well be faster."""
+_FIRST_LENGTH = 64.0
+"""Full steps that the first chain of dear leaps costs: those of the optimizer after it show who is faster there.
+Chosen: few enough to be lost where leaps are slow, and the next chain is twice as long where they are not."""
 
 
 class LinearisedLeaps(ChainedLeaps):
@@ -72,11 +77,25 @@ class LinearisedLeaps(ChainedLeaps):
     name = "linearised"
     saved = (
         *("damping", "lift", "rows", "made", "loss", "start_loss", "leaps", "cost", "returned", "stopped", "lowest"),
-        *("lowest_held_out", "exact", "since", "own_fall", "whole_fall", "ratio", "hold", "idle", "outputs"),
-        *("last_step", "promise", "stuck", "first_loss", "mark", "best", "end_point", "best_loss", "best_point"),
+        *("lowest_held_out", "exact", "since", "own_fall", "whole_fall", "ratio", "hold", "idle"),
+        *(
+            "last_step",
+            "promise",
+            "arrived",
+            "stuck",
+            "first_loss",
+            "mark",
+            "best",
+            "end_point",
+            "best_loss",
+            "best_point",
+        ),
+        *("prices", "tapped", "room", "length", "pace", "failure", "_batch", "_norms"),
     )
     exact: bool | None
     last_step: Tensor | None
+    _batch: Any
+    _norms: Tensor | None
     mark: list[Tensor]
     best: list[Tensor]
     end_point: list[Tensor]
@@ -108,10 +127,18 @@ class LinearisedLeaps(ChainedLeaps):
         """Share of the loss that the last leap was to take away, with the least damping that was tried."""
         self.first_loss = math.nan
         """Where the first chain began."""
+        self.arrived = False
+        """Nothing would get lower from here."""
         self.stuck = False
         """The last chain ended where no leap lowers the loss: the next one begins where the optimizer leads to."""
-        self.outputs = 0
-        """Outputs of the last batch."""
+        self.prices = Price(engine)
+        self.room = 0
+        """Virtual steps that are left for leaps."""
+        self.length, self.pace = _FIRST_LENGTH, math.nan
+        """Full steps that a chain may cost, and what the last one lowered the logarithm of the loss by for each."""
+        self.failure = ""
+        self._norms = None
+        """Norms of the last gradient, by parameter."""
         self.last_step = None
         self.cover()
 
@@ -122,7 +149,9 @@ class LinearisedLeaps(ChainedLeaps):
     def cover(self) -> None:
         self.way: Way | None = None
         self._look: Linearisation | None = None
-        self._batch: Any = None
+        self._batch = None
+        self.tapped = True
+        """Rows are taken by taps; else one by one, because taps stand in the way of what the loss is made of."""
         self.mark, self.best, self.end_point, self.best_point = [], [], [], []
         self.last_step = None
         self.lowest = self.lowest_held_out = self.best_loss = math.nan
@@ -163,13 +192,24 @@ class LinearisedLeaps(ChainedLeaps):
     # --- a chain -----------------------------------------------------------------------------------------------------
 
     def begin(self, batch: Any) -> bool:
-        """Begin here, or at the end of an earlier chain where that was lower. False where the loss is not finite."""
+        """Begin here, or at the end of an earlier chain where that was lower. False where the loss is not finite, and
+        where it cannot be linearised: `failure` says why."""
+        return bool(self._guarded(self._begin, batch))
+
+    def _begin(self, batch: Any) -> bool:
         self.leaps, self.cost, self.returned, self.stopped = 0, 0.0, False, False
         self.end_point, self.best_point, self.best_loss = [], [], math.nan
         self.since, self.own_fall, self.whole_fall, self.hold, self.idle = 0, 0.0, 0.0, 0, 0
-        self.last_step = None
+        self.last_step, self.arrived = None, False
         self._look = self.way = None
-        self.loss = self._number(self._look_at(batch).loss)
+        with self._repeatable():
+            look = self._look_at(batch)
+        if (widest := max(map(outputs_of_unit, look.parts))) > self.most_rows:
+            raise UnknownForm(f"hybrid.linear_memory_mb has no room for the rows of one sample of {widest} classes")
+        if (count := look.starts[-1]) < min(_FEWEST_OUTPUTS, self.elements):
+            raise UnknownForm(f"{count} residuals say too little; give one for each point, not their mean")
+        self.rows = max(self.rows, widest)
+        self.loss = self._number(look.loss)
         if self.mark and not self.stuck:
             here = self._point()
             self._go_to(self.mark)
@@ -180,11 +220,51 @@ class LinearisedLeaps(ChainedLeaps):
                 self._go_to(here)
         self.start_loss = self.loss
         self.first_loss = self.loss if math.isnan(self.first_loss) else self.first_loss
+        self._find_way(self._look_at(batch))
         return math.isfinite(self.loss)
+
+    @contextmanager
+    def _repeatable(self) -> Iterator[None]:
+        """Outputs that are computed in the block are a function of weights and batch alone: nothing else changes."""
+        random, buffers = random_state(), [buffer.clone() for buffer in self.engine.full_step.buffers]
+        yield
+        if not same_batch(random, random_state()):
+            raise UnknownForm(
+                "the loss draws random numbers, as dropout does; points, for example, are to be drawn where batches are"
+            )
+        if any(not torch.equal(one, now) for one, now in zip(buffers, self.engine.full_step.buffers, strict=True)):
+            raise UnknownForm("the model changes its buffers in every pass, as batch norm does")
+
+    def _guarded(self, do: Callable[[Any], Result], batch: Any) -> Result | None:
+        """Do it; once more without taps where it fails with them. None where that fails, too: `failure` says why."""
+        start, taps = self._point(), self.tapped
+        try:
+            return do(batch)
+        except UnknownForm as error:
+            self.failure = str(error)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            self.failure = f"the loss cannot be linearised ({failure_of('it', error).error})"
+            self.tapped = False
+        self._go_to(start)
+        self.release()
+        if taps == self.tapped:
+            return None
+        self.failure = ""
+        return self._guarded(do, batch)
+
+    def release(self) -> None:
+        """Give back the memory of the last outputs and their graph."""
+        self._look = self.way = self._batch = None
 
     def leap(self, batch: Any) -> StepOutput | None:
         """One leap. Where none lowers the loss the weights stay. That is the end of the chain after a while, unless the
-        loss is at a least point or has fallen very far: then nothing else would do better."""
+        loss is at a least point or has fallen very far: then nothing else would do better. None also where the loss
+        cannot be linearised any more: `failure` says why."""
+        return self._guarded(self._leap, batch)
+
+    def _leap(self, batch: Any) -> StepOutput | None:
         look = self._look_at(batch)
         if self.hold:
             self.hold -= 1
@@ -193,13 +273,14 @@ class LinearisedLeaps(ChainedLeaps):
         found, system = self._search(look, start)
         if found is None:
             self._go_to(start)
-            arrived = self.promise <= _LEAST_PROMISE or self.loss <= _LOW_ENOUGH * self.first_loss
-            self.stuck = not arrived and (self.idle >= _LONGEST_HOLD or not self.end_point)
-            if self.stuck:
+            self.arrived = self.promise <= _LEAST_PROMISE or self.loss <= _LOW_ENOUGH * self.first_loss
+            self.stuck = not self.arrived and (self.idle >= _LONGEST_HOLD or not self.end_point)
+            won = self.end_point or self.returned  # else there is nothing to stay for
+            if self.stuck or not won:
                 return None
             self.hold = self.idle = min(2 * self.idle + 1, _LONGEST_HOLD)
             return self._count(batch, look, system)
-        self.idle = 0
+        self.idle, self.arrived = 0, False
         self.loss, self.end_point = self._number(found.loss), self._point()
         self._look = found if found.calls else None  # a trial of other batches has no rows
         if not self.loss >= self.best_loss:
@@ -208,20 +289,28 @@ class LinearisedLeaps(ChainedLeaps):
 
     def _search(self, look: Linearisation, start: list[Tensor]) -> tuple[Linearisation | None, System]:
         """A point that is better, by rows as few as possible, and the problem that was solved for it."""
-        if self.way is None or self.way.form != look.form:
-            self.way = look.find_way()
+        way, spent = self._find_way(look), 0.0
         while True:
-            some = choose(look.parts, self.rows, self.engine.config.seed * 1_000_003 + self.made, self.way.grid)
+            some = choose(look.parts, self.rows, self.engine.config.seed * 1_000_003 + self.made, way.grid)
             chosen = everything(look.parts) if some is None else some
-            system = system_of(look, self.way, chosen, self.engine.world)
-            self.cost += self.price(len(system.target))
+            system = system_of(look, way, chosen, self.engine.world)
+            spent += self.price(len(system.target))
             found = self._try(look, system, chosen, start, whole=some is None)
             if found is not None and some is not None:
                 self._think_rows_over()
-            if found is not None or some is None or not self._take_more_rows():
+            dear = spent + self.price(2 * self.rows) > min(max(self.length - self.cost, _FIRST_LENGTH), self.room)
+            if found is not None or some is None or dear or not self._take_more_rows():
+                self.cost += spent
                 return found, system
             copy_each(self.parameters, start)
             look = self._outputs(look.batch)  # rows are taken at the weights as they are: trials have moved them
+
+    def _find_way(self, look: Linearisation) -> Way:
+        """That of the last batch, if this one has the same form."""
+        if self.way is None or self.way.form != look.form:
+            self.way = look.find_way()
+            self.prices.note_way(self.way)
+        return self.way
 
     def _try(
         self, look: Linearisation, system: System, chosen: Choice, start: list[Tensor], whole: bool
@@ -229,7 +318,7 @@ class LinearisedLeaps(ChainedLeaps):
         """Rising dampings until one makes a leap that is good enough; the damping of the next follows from it."""
         before, before_all = self._numbers(look.loss_of(chosen), look.loss)
         first, self.promise, least = True, 0.0, self.damping
-        for _ in range(_MOST_TRIES):
+        for _ in range(_MOST_TRIES if math.isfinite(before_all) else 0):
             before_it = None if whole or self.last_step is None else _CARRIED_ON * self.last_step
             solved = system.step(self.damping, before_it)
             if solved is None:
@@ -267,30 +356,34 @@ class LinearisedLeaps(ChainedLeaps):
         """Outputs of this batch at the weights as they are: those of the last trial, if the batch is the same."""
         known = self._look
         self.exact = same_batch(batch, self._batch)
-        if known is not None and self.exact:
+        if known is not None and self.exact and not known.stale:
             return known
         self._batch = map_tensors(batch, lambda tensor: tensor.clone())
         self._look = self._outputs(self._batch)
-        self.outputs = self._look.starts[-1]
+        self.prices.note(self._look)
         return self._look
 
     def _outputs(self, batch: Any, with_rows: bool = True) -> Linearisation:
-        return Linearisation(self.objective, self.engine.model, self.parameters, batch, with_rows=with_rows)
+        with_taps = with_rows and self.tapped
+        return Linearisation(self.objective, self.engine.model, self.parameters, batch, with_taps=with_taps)
 
-    def stay(self, batch: Any) -> StepOutput:
-        """A step that leaves the weights where they are, and says what the loss is there."""
-        return self._count(batch, self._look_at(batch), None)
+    def stay(self, batch: Any) -> StepOutput | None:
+        """A step that leaves the weights where they are, and says what the loss is there. None where `failure` says
+        why it cannot."""
+        return self._guarded(lambda batch: self._count(batch, self._look_at(batch), None), batch)
 
     def _count(self, batch: Any, look: Linearisation, system: System | None) -> StepOutput:
         """What follows on a step. system: None where nothing was tried."""
         self.leaps += 1
         self.made += 1
         self.steps_of_leap = 1 if system is None else self._steps(len(system.target))
-        gradient = torch.zeros(self.elements).to(look.loss) if system is None else system.rows.T @ system.target
-        norms = torch.stack([one.norm() for one in torch.split(gradient, [p.numel() for p in self.parameters])])
-        output = StepOutput(
-            look.loss.float(), gradient.norm().float(), torch.zeros_like(look.loss).float(), norms.float()
-        )
+        if system is not None or self._norms is None:
+            gradient = look.loss.new_zeros(self.elements) if system is None else system.rows.T @ system.target
+            each = torch.split(gradient, [p.numel() for p in self.parameters])
+            self._norms = torch.stack([one.norm() for one in each]).float()
+        loss, norm = look.loss.float(), torch.linalg.vector_norm(self._norms)
+        bad = torch.logical_not(torch.isfinite(loss)).float()
+        output = StepOutput(loss, norm, bad, self._norms)
         return self.engine.count_step(batch, output, passes=0 if system is None else 1)
 
     # --- how many rows -----------------------------------------------------------------------------------------------
@@ -312,20 +405,16 @@ class LinearisedLeaps(ChainedLeaps):
         if (whole + own) / 2 * price > whole * self.price(2 * self.rows):
             self._take_more_rows()
         elif (2 * whole - own) * price > whole * self.price(self.rows // 2):
-            self.rows = max(self.rows // 2, _FEWEST_ROWS)
+            self.rows = max(self.rows // 2, min(self.rows, _FEWEST_ROWS))
         self.since, self.own_fall, self.whole_fall = 0, 0.0, 0.0
 
     def price(self, rows: int) -> float:
-        """Full steps that a leap by so many rows costs. It is reckoned, not timed: a run that is resumed must decide
-        as it would have."""
-        rows = min(rows, self.outputs or rows)
-        few, many = min(rows, self.elements), max(rows, self.elements)
-        speed = _SPEED.get(self.engine.device.type, _FAST)
-        full = _PASS + 12.0 * self.outputs * self.elements / speed
-        return _LOOK + (2.0 * few * few * many + few**3 / 3) / speed / full
+        """Full steps that a leap by so many rows costs."""
+        return self.prices.of(rows, self.elements)
 
     def fits(self, room: int) -> bool:
         """The last steps of a run, too few for a leap, pass without one."""
+        self.room = room
         if room < self.steps_of_next:
             self.hold = max(self.hold, room)
         return room >= 1
@@ -343,8 +432,20 @@ class LinearisedLeaps(ChainedLeaps):
     def over(self, slope: WindowLosses) -> bool:
         """It is to end, or it hardly lowers the loss while the optimizer's own steps did before it."""
         fall, usual = _log_fall(self.start_loss, self.loss), slope.last_log_fall
+        long = self.cost >= max(self.length, _DEAR * self.leaps) and not self.arrived
         slow = self.leaps >= _FEWEST and fall < min(_HARDLY, usual * self.cost)
-        return self.stopped or (slow and not self.returned)
+        return self.stopped or long or (slow and not self.returned)
+
+    def compare(self, slope: WindowLosses) -> bool | None:
+        """Once, after a chain of dear leaps: whether they were as fast as the optimizer's own steps in the window after
+        it. Then the next chain may be twice as long. None: there is nothing to compare."""
+        if math.isnan(self.pace) or not slope.points:
+            return None
+        steps = self.engine.config.hybrid.window_steps
+        later = slope.points[-1][1] * math.exp(-slope.last_log_fall * (steps - 1) / 2)  # at the end of the window
+        faster = not _log_fall(self.loss, later) / steps > self.pace
+        self.length, self.pace = 2 * self.length if faster else _FIRST_LENGTH, math.nan
+        return faster
 
     def end(self, slope: WindowLosses, refused: bool, held_out: float | None = None) -> None:
         if held_out is None and self.best_loss < self.loss and self.best_point:
@@ -355,7 +456,10 @@ class LinearisedLeaps(ChainedLeaps):
             if not here >= lowest:
                 self.mark = self._point()
                 self.lowest, self.lowest_held_out = self.loss, math.nan if held_out is None else held_out
+        dear = self.cost > _DEAR * self.leaps > 0
+        self.pace = _log_fall(self.start_loss, self.loss) / self.cost if dear else math.nan
         self.best = []
+        self.release()
 
     def finish(self, batch: Any, held_out: Callable[[], float] | None = None) -> tuple[float, float] | None:
         if not self.mark:
@@ -369,6 +473,13 @@ class LinearisedLeaps(ChainedLeaps):
             self._go_to(now)
             return None
         return here, there
+
+    def after_load(self) -> None:
+        device = self.engine.device
+        self._batch = self.engine.to_device(self._batch)
+        self.mark, self.best, self.end_point, self.best_point = (
+            [tensor.to(device) for tensor in point] for point in (self.mark, self.best, self.end_point, self.best_point)
+        )
 
     def _number(self, loss: Tensor) -> float:
         return self.engine.world.to_host(loss)[0]

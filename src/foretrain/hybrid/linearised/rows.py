@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -18,6 +19,9 @@ Chosen: a pass of all rows costs about as much as ten chosen outputs taken toget
 _MOST_BESIDE = 64
 """Elements of parameters that are used beside linear layers, such as an unknown coefficient, up to which each takes a
 pass forward. Chosen: about as dear as one backward pass of all rows."""
+TOGETHER = 16
+"""Outputs that are taken one by one, but by one batched backward pass. Chosen: each takes the memory of a backward pass
+of the whole batch, and more of them at once are hardly faster."""
 _AGREES = 1e-3
 """Relative error up to which rows agree with a true product. Chosen: rounding in fp32 leaves 1e-6, a wrong row 1."""
 _WHOLE = 0.02
@@ -59,11 +63,11 @@ class Linearisation:
         parameters: Sequence[Tensor],
         batch: object,
         *,
-        with_rows: bool = True,
+        with_taps: bool = True,
     ) -> None:
-        """with_rows: rows will be asked for; without them outputs are cheaper."""
+        """with_taps: else outputs are cheaper, and rows can only be taken one by one."""
         self.model, self.objective, self.parameters, self.batch = model, objective, parameters, batch
-        with torch.enable_grad(), Taps(model, parameters if with_rows else ()) as taps:
+        with torch.enable_grad(), Taps(model, parameters if with_taps else ()) as taps:
             self.parts: list[OutputPart] = objective.parts(model, batch)
         if not self.parts:
             raise UnknownForm("no block has a row that counts")
@@ -76,6 +80,22 @@ class Linearisation:
             starts.append(starts[-1] + part.outputs.numel())
         self.starts = starts
         """Number of the first output of each part, and of all outputs."""
+        self._versions = self._versions_now()
+
+    @property
+    def work(self) -> int:
+        """Multiplications that these outputs took, derivatives in them included, as far as taps saw them; by the number
+        of weights and rows where there are no taps."""
+        seen = sum(use.tap.shape[:-1].numel() * call.layer.weight.numel() for call in self.calls for use in call.uses)
+        return seen or sum(p.numel() for p in self.parameters) * sum(part.outputs.shape[0] for part in self.parts)
+
+    def _versions_now(self) -> list[int]:
+        return [parameter._version for parameter in self.parameters]
+
+    @property
+    def stale(self) -> bool:
+        """Somebody wrote to the weights since, be it the same numbers: no row can be taken any more."""
+        return self._versions != self._versions_now()
 
     def loss_of(self, chosen: list[Tensor]) -> Tensor:
         """The loss of some units of each part, as an estimate of that of all."""
@@ -115,8 +135,8 @@ class Linearisation:
 
     def _tap_gradients(self, total: Tensor) -> list[Tensor | None]:
         taps = [use.tap for call in self.calls for use in call.uses]
-        if not taps:
-            return []
+        if not taps or not total.requires_grad:  # outputs may be constants
+            return [None] * len(taps)
         return list(torch.autograd.grad(total, taps, retain_graph=True, allow_unused=True))
 
     # --- finding the way ---
@@ -163,7 +183,9 @@ class Linearisation:
     def _beside(self) -> tuple[int, ...]:
         """Parameters that outputs depend on otherwise than through taps."""
         total = self._sum(list(range(len(self.columns))))
-        live = [(index, p) for index, p in enumerate(self.parameters) if p.requires_grad]
+        live = [(index, p) for index, p in enumerate(self.parameters) if p.requires_grad and total.requires_grad]
+        if not live:
+            return ()
         found = torch.autograd.grad(total, [p for _, p in live], retain_graph=True, allow_unused=True)
         return tuple(index for (index, _), gradient in zip(live, found, strict=True) if gradient is not None)
 
@@ -199,9 +221,9 @@ class Linearisation:
         total = self.starts[-1]
         draw = torch.Generator().manual_seed(total)
         chosen = torch.randperm(total, generator=draw)[: min(total, 32)].sort().values.to(self.loss.device)
-        weights = torch.randn(len(chosen), generator=draw).to(self.loss)
-        mine = (self._by_taps(way, passes, chosen) if way.grid is None else self._by_grid(way, way.grid, chosen)).T
-        mine = mine @ weights
+        rows = self._by_taps(way, passes, chosen) if way.grid is None else self._by_grid(way, way.grid, chosen)
+        weights = torch.randn(len(chosen), generator=draw).to(rows)
+        mine = rows.T @ weights
         with torch.enable_grad():
             parts = self.objective.parts(self.model, self.batch)
             flat = torch.cat([part.outputs.reshape(-1) for part in parts])
@@ -221,21 +243,27 @@ class Linearisation:
         with torch.enable_grad():
             parts = self.objective.parts(self.model, self.batch)
             flat = torch.cat([part.outputs.reshape(-1) for part in parts])[chosen]
-            each = torch.eye(len(chosen), dtype=flat.dtype, device=flat.device)
-            found = torch.autograd.grad(flat, self.parameters, each, is_grads_batched=True, allow_unused=True)
-        columns = [
-            flat.new_zeros(len(chosen), p.numel()) if g is None else g.reshape(len(chosen), -1)
-            for g, p in zip(found, self.parameters, strict=True)
-        ]
-        return torch.cat(columns, 1)
+        rows, starts = self._empty(len(chosen))
+        for first in range(0, len(chosen) if flat.requires_grad else 0, TOGETHER):
+            some = flat[first : first + TOGETHER]
+            each = torch.eye(len(some), dtype=flat.dtype, device=flat.device)
+            found = torch.autograd.grad(
+                some, self.parameters, each, is_grads_batched=True, allow_unused=True, retain_graph=True
+            )
+            for gradient, parameter in zip(found, self.parameters, strict=True):
+                if gradient is not None:
+                    columns = slice(start := starts[id(parameter)], start + parameter.numel())
+                    rows[first : first + len(some), columns] = gradient.reshape(len(some), -1).to(rows.dtype)
+        return rows
 
     def _empty(self, count: int) -> tuple[Tensor, dict[int, int]]:
-        """Rows of zeros, and the first column of each parameter."""
+        """Rows of zeros, in fp32 at least, and the first column of each parameter."""
         starts, first = {}, 0
         for parameter in self.parameters:
             starts[id(parameter)] = first
             first += parameter.numel()
-        return self.loss.new_zeros(count, first), starts
+        dtype = functools.reduce(torch.promote_types, {p.dtype for p in self.parameters}, torch.float32)
+        return torch.zeros(count, first, dtype=dtype, device=self.loss.device), starts
 
     def _by_grid(self, way: Way, grid: Grid, chosen: Tensor) -> Tensor:
         """One backward pass for each diagonal of the table that an output lies on."""
@@ -332,11 +360,13 @@ def _add_to(rows: Tensor, target: Tensor | None, more: Tensor) -> None:
     if target is None:
         rows.add_(more)
     else:
-        rows.index_add_(0, target, more)
+        rows.index_add_(0, target, more.to(rows.dtype))
 
 
 def _run(known: Tensor) -> slice | None:
     """Outputs that follow one another, one for each row of a call; None where they do not."""
+    if not len(known):
+        return None
     first, last = int(known[0]), int(known[-1])
     if first < 0 or last - first + 1 != len(known) or not bool((known.diff() == 1).all()):
         return None

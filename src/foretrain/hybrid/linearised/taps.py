@@ -100,6 +100,7 @@ class Taps:
             for module in model.modules()
             if type(module) is nn.Linear
             and "forward" not in vars(module)
+            and "weight" in module._parameters  # else it is made of others in every pass, as by weight_norm
             and any(id(p) in wanted for p in (module.weight, module.bias))
         ]
         self.calls: list[Call] = []
@@ -114,13 +115,13 @@ class Taps:
             del layer.forward
 
     def _recording(self, layer: nn.Linear) -> Any:
-        def forward(inputs: Tensor) -> Tensor:
-            if inputs.ndim < 2:
-                return F.linear(inputs, layer.weight, layer.bias)  # without rows: found as a use beside the layers
+        def forward(input: Tensor) -> Tensor:  # as nn.Linear names it: a call may
+            if input.ndim < 2:
+                return F.linear(input, layer.weight, layer.bias)  # without rows: found as a use beside the layers
             call = Call(layer)
-            tap = call.tap(inputs, layer.out_features, inputs, output=True, biased=True)
+            tap = call.tap(input, layer.out_features, input, output=True, biased=True)
             self.calls.append(call)
-            result: Tensor = _Apply.apply(inputs, tap, call, True)  # type: ignore[no-untyped-call]
+            result: Tensor = _Apply.apply(input, tap, call, True)  # type: ignore[no-untyped-call]
             return result
 
         return forward

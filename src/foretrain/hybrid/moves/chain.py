@@ -73,7 +73,7 @@ class Chain(JudgedMove):
         if output is None and leaps.leaps == 0 and not leaps.returned:
             leaps.end(self.tools.worth.slope, refused=True)
             self.cost += leaps.cost
-            self.refuse(f"no {leaps.name} leap lowers the loss")
+            self.refuse(leaps.failure or f"no {leaps.name} leap lowers the loss")
         else:
             if output is not None:
                 self.went(1)
@@ -86,13 +86,18 @@ class Chain(JudgedMove):
             checkup.undone(undone)
         return None if self.refused else output
 
+    @property
+    def room(self) -> int:
+        """Steps that are left for leaps."""
+        engine = self.tools.engine
+        return engine.planned_steps - engine.progress.global_step - self.plan.correct_steps
+
     def _look_and_end(self, exhausted: bool) -> int:
         """End the chain if it is over, or if held-out data says so. Returns how many leaps that undid."""
-        engine, held_out, leaps = self.tools.engine, self.tools.held_out, self.leaps
-        room = engine.planned_steps - engine.progress.global_step - self.plan.correct_steps
-        over = exhausted or leaps.over(self.tools.worth.slope) or not leaps.fits(room)
+        held_out, leaps = self.tools.held_out, self.leaps
+        over = exhausted or leaps.over(self.tools.worth.slope) or not leaps.fits(self.room)
         if held_out.active:
-            if held_out.look_due(leaps.leaps, self.batch, over):
+            if held_out.look_due(leaps.leaps, self.batch, over, leaps.steps_of_leap):
                 self.cost += held_out.price(self.batch)
                 if held_out.look(leaps.leaps, leaps.loss):
                     leaps.note_best()

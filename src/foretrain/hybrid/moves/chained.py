@@ -36,6 +36,8 @@ class ChainedLeaps(Stateful, ABC):
     """It is to end with its next leap, whatever that brings."""
     exact: bool | None
     """Whether the last two batches gave the same loss."""
+    failure: str = ""
+    """Why no leap can be made any more; empty while nothing stands against them."""
 
     @abstractmethod
     def begin(self, batch: Any) -> bool:

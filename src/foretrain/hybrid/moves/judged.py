@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foretrain.engine.batch import map_tensors
+from foretrain.engine.batch import map_tensors, typed_like
 from foretrain.engine.memory.host import add_each
 from foretrain.engine.step import StepOutput
 from foretrain.events import Moved, Phase
@@ -65,6 +65,8 @@ class JudgedMove(Move):
         """It was cut short or refused because the held-out loss rose."""
         self.view: View | None = None
         """Why it left PREDICT, in the step that it did."""
+        self.loaded = False
+        """Its batch is one of a saved state, and has the types that such a state knows."""
         self._outputs = []
 
     @property
@@ -105,6 +107,8 @@ class JudgedMove(Move):
         self.judge_of_move.begin(self)
 
     def advance(self, batch: Any) -> StepOutput | None:
+        if self.loaded:
+            self.batch, self.loaded = typed_like(self.batch, batch), False
         return self.predict(batch) if self.phase is Phase.PREDICT else self.validate(batch)
 
     @abstractmethod
@@ -217,6 +221,7 @@ class JudgedMove(Move):
 
     def after_load(self) -> None:
         """Random states stay on the host; all else goes to the device."""
+        self.loaded = True
         device = self.tools.engine.device
         self.batch = self.tools.engine.to_device(self.batch)
         self._outputs = [value.to(device) for value in self._outputs]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
-from foretrain.engine.objective import Objective, UnknownForm
+from foretrain.engine.objective import Objective
 from foretrain.engine.step import StepOutput
 from foretrain.events import Notice
 from foretrain.hybrid.judges.judgement import Judgement
@@ -21,6 +22,9 @@ _FEWEST_ROWS = 16
 """Rows that there must be memory for. Chosen: fewer say too little about where a run of many weights goes."""
 _LONGEST_WAIT = 64
 """Windows. Chosen: a try costs a few steps, so one in 640 steps is not felt."""
+_IN_VAIN, _OFTEN_IN_VAIN = 0.25, 0.1
+"""Share of the run that tries in vain may take, at first and later. Chosen: a try with a large model or slow rows can
+cost hundreds of full steps, but what was slow at first may be fast when the optimizer has become slow."""
 
 
 class LinearisedChain(Chain):
@@ -28,27 +32,28 @@ class LinearisedChain(Chain):
 
     kind = "linearised"
     leaps: LinearisedLeaps
-    unknown = ""
-    """Why the loss cannot be linearised."""
 
     def look_before(self) -> None:
         leaps = self.leaps
-        try:
-            finite = leaps.begin(self.batch)
-        except UnknownForm as error:
-            self.unknown = str(error)
-            self.refuse(self.unknown)
-            return
+        finite, leaps.room = leaps.begin(self.batch), self.room
         self.cost += leaps.price(leaps.rows)
-        if finite:
-            super().look_before()
+        if not finite:
+            self.refuse(leaps.failure or "the loss is not a number")
+        elif self.room < leaps.steps_of_next:
+            self.refuse(f"a leap takes {leaps.steps_of_next} steps, and only {self.room} are left")
         else:
-            self.refuse("the loss is not a number")
+            super().look_before()
+
+    def undo(self) -> None:
+        super().undo()
+        self.leaps.release()
 
     def validate(self, batch: Any) -> StepOutput:
         """Look at the loss where the chain led to. A step of the optimizer would lead away from there: it is made for
         the way, not for the end."""
         output = self.leaps.stay(batch)
+        if output is None:
+            return super().validate(batch)
         self.tools.engine.progress.global_step += 1
         self._outputs.extend((output.loss, output.gradient_norm))
         self.steps += 1
@@ -107,6 +112,11 @@ class LinearisedKind(ChainedKind):
     def propose(self, outlook: Outlook) -> Decision | None:
         if not self.possible or not (self.predictability.same_batch or outlook.low_noise):
             return None
+        faster = self.leaps.compare(self.tools.worth.slope)
+        if faster:
+            self.wait, self.pause = 0, 1
+        elif faster is not None:
+            self._wait(self.leaps.cost)
         if self.wait:
             self.wait -= 1
             return None
@@ -123,14 +133,22 @@ class LinearisedKind(ChainedKind):
         return LinearisedChain(self.tools, replace(plan, low_noise=True), self.leaps)
 
     def ended(self, move: JudgedMove, judgement: Judgement | None) -> None:
-        """After a try in vain the next one waits, twice as long each time."""
-        if isinstance(move, LinearisedChain) and move.unknown:
-            self.off = move.unknown
+        """After a try in vain the next one waits, twice as long each time, and longer where it cost much."""
+        self.leaps.release()
+        if self.leaps.failure and not self.off:
+            self.off = self.leaps.failure
             self.tools.emit(Notice(f"no linearised leaps are made: {self.off}", level="info"))
         if judgement is not None and judgement.kept and judgement.worth_steps > judgement.cost_steps:
             self.wait, self.pause = 0, 1
         else:
-            self.wait, self.pause = self.pause, min(2 * self.pause, _LONGEST_WAIT)
+            kept = judgement is not None and judgement.kept  # what it was worth is uncertain; `compare` finds out
+            self._wait(0.0 if kept else move.cost)
+
+    def _wait(self, spent: float) -> None:
+        """After a try in vain that cost so many full steps."""
+        share = max(_IN_VAIN / self.pause, _OFTEN_IN_VAIN)
+        windows = math.ceil(spent / (share * self.tools.engine.config.hybrid.window_steps))
+        self.wait, self.pause = max(self.pause, windows), min(2 * self.pause, _LONGEST_WAIT)
 
     def obstacle(self) -> str | None:
         """Where batches hardly differ and no such leaps will be tried: why, in words, with what to set."""
