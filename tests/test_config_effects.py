@@ -1285,6 +1285,35 @@ def _(bench: Bench) -> None:
     assert not torch.allclose(none.weights, fed.weights, rtol=0, atol=1e-3)
 
 
+def fitted(**changes: Any) -> Hybrid:
+    """A line is fitted to residuals of known form."""
+    inputs = torch.linspace(-1, 1, 40).view(-1, 1)
+    settings = BASE | {"max_steps": 60} | {name.replace("__", "."): value for name, value in changes.items()}
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 1))
+    trainer = HybridTrainer(model, config=from_mapping(settings), residuals=lambda model, x: model(x) - x.square())
+    result = Hybrid(trainer, [], [], [])
+    while trainer.global_step < 60 or trainer.judging:
+        result.losses.append(trainer.step(inputs).loss)
+    return result
+
+
+@effect("hybrid.linear_rows")
+def _(bench: Bench) -> None:
+    """Leaps of the linearised run, by few rows of the Jacobian or by many."""
+    none, few, many = (fitted(hybrid__linear_rows=rows) for rows in (0, 10, 40))
+    assert max(few.losses[-1], many.losses[-1]) < 0.1 * none.losses[-1]
+    assert not torch.equal(few.weights, many.weights)
+
+
+@effect("hybrid.linear_memory_mb")
+def _(bench: Bench) -> None:
+    """Without memory for rows there are no such leaps."""
+    none, starved = fitted(hybrid__linear_rows=0), fitted(hybrid__linear_memory_mb=0.001)
+    assert torch.equal(none.weights, starved.weights)
+    assert not torch.equal(none.weights, fitted().weights)
+
+
 def swinging(position: int) -> tuple[torch.Tensor, torch.Tensor]:
     """What is to be learned turns round every 24 steps: more than a linear forecast can know."""
     inputs, targets = random_rows(position)

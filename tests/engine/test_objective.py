@@ -102,9 +102,18 @@ def test_gradient_and_curvature_are_those_of_the_criterion(name: str) -> None:
     torch.testing.assert_close(mine, curved, rtol=1e-4, atol=1e-6, check_dtype=False)
 
 
+class Weighted(nn.MSELoss):
+    """It looks like mean squares, and is none."""
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        return (torch.arange(len(input)).view(-1, 1) * (input - target).square()).mean()
+
+
 @pytest.mark.parametrize(
     "criterion",
     [
+        Weighted(),
+        nn.CrossEntropyLoss(ignore_index=1),
         nn.L1Loss(),
         nn.MSELoss(reduction="sum"),
         nn.CrossEntropyLoss(label_smoothing=0.1),

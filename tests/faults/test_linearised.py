@@ -367,11 +367,14 @@ def test_frozen_in_mid_chain(name: str) -> None:
     while not (trainer.hybrid.chaining and kind_of(trainer).leaps.leaps >= 3):
         trainer.step(points.batch(trainer.position))
     trainer.model[0].requires_grad_(False)
+    assert kind_of(trainer).leaps._norms is not None
     before = [p.detach().clone() for p in trainer.model[0].parameters()]
     while trainer.global_step < 80 or trainer.judging:
         trainer.step(points.batch(trainer.position))
     assert all(torch.equal(p, q) for p, q in zip(trainer.model[0].parameters(), before, strict=True))
     assert any("frozen" in event.message for event in events if isinstance(event, Notice))
+    norms = kind_of(trainer).leaps._norms
+    assert norms is None or len(norms) == len(trainer.engine.full_step.parameters)
     assert kind_of(trainer).leaps.failure == ""
     assert trainer.phase in (Phase.FULL, Phase.WARMUP)
 

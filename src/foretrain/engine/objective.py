@@ -98,6 +98,9 @@ class Objective(ABC):
     def parts(self, model: Any, batch: Any) -> list[OutputPart]:
         """Outputs of this batch, with their graph."""
 
+    def note(self, parts: list[OutputPart]) -> None:  # noqa: B027 - most have nothing to tell
+        """These outputs are those of a step."""
+
 
 def logistic(outputs: Tensor, targets: Tensor) -> OutputPart:
     """A block of residuals that counts by the logistic loss instead of squares: outputs before the sigmoid, and targets
@@ -146,8 +149,10 @@ class Residuals(Objective):
         for part in found:
             if part.by_class and part.target is not None and bool((part.target < 0).any()):
                 raise UnknownForm("targets are not one class per row")
-            self.latest[part.name] = part.losses(part.outputs.detach()).mean()
         return found
+
+    def note(self, parts: list[OutputPart]) -> None:
+        self.latest |= {part.name: part.losses(part.outputs.detach()).mean() for part in parts}
 
     def blocks(self, model: Any, batch: Any) -> list[OutputPart]:
         """All blocks with their names and weights, also those that count nothing."""

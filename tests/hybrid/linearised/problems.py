@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 POINTS = torch.linspace(0, 1, 24).view(-1, 1)
 ENDS = torch.tensor([[0.0], [1.0]])
@@ -86,6 +87,12 @@ def penalised(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
     return {"data": model(x) - x.square(), "size": torch.cat([p.reshape(-1) for p in model[-1].parameters()])}
 
 
+def scaled(model: nn.Module, x: Tensor) -> Tensor:
+    """Other weights take the place of the model's own inside the call: only a true product shows it."""
+    found: Tensor = functional_call(model, {name: 2 * p for name, p in model.named_parameters()}, (x,))
+    return found - x
+
+
 def third_order(model: nn.Module, x: Tensor) -> Tensor:
     x = x.detach().requires_grad_()
     return derivative(derivative(derivative(model(x), x), x), x) - x
@@ -100,6 +107,7 @@ PROBLEMS: dict[str, tuple[Callable[[], nn.Module], Residual, Any]] = {
     "rows in another order": (network, shifted, POINTS),
     "two rows in one residual, and all rows in one": (network, periodic, POINTS),
     "weights beside their layers": (network, penalised, POINTS),
+    "weights that are scaled on their way": (network, scaled, POINTS),
     "inputs with a dimension between": (
         lambda: network(2, 1),
         lambda m, x: m(x.view(-1, 1, 1).expand(-1, 3, 2)).sum(1) - x,

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.hybrid.linearised.problems import POINTS, Inverse, derivative, inverse, network
+from tests.hybrid.linearised.problems import POINTS, Inverse, Operator, derivative, inverse, network
 from tests.worlds import QUICK, World, same_weights
 from torch import Tensor, nn
 from torch.autograd import forward_ad
@@ -619,6 +619,23 @@ def test_many_blocks_take_no_more_rows_than_there_is_memory_for() -> None:
     assert max(seen) <= 18
 
 
+def test_a_table_takes_a_part_of_a_diagonal_where_there_is_no_memory_for_one() -> None:
+    draw = torch.Generator().manual_seed(1)
+    batch = (
+        (torch.randn(30, 3, generator=draw), torch.linspace(0, 1, 25).view(-1, 1)),
+        torch.rand(30, 25, generator=draw),
+    )
+    run = world(Operator(), batch, lambda model, given: model(*given[0]) - given[1], max_steps=60)
+    leaps, seen = leaps_of(run), []
+    count = leaps._count
+    leaps._count = lambda batch, look, system: seen.append(len(system.target)) or count(batch, look, system)
+    leaps.most_rows = leaps.rows = 20
+    chaining(run, 5)
+    assert leaps.way.grid is not None
+    assert set(seen) == {20}
+    assert probe(run) < 0.5 * float(batch[1].square().mean())
+
+
 def test_rows_that_are_taken_one_by_one_are_paid_for() -> None:
     """A convolution cannot be tapped: each row takes a backward pass."""
     model = seeded(lambda: nn.Sequential(nn.Conv1d(1, 20, 3, padding=1), nn.Flatten(), nn.Linear(200, 1)))()
@@ -692,6 +709,16 @@ def test_without_an_end_a_chain_goes_on_and_stays_cheap() -> None:
         trainer.step(LINE)
     assert trainer.engine.probe(LINE) < 1e-6
     assert len(calls) < 2000
+
+
+def test_blocks_are_told_of_the_weights_that_a_step_was_made_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not of trials that were given up."""
+    run = chaining(world(network(width=6), residuals=RESIDUALS["an unknown coefficient"]), 3)
+    monkeypatch.setattr(System, "step", lambda system, *_: (torch.ones(len(system.rows.T)), 1.0))  # far uphill
+    result = run.step()
+    told = run.trainer.engine.objective.latest
+    assert set(told) == {"equation", "data"}
+    assert float(sum(told.values())) == pytest.approx(float(result.loss), rel=1e-6)
 
 
 def test_waiting_where_nothing_is_left_to_win_is_no_illness() -> None:

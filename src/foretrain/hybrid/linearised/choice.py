@@ -19,15 +19,18 @@ Choice = list[Tensor]
 
 
 def choose(parts: list[OutputPart], rows: int, seed: int, grid: Grid | None) -> Choice | None:
-    """Units of all parts with so many outputs together, each part by its share; of a table whole diagonals. None: all
-    of them are wanted."""
+    """Units of all parts with so many outputs together, each part by its share; of a table whole diagonals, or a part
+    of one. None: all of them are wanted."""
     share = rows / sum(part.outputs.numel() for part in parts)
     if share >= 1:
         return None
     draw, chosen = torch.Generator().manual_seed(seed), []
     if grid is not None:
         some = torch.randperm(grid.diagonals, generator=draw)[: max(1, round(rows / grid.size))]
-        return [grid.outputs(some.sort().values.to(parts[0].outputs.device))]
+        on_them = grid.outputs(some.sort().values.to(parts[0].outputs.device))
+        if rows < grid.size:
+            on_them = on_them[torch.randperm(grid.size, generator=draw)[:rows].sort().values.to(on_them.device)]
+        return [on_them]
     for part in parts:
         units, least = part.units, min(_LEAST_OF_BLOCK, rows // len(parts)) // outputs_of_unit(part)
         wanted = max(1, least, round(share * units))

@@ -18,13 +18,13 @@ from foretrain.engine.memory.host import copy_each
 from foretrain.engine.objective import Objective, UnknownForm
 from foretrain.engine.step import StepOutput
 from foretrain.errors import is_out_of_memory
-from foretrain.hybrid.linearised.choice import Choice, choose, everything, outputs_of_unit, system_of
+from foretrain.hybrid.linearised.choice import Choice, choose, everything, system_of
+from foretrain.hybrid.linearised.conditions import check_size, repeatable
 from foretrain.hybrid.linearised.price import Price
 from foretrain.hybrid.linearised.rows import Linearisation, Way
 from foretrain.hybrid.linearised.solve import System
 from foretrain.hybrid.moves.chained import ChainedLeaps
 from foretrain.motion.losses import WindowLosses
-from foretrain.persist.codec import random_state
 
 Result = TypeVar("Result")
 _FIRST_DAMPING = 1e-2
@@ -58,8 +58,6 @@ benchmarks/low_noise.py does a first-order method get lower than that before its
 _HARDLY = 0.1
 """Fall of the logarithm of the loss. Chosen: less than a tenth in so many leaps is no progress, however steeply the
 optimizer's first steps fell."""
-_FEWEST_OUTPUTS = 8
-"""Outputs that there must be, or as many as weights. Chosen: blocks are fewer, in case somebody gives their means."""
 _FEWEST = 32
 """Leaps before a chain is compared with the optimizer's own steps. Chosen: the first ones look for their damping."""
 _DEAR = 8.0
@@ -137,8 +135,6 @@ class LinearisedLeaps(ChainedLeaps):
         self.length, self.pace = _FIRST_LENGTH, math.nan
         """Full steps that a chain may cost, and what the last one lowered the logarithm of the loss by for each."""
         self.failure = ""
-        self._norms = None
-        """Norms of the last gradient, by parameter."""
         self.last_step = None
         self.cover()
 
@@ -153,7 +149,8 @@ class LinearisedLeaps(ChainedLeaps):
         self.tapped = True
         """Rows are taken by taps; else one by one, because taps stand in the way of what the loss is made of."""
         self.mark, self.best, self.end_point, self.best_point = [], [], [], []
-        self.last_step = None
+        self.last_step = self._norms = None
+        """The last leap, and the norms of the last gradient by parameter."""
         self.lowest = self.lowest_held_out = self.best_loss = math.nan
         self.elements = sum(p.numel() for p in self.parameters)
         self.most_rows = int(self._memory_mb * 2**20 / (12 * max(1, self.elements)))  # in fp32 and once more in fp64
@@ -202,13 +199,9 @@ class LinearisedLeaps(ChainedLeaps):
         self.since, self.own_fall, self.whole_fall, self.hold, self.idle = 0, 0.0, 0.0, 0, 0
         self.last_step, self.arrived = None, False
         self._look = self.way = None
-        with self._repeatable():
+        with repeatable(self.engine.full_step.buffers):
             look = self._look_at(batch)
-        if (widest := max(map(outputs_of_unit, look.parts))) > self.most_rows:
-            raise UnknownForm(f"hybrid.linear_memory_mb has no room for the rows of one sample of {widest} classes")
-        if (count := look.starts[-1]) < min(_FEWEST_OUTPUTS, self.elements):
-            raise UnknownForm(f"{count} residuals say too little; give one for each point, not their mean")
-        self.rows = max(self.rows, widest)
+        self.rows = max(self.rows, check_size(look, self.elements, self.most_rows))
         self.loss = self._number(look.loss)
         if self.mark and not self.stuck:
             here = self._point()
@@ -222,18 +215,6 @@ class LinearisedLeaps(ChainedLeaps):
         self.first_loss = self.loss if math.isnan(self.first_loss) else self.first_loss
         self._find_way(self._look_at(batch))
         return math.isfinite(self.loss)
-
-    @contextmanager
-    def _repeatable(self) -> Iterator[None]:
-        """Outputs that are computed in the block are a function of weights and batch alone: nothing else changes."""
-        random, buffers = random_state(), [buffer.clone() for buffer in self.engine.full_step.buffers]
-        yield
-        if not same_batch(random, random_state()):
-            raise UnknownForm(
-                "the loss draws random numbers, as dropout does; points, for example, are to be drawn where batches are"
-            )
-        if any(not torch.equal(one, now) for one, now in zip(buffers, self.engine.full_step.buffers, strict=True)):
-            raise UnknownForm("the model changes its buffers in every pass, as batch norm does")
 
     def _guarded(self, do: Callable[[Any], Result], batch: Any) -> Result | None:
         """Do it; once more without taps where it fails with them. None where that fails, too: `failure` says why."""
@@ -374,6 +355,7 @@ class LinearisedLeaps(ChainedLeaps):
 
     def _count(self, batch: Any, look: Linearisation, system: System | None) -> StepOutput:
         """What follows on a step. system: None where nothing was tried."""
+        self.objective.note(look.parts)
         self.leaps += 1
         self.made += 1
         self.steps_of_leap = 1 if system is None else self._steps(len(system.target))
@@ -479,6 +461,9 @@ class LinearisedLeaps(ChainedLeaps):
         self._batch = self.engine.to_device(self._batch)
         self.mark, self.best, self.end_point, self.best_point = (
             [tensor.to(device) for tensor in point] for point in (self.mark, self.best, self.end_point, self.best_point)
+        )
+        self.last_step, self._norms = (
+            None if tensor is None else tensor.to(device) for tensor in (self.last_step, self._norms)
         )
 
     def _number(self, loss: Tensor) -> float:
