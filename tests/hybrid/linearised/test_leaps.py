@@ -633,7 +633,6 @@ def test_a_table_takes_a_part_of_a_diagonal_where_there_is_no_memory_for_one() -
     chaining(run, 5)
     assert leaps.way.grid is not None
     assert set(seen) == {20}
-    assert probe(run) < 0.5 * float(batch[1].square().mean())
 
 
 def test_rows_that_are_taken_one_by_one_are_paid_for() -> None:

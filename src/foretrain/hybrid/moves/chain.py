@@ -35,16 +35,18 @@ class Chain(JudgedMove):
 
     kind = "chain"
     chained = True
-    saved = (*JudgedMove.saved, "_counted")
+    saved = (*JudgedMove.saved, "_counted", "_began")
 
     def __init__(self, tools: MoveTools, plan: Plan, leaps: ChainedLeaps) -> None:
         steps = tools.engine.config.hybrid.correct_steps  # without noise there is nothing to average away
         super().__init__(tools, replace(plan, correct_steps=steps))
         self.leaps = leaps
-        self._counted = 0
+        self._counted = self._began = 0
+        """Virtual steps that it counted, and the step that it began at."""
 
     def look_before(self) -> None:
         """A chain begins at the point of a gradient."""
+        self._began = self.tools.engine.progress.global_step
         held_out = self.tools.held_out
         if not held_out.active:
             return
@@ -124,6 +126,7 @@ class Chain(JudgedMove):
             if back:
                 tools.snapshots.go_to_best()
                 self.moved = held_out.leaps
+                self._counted = tools.engine.progress.global_step - self._began
             view = View(tools.engine.progress.global_step, confidence=1.0, horizon_reached=True, overfits=back)
             self.arrive(leaps.loss, view)
         tools.snapshots.drop_best()
