@@ -396,6 +396,25 @@ def test_the_end_of_a_run_is_the_lowest_point_known() -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, run.trainer.model.parameters(), strict=True))
 
 
+class Evaluating(Net):
+    """It computes a little otherwise where it evaluates, as torch's transformer layers do."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs) * (1.0 if self.training else 1.0 + 1e-4)
+
+
+def test_a_run_ends_there_also_where_a_model_evaluates_otherwise_than_it_trains() -> None:
+    run = run_of(Evaluating(), max_steps=150)
+    run.run(lambda: bool(chained(run)) and not run.trainer.judging)
+    lowest = leaps_of(run.trainer).lowest
+    assert lowest < math.inf
+    with torch.no_grad():
+        for p in run.trainer.model.parameters():
+            p.add_(0.3)
+    leaps_of(run.trainer).finish(same(0))
+    assert run.trainer.engine.probe(same(0)) == pytest.approx(lowest, rel=1e-2)
+
+
 def test_it_stays_where_it_is_if_that_is_lower() -> None:
     run, chain = after_a_chain()
     assert chain.marked

@@ -170,14 +170,17 @@ class QuasiNewton(StepHook, ChainedLeaps):
         """
         if self.secant is None or self.secant.mark is None or not self.lowest < math.inf:
             return math.nan
-        with torch.no_grad():
-            views = self.secant.layout.views(self.secant.mark[0])
-            torch._foreach_copy_(self.secant.parameters, views)
+        self._go_to_mark(self.secant)
         loss = self.engine.probe(batch)
         if same_loss(loss, self.lowest):
             return loss
         self.secant.mark, self.lowest, self.lowest_held_out = None, math.nan, math.nan
         return math.nan
+
+    @torch.no_grad()
+    def _go_to_mark(self, secant: Secant) -> None:
+        if secant.mark is not None:
+            torch._foreach_copy_(secant.parameters, secant.layout.views(secant.mark[0]))
 
     def finish(self, batch: Any, held_out: Callable[[], float] | None = None) -> tuple[float, float] | None:
         """The end of a run: at the lowest point that is known. held_out: measures the held-out loss of the
@@ -185,13 +188,13 @@ class QuasiNewton(StepHook, ChainedLeaps):
 
         Returns what the judging loss was where the run came to, and what it is where it goes back to; None if it stays.
         """
-        if not self.marked:
+        if self.secant is None or self.secant.mark is None:
             return None
         now = [p.detach().clone() for p in self.parameters]
         judge = held_out or partial(self.engine.probe, batch)
-        here, there = judge(), self._probe_mark(batch)
-        if held_out is not None and not math.isnan(there):
-            there = held_out()
+        here = judge()
+        self._go_to_mark(self.secant)
+        there = judge()
         if math.isnan(there) or there >= here:  # false where the run ended at no number
             with torch.no_grad():
                 torch._foreach_copy_([p.detach() for p in self.parameters], now)
