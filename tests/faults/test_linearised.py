@@ -321,7 +321,7 @@ def scarce(monkeypatch: pytest.MonkeyPatch, what: str, number: int) -> None:
     monkeypatch.setattr(Linearisation, what, short)
 
 
-@pytest.mark.parametrize(("what", "number"), [("__init__", 1), ("__init__", 9), ("rows", 6), ("find_way", 1)])
+@pytest.mark.parametrize(("what", "number"), [("__init__", 1), ("__init__", 9), ("rows", 6), ("tap_gradients", 1)])
 def test_memory_that_runs_out_in_a_leap(
     what: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,6 +26,7 @@ from foretrain.engine.objective import Residuals
 from foretrain.errors import ConfigError, InputError
 from foretrain.events import Event, HealthFound, Moved, Notice, Phase
 from foretrain.hybrid.linearised.leaps import LinearisedLeaps
+from foretrain.hybrid.linearised.matrix import RowMatrix
 from foretrain.hybrid.linearised.rows import Linearisation
 from foretrain.hybrid.linearised.solve import System
 from foretrain.hybrid.moves.linearised import LinearisedKind
@@ -532,12 +533,12 @@ def test_more_rows_are_taken_at_the_weights_where_the_leap_began(monkeypatch: py
     leaps.rows, leaps.room = 5, 100
     start, seen, rows = [p.detach().clone() for p in model.parameters()], [], Linearisation.rows
 
-    def noted(look: Linearisation, *arguments: Any) -> Tensor:
+    def noted(look: Linearisation, *arguments: Any) -> RowMatrix:
         seen.append(all(torch.equal(p, q) for p, q in zip(model.parameters(), start, strict=True)))
         return rows(look, *arguments)
 
     monkeypatch.setattr(Linearisation, "rows", noted)
-    monkeypatch.setattr(System, "step", lambda system, *_: (torch.ones(len(system.rows.T)), 1.0))  # far uphill
+    monkeypatch.setattr(System, "step", lambda system, *_: (torch.ones(system.rows.weights), 1.0))  # far uphill
     assert leaps.leap(LINE) is not None
     assert len(seen) > 2
     assert all(seen)
@@ -713,7 +714,7 @@ def test_without_an_end_a_chain_goes_on_and_stays_cheap() -> None:
 def test_blocks_are_told_of_the_weights_that_a_step_was_made_at(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not of trials that were given up."""
     run = chaining(world(network(width=6), residuals=RESIDUALS["an unknown coefficient"]), 3)
-    monkeypatch.setattr(System, "step", lambda system, *_: (torch.ones(len(system.rows.T)), 1.0))  # far uphill
+    monkeypatch.setattr(System, "step", lambda system, *_: (torch.ones(system.rows.weights), 1.0))  # far uphill
     result = run.step()
     told = run.trainer.engine.objective.latest
     assert set(told) == {"equation", "data"}

@@ -10,7 +10,11 @@ from tests.hybrid.linearised.problems import POINTS, PROBLEMS, network, poisson
 from torch import Tensor, nn
 
 from foretrain.engine.objective import Residuals, UnknownForm
+from foretrain.hybrid.linearised import finding
+from foretrain.hybrid.linearised.finding import find_way
+from foretrain.hybrid.linearised.matrix import RowMatrix, spans
 from foretrain.hybrid.linearised.rows import Linearisation
+from foretrain.hybrid.linearised.way import Way
 
 
 def truth(model: nn.Module, objective: Residuals, batch: Any) -> Tensor:
@@ -30,29 +34,53 @@ def looked_at(name: str) -> tuple[Linearisation, Residuals, Any]:
     return Linearisation(objective, model, list(model.parameters()), batch), objective, batch
 
 
+def rows_of(look: Linearisation, way: Way, some: Tensor) -> RowMatrix:
+    """Those of outputs that are chosen by their numbers among all."""
+    return look.rows(way, [some[(some >= one.start) & (some < one.stop)] - one.start for one in spans(look.outputs)])
+
+
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_rows_are_true(name: str) -> None:
     look, objective, batch = looked_at(name)
     wanted = truth(look.model, objective, batch)
-    way = look.find_way()
-    everything = torch.arange(len(wanted))
-    torch.testing.assert_close(look.rows(way, everything), wanted, rtol=1e-4, atol=1e-5)
-    some = torch.tensor([0, 3, len(wanted) - 1])
-    torch.testing.assert_close(look.rows(way, some), wanted[some], rtol=1e-4, atol=1e-5)
+    way = find_way(look)
+    torch.testing.assert_close(look.rows(way, None).numbers(), wanted, rtol=1e-4, atol=1e-5)
+    for some in (torch.tensor([0, 3, len(wanted) - 1]), torch.tensor([0, 2]), torch.arange(len(wanted))):
+        torch.testing.assert_close(rows_of(look, way, some).numbers(), wanted[some], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_the_way_holds_at_other_weights(name: str) -> None:
     """A row whose gradient happened to be 0 when the way was found is not lost later."""
     look, objective, batch = looked_at(name)
-    way = look.find_way()
+    way = find_way(look)
     with torch.no_grad():
         for parameter in look.model.parameters():
             parameter.add_(0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2)))
     later = Linearisation(objective, look.model, look.parameters, batch)
     assert later.form == way.form
     wanted = truth(look.model, objective, batch)
-    torch.testing.assert_close(later.rows(way, torch.arange(len(wanted))), wanted, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(later.rows(way, None).numbers(), wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("factored", [True, False])
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_factors_stand_for_the_same_rows(name: str, factored: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether columns are held as numbers or as factors, all products are those of the true rows."""
+    monkeypatch.setattr(finding, "pair_work", lambda *_: (1.0, factored))
+    look, objective, batch = looked_at(name)
+    wanted, way = truth(look.model, objective, batch).double(), find_way(look)
+    assert bool(way.factored) == (factored and not way.one_by_one)
+    draw = torch.Generator().manual_seed(3)
+    weights = torch.randn(wanted.shape[1], generator=draw)
+    for some in (torch.arange(len(wanted)), torch.tensor([0, 2, len(wanted) - 1])):
+        rows, true = rows_of(look, way, some), wanted[some]
+        outputs = torch.randn(len(some), generator=draw)
+        near = {"rtol": 1e-4, "atol": 1e-4}
+        torch.testing.assert_close(rows.numbers().double(), true, **near)
+        torch.testing.assert_close(rows.kernel(torch.float64), true @ true.T, **near)
+        torch.testing.assert_close(rows.times(weights).double(), true @ weights.double(), **near)
+        torch.testing.assert_close(rows.transposed(outputs).double(), true.T @ outputs.double(), **near)
 
 
 INDEPENDENT = [
@@ -63,36 +91,35 @@ INDEPENDENT = [
     "complex residuals",
     "two rows in one residual, and all rows in one",
     "inputs with a dimension between",
+    "weights beside their layers",
 ]
 
 
 @pytest.mark.parametrize("name", INDEPENDENT)
 def test_independent_rows_take_few_backward_passes(name: str) -> None:
     look, _, _ = looked_at(name)
-    passes = look.find_way().passes
-    assert passes is not None
-    assert len(passes) <= 2
+    way = find_way(look)
+    assert not way.one_by_one
+    assert len(way.passes) <= 2
 
 
 def test_an_equation_and_its_boundary_share_a_pass() -> None:
     look, _, _ = looked_at("an equation and its ends")
-    passes = look.find_way().passes
-    assert passes is not None
-    assert [one.columns for one in passes] == [[0, 1]]
+    assert find_way(look).passes == [[0, 1]]
 
 
 @pytest.mark.parametrize("name", ["rows that depend on each other", "layers that are not linear"])
 def test_what_cannot_be_taken_by_rows_says_why(name: str) -> None:
     look, _, _ = looked_at(name)
-    way = look.find_way()
-    assert way.passes is None
+    way = find_way(look)
+    assert way.one_by_one
     assert way.reason
 
 
 def test_the_model_is_as_before() -> None:
     model = network()
     before = model(POINTS)
-    Linearisation(Residuals(poisson), model, list(model.parameters()), POINTS).find_way()
+    find_way(Linearisation(Residuals(poisson), model, list(model.parameters()), POINTS))
     assert all("forward" not in vars(module) for module in model.modules())
     assert torch.equal(model(POINTS), before)
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -116,7 +143,7 @@ def test_frozen_layers_have_no_columns() -> None:
     trained = [p for p in model.parameters() if p.requires_grad]
     objective = Residuals(poisson)
     look = Linearisation(objective, model, trained, POINTS)
-    rows = look.rows(look.find_way(), torch.arange(26))
+    rows = look.rows(find_way(look), None).numbers()
     for parameter in model.parameters():
         parameter.requires_grad_(True)
     assert rows.shape == (26, sum(p.numel() for p in trained))

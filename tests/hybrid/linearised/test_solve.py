@@ -6,13 +6,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from foretrain.hybrid.linearised.solve import System
+from foretrain.hybrid.linearised.matrix import as_rows
+from foretrain.hybrid.linearised.solve import Root, System
+
+
+def system_of(matrix: Tensor, target: Tensor) -> System:
+    """Of squares that count a half."""
+    return System(as_rows(matrix), Root([torch.ones(len(matrix))]), target)
 
 
 def random_system(rows: int, weights: int) -> tuple[System, Tensor, Tensor]:
     draw = torch.Generator().manual_seed(rows)
     matrix, target = torch.randn(rows, weights, generator=draw), torch.randn(rows, generator=draw)
-    return System(matrix, target), matrix.double(), target.double()
+    return system_of(matrix, target), matrix.double(), target.double()
 
 
 @pytest.mark.parametrize(("rows", "weights"), [(5, 12), (12, 5), (7, 7), (1, 1)])
@@ -35,11 +41,11 @@ def test_the_step_is_the_least_of_the_damped_problem(rows: int, weights: int, da
 
 @pytest.mark.parametrize("bad", [torch.zeros(3, 4), torch.full((3, 4), torch.nan), torch.full((3, 4), torch.inf)])
 def test_what_cannot_be_solved_gives_no_step(bad: Tensor) -> None:
-    assert System(bad, torch.ones(3)).step(1e-2) is None
+    assert system_of(bad, torch.ones(3)).step(1e-2) is None
 
 
 def test_a_singular_problem_is_solved_with_damping() -> None:
-    system = System(torch.ones(4, 6), torch.arange(4.0))
+    system = system_of(torch.ones(4, 6), torch.arange(4.0))
     solved = system.step(1e-3)
     assert solved is not None
     step, predicted = solved

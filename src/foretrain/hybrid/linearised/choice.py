@@ -8,8 +8,9 @@ from torch import Tensor
 from foretrain.engine.objective import OutputPart
 from foretrain.engine.world import World
 from foretrain.hybrid.linearised.grid import Grid
-from foretrain.hybrid.linearised.rows import Linearisation, Way
-from foretrain.hybrid.linearised.solve import System
+from foretrain.hybrid.linearised.rows import Linearisation
+from foretrain.hybrid.linearised.solve import Root, System
+from foretrain.hybrid.linearised.way import Way
 
 _LEAST_OF_BLOCK = 16
 """Rows that a block gives at least, if it has them. Chosen: boundaries have few rows, and matter."""
@@ -47,22 +48,13 @@ def everything(parts: list[OutputPart]) -> Choice:
     return [torch.arange(part.units, device=part.outputs.device) for part in parts]
 
 
-def system_of(look: Linearisation, way: Way, chosen: Choice, world: World) -> System:
-    """The linearised problem of the chosen units: rows times the root of the curvature."""
-    curved = [part.curvature(some) for part, some in zip(look.parts, chosen, strict=True)]
-    numbers = [start + _outputs(part, some) for part, start, some in zip(look.parts, look.starts, chosen, strict=False)]
-    rows, at, targets = look.rows(way, torch.cat(numbers)), 0, []
-    for gradient, factor in curved:
-        block = rows[at : at + gradient.numel()]
-        at += gradient.numel()
-        if factor.ndim == 1:
-            block.mul_(factor.unsqueeze(1))
-            targets.append(gradient / factor)
-        else:
-            by_row = block.view(len(factor), factor.shape[-1], -1)
-            by_row.copy_(torch.bmm(factor.mT.to(rows.dtype), by_row))
-            targets.append(torch.linalg.solve_triangular(factor, gradient.unsqueeze(-1), upper=False).reshape(-1))
-    return System(rows, torch.cat(targets).to(rows.dtype), world)
+def system_of(look: Linearisation, way: Way, chosen: Choice | None, world: World) -> System:
+    """The linearised problem of the chosen units, or of all."""
+    units = everything(look.parts) if chosen is None else chosen
+    gradients, factors = zip(*(p.curvature(some) for p, some in zip(look.parts, units, strict=True)), strict=True)
+    numbers = [_outputs(part, some) for part, some in zip(look.parts, units, strict=True)]
+    rows, root = look.rows(way, None if chosen is None else numbers), Root(factors)
+    return System(rows, root, root.undone(gradients).to(rows.dtype), world)
 
 
 def _outputs(part: OutputPart, units: Tensor) -> Tensor:

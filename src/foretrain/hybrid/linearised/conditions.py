@@ -38,6 +38,6 @@ def check_size(look: Linearisation, elements: int, most_rows: int) -> int:
     widest = max(map(outputs_of_unit, look.parts))
     if widest > most_rows:
         raise UnknownForm(f"hybrid.linear_memory_mb has no room for the rows of one sample of {widest} classes")
-    if (count := look.starts[-1]) < min(_FEWEST_OUTPUTS, elements):
+    if (count := look.count) < min(_FEWEST_OUTPUTS, elements):
         raise UnknownForm(f"{count} residuals say too little; give one for each point, not their mean")
     return widest

@@ -20,9 +20,11 @@ from foretrain.engine.step import StepOutput
 from foretrain.errors import is_out_of_memory
 from foretrain.hybrid.linearised.choice import Choice, choose, everything, system_of
 from foretrain.hybrid.linearised.conditions import check_size, repeatable
+from foretrain.hybrid.linearised.finding import find_way
 from foretrain.hybrid.linearised.price import Price
-from foretrain.hybrid.linearised.rows import Linearisation, Way
+from foretrain.hybrid.linearised.rows import Linearisation
 from foretrain.hybrid.linearised.solve import System
+from foretrain.hybrid.linearised.way import Way
 from foretrain.hybrid.moves.chained import ChainedLeaps
 from foretrain.motion.losses import WindowLosses
 
@@ -274,7 +276,7 @@ class LinearisedLeaps(ChainedLeaps):
         while True:
             some = choose(look.parts, self.rows, self.engine.config.seed * 1_000_003 + self.made, way.grid)
             chosen = everything(look.parts) if some is None else some
-            system = system_of(look, way, chosen, self.engine.world)
+            system = system_of(look, way, some, self.engine.world)
             spent += self.price(len(system.target))
             found = self._try(look, system, chosen, start, whole=some is None)
             if found is not None and some is not None:
@@ -289,7 +291,7 @@ class LinearisedLeaps(ChainedLeaps):
     def _find_way(self, look: Linearisation) -> Way:
         """That of the last batch, if this one has the same form."""
         if self.way is None or self.way.form != look.form:
-            self.way = look.find_way()
+            self.way = find_way(look)
             self.prices.note_way(self.way)
         return self.way
 
@@ -360,7 +362,7 @@ class LinearisedLeaps(ChainedLeaps):
         self.made += 1
         self.steps_of_leap = 1 if system is None else self._steps(len(system.target))
         if system is not None or self._norms is None:
-            gradient = look.loss.new_zeros(self.elements) if system is None else system.rows.T @ system.target
+            gradient = look.loss.new_zeros(self.elements) if system is None else system.gradient()
             each = torch.split(gradient, [p.numel() for p in self.parameters])
             self._norms = torch.stack([one.norm() for one in each]).float()
         loss, norm = look.loss.float(), torch.linalg.vector_norm(self._norms)

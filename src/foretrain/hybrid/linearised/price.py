@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 
 from foretrain.engine.engine import Engine
-from foretrain.hybrid.linearised.rows import TOGETHER, Linearisation, Way
+from foretrain.hybrid.linearised.rows import TOGETHER, Linearisation
+from foretrain.hybrid.linearised.way import Way
 from foretrain.persist.stateful import Stateful
 
 _LOOK = 2.0
@@ -26,7 +27,7 @@ _BATCHED = 2e-3
 class Price(Stateful):
     """Knows how large the problem is, and how its rows are taken."""
 
-    saved = ("outputs", "work", "passes", "per_pass")
+    saved = ("outputs", "work", "passes", "per_pass", "pair_work", "held")
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -34,23 +35,27 @@ class Price(Stateful):
         """Outputs of the last batch, and multiplications that they take."""
         self.passes, self.per_pass = 1, 0
         """Backward passes that all rows together take; or else how many rows each of them takes."""
+        self.pair_work, self.held = 0.0, 0.0
+        """Multiplications that the product of two rows takes, and numbers that are held for each row."""
 
     def note(self, look: Linearisation) -> None:
-        self.outputs, self.work = look.starts[-1], look.work
+        self.outputs, self.work = look.count, look.work
 
     def note_way(self, way: Way) -> None:
-        self.passes = len(way.passes or ())
-        self.per_pass = 1 if way.passes is None else 0 if way.grid is None else way.grid.size
+        self.passes = len(way.passes)
+        self.per_pass = 1 if way.one_by_one else 0 if way.grid is None else way.grid.size
+        self.pair_work, self.held = way.pair_work, way.held
 
     def of(self, rows: int, elements: int) -> float:
         """Full steps that a leap by so many rows of so many weights costs."""
         outputs = self.outputs or self.engine.progress.rows
         rows, speed = min(rows, outputs), _SPEED.get(self.engine.device.type, _FAST)
-        few, many = min(rows, elements), max(rows, elements)
+        few = min(rows, elements)
         products = 3.0 * (self.work or outputs * elements) / speed  # forward once, backward twice
         if self.per_pass == 1:
             taken = math.ceil(rows / TOGETHER) * _BATCHED + rows * _BACKWARD * products
         else:
             passes = rows / self.per_pass if self.per_pass else self.passes
             taken = max(0.0, passes - 1) * _BACKWARD * (_PASS + products)
-        return _LOOK + (taken + (2.0 * few * few * many + few**3 / 3) / speed) / (_PASS + products)
+        of_pairs = rows * rows * (self.pair_work or elements) if rows < elements else rows * elements * elements
+        return _LOOK + (taken + (2.0 * of_pairs + few**3 / 3) / speed) / (_PASS + products)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from foretrain.engine.world import ALONE, World
+from foretrain.hybrid.linearised.matrix import RowMatrix
 
 _PRECISE_BELOW = 1e-5
 """Relative damping below which the products of rows are made in fp64. Measured on the cubic equation of
@@ -16,28 +18,82 @@ benchmarks/low_noise_problems.py, three seeds, after 2.5 s: with 1e-6 the loss i
 three times as low. Of 640 rows these products take two and a half times as long in fp64."""
 
 
+class Root:
+    """R, the root of the curvature of a loss in its outputs: a number for each output, or a triangle for each sample of
+    several classes."""
+
+    def __init__(self, factors: Sequence[Tensor]) -> None:
+        """factors: of one part of the outputs after the other, S [n] or [samples, classes, classes]; R is S^T."""
+        self.factors = list(factors)
+
+    def of_rows(self, rows: Tensor) -> Tensor:
+        """R times a vector, or times each column of a matrix."""
+        found, at = [], 0
+        for factor in self.factors:
+            if factor.ndim == 1:
+                some = rows[at : (at := at + len(factor))]
+                found.append(some * factor.to(rows.dtype).view(-1, *[1] * (rows.ndim - 1)))
+            else:
+                some = rows[at : (at := at + factor.shape[0] * factor.shape[1])]
+                by_sample = some.reshape(factor.shape[0], factor.shape[1], -1)
+                found.append(torch.bmm(factor.mT.to(rows.dtype), by_sample).reshape(some.shape))
+        return torch.cat(found) if len(found) > 1 else found[0]
+
+    def transposed(self, vector: Tensor) -> Tensor:
+        """R^T v."""
+        found, at = [], 0
+        for factor in self.factors:
+            if factor.ndim == 1:
+                found.append(vector[at : (at := at + len(factor))] * factor.to(vector.dtype))
+            else:
+                some = vector[at : (at := at + factor.shape[0] * factor.shape[1])]
+                by_sample = some.reshape(factor.shape[0], factor.shape[1], 1)
+                found.append(torch.bmm(factor.to(vector.dtype), by_sample).reshape(-1))
+        return torch.cat(found) if len(found) > 1 else found[0]
+
+    def undone(self, gradients: Sequence[Tensor]) -> Tensor:
+        """R^-T v, for the gradients of the parts."""
+        found = []
+        for gradient, factor in zip(gradients, self.factors, strict=True):
+            if factor.ndim == 1:
+                found.append(gradient / factor)
+            else:
+                solved = torch.linalg.solve_triangular(factor, gradient.unsqueeze(-1), upper=False)
+                found.append(solved.reshape(-1))
+        return torch.cat(found)
+
+
 @dataclass
 class System:
-    """Minimises |A d + b|^2 / 2 + damping |d|^2 / 2. The loss that it stands for falls by what the step predicts."""
+    """Minimises |R A d + b|^2 / 2 + damping |d|^2 / 2. The loss that it stands for falls by what the step predicts."""
 
-    rows: Tensor
+    rows: RowMatrix
     """A [rows, weights]."""
+    root: Root
     target: Tensor
-    """b: A^T b is the gradient of the loss."""
+    """b: A^T R^T b is the gradient of the loss."""
     world: World = ALONE
     _products: dict[torch.dtype, Tensor] = field(default_factory=dict)
 
     @property
     def wide(self) -> bool:
-        return self.rows.shape[1] > self.rows.shape[0]
+        return self.rows.weights > self.rows.count
+
+    def gradient(self) -> Tensor:
+        return self.rows.transposed(self.root.transposed(self.target).to(self.rows.dtype))
 
     def _matrix(self, damping: float) -> Tensor:
-        """A A^T or A^T A, the smaller, in fp64."""
+        """R A A^T R^T or A^T R^T R A, the smaller, in fp64."""
         kind = torch.float64 if damping < _PRECISE_BELOW else self.rows.dtype
         if kind not in self._products:
-            rows = self.rows.to(kind)
-            self._products[kind] = (rows @ rows.T if self.wide else rows.T @ rows).double()
+            self._products[kind] = self._product(kind).double()
         return self._products[kind]
+
+    def _product(self, kind: torch.dtype) -> Tensor:
+        if self.wide:
+            return self.root.of_rows(self.root.of_rows(self.rows.kernel(kind)).T)
+        rows = self.root.of_rows(self.rows.numbers().to(kind))
+        return rows.T @ rows
 
     def step(self, damping: float, carried_on: Tensor | None = None) -> tuple[Tensor, float] | None:
         """The step and the fall of the loss that it predicts; None where the damping is too low to solve it, or where a
@@ -45,24 +101,26 @@ class System:
 
         damping: as a share of the mean eigenvalue. carried_on: a step to begin with; what is added to it is damped.
         """
-        rows, matrix = self.rows, self._matrix(damping)
+        rows, root, matrix = self.rows, self.root, self._matrix(damping)
         target = self.target.double()
-        ahead = torch.zeros_like(target) if carried_on is None else (rows @ carried_on).double()
+        ahead = None if carried_on is None else root.of_rows(rows.times(carried_on).double())
+        wanted = target if ahead is None else target + ahead
         scale = matrix.diagonal().mean()
         damped = matrix.clone()
         damped.diagonal().add_(damping * scale)
         factor, failed = torch.linalg.cholesky_ex(damped)
         if self.wide:
-            share = torch.cholesky_solve((target + ahead).unsqueeze(1), factor).squeeze(1)
-            step = -(rows.T @ share.to(rows.dtype))
-            change = ahead - matrix @ share
+            share = torch.cholesky_solve(wanted.unsqueeze(1), factor).squeeze(1)
+            step = -rows.transposed(root.transposed(share).to(rows.dtype))
+            change = -(matrix @ share)
         else:
-            whole = (rows.T.double() @ (target + ahead)).unsqueeze(1)
+            numbers = rows.numbers().double()
+            whole = (numbers.T @ root.transposed(wanted)).unsqueeze(1)
             long = -torch.cholesky_solve(whole, factor).squeeze(1)
             step = long.to(rows.dtype)
-            change = ahead + rows.double() @ long
-        if carried_on is not None:
-            step = step + carried_on
+            change = root.of_rows(numbers @ long)
+        if carried_on is not None and ahead is not None:
+            step, change = step + carried_on, change + ahead
         predicted = -(target @ change + change.square().sum() / 2)
         mean, fault, fall = self.world.to_host(torch.stack([scale, failed.double(), predicted]))
         if fault or not (0 < mean < math.inf and math.isfinite(fall)):
