@@ -67,6 +67,8 @@ _FEWEST = 32
 _DEAR = 8.0
 """Full steps per leap. Chosen: twice what leaps of small networks cost; where they cost more, as with many classes or
 rows that are taken one by one, the optimizer may well be faster."""
+_HARDLY_DEARER = 1.25
+"""Times the price. Chosen: twice the rows say much more than that."""
 _FIRST_LENGTH = 64.0
 """Full steps that the first chain of dear leaps costs: those of the optimizer after it show who is faster there.
 Chosen: few enough to be lost where leaps are slow, and the next chain is twice as long where they are not."""
@@ -216,6 +218,8 @@ class LinearisedLeaps(ChainedLeaps):
         self.start_loss = self.loss
         self.first_loss = self.loss if math.isnan(self.first_loss) else self.first_loss
         self._find_way(self._look_at(batch))
+        if not self.made:
+            self._begin_with_rows()
         return math.isfinite(self.loss)
 
     def _guarded(self, do: Callable[[Any], Result], batch: Any) -> Result | None:
@@ -371,6 +375,12 @@ class LinearisedLeaps(ChainedLeaps):
         return self.engine.count_step(batch, output, passes=0 if system is None else 1)
 
     # --- how many rows -----------------------------------------------------------------------------------------------
+
+    def _begin_with_rows(self) -> None:
+        """More rows than asked for where they cost hardly more."""
+        while self.rows < self.prices.outputs and self.price(2 * self.rows) <= _HARDLY_DEARER * self.price(self.rows):
+            if not self._take_more_rows():
+                return
 
     def _take_more_rows(self) -> bool:
         """Twice as many rows from now on, if there is memory for them."""
