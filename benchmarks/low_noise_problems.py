@@ -111,7 +111,7 @@ def poisson_residuals(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
     points = x.clone().requires_grad_()
     force = math.pi**2 * torch.sin(math.pi * x) + 0.3 * 16 * math.pi**2 * torch.sin(4 * math.pi * x)
     u = model(points)
-    return {"equation": -derivative(derivative(u, points), points) - force, "ends": u[[0, -1]]}
+    return {"equation": -derivative(derivative(u, points), points) - force, "ends": u[:: len(u) - 1]}
 
 
 ONE_DIMENSION = {"equation": 0.01, "ends": 1.0}
@@ -150,7 +150,8 @@ def cubic(settings: Settings) -> Problem:
     def residuals(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         points = batch["x"].clone().requires_grad_()
         u = model(points)
-        return {"equation": -derivative(derivative(u, points), points) + u**3 - batch["force"], "ends": u[[0, -1]]}
+        equation = -derivative(derivative(u, points), points) + u**3 - batch["force"]
+        return {"equation": equation, "ends": u[:: len(u) - 1]}
 
     network = (1, settings.width, settings.width, settings.width, 1)
     return full_batch(lambda: mlp(*network), batch, settings, residuals=residuals, weights=ONE_DIMENSION)

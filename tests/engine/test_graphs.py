@@ -25,6 +25,7 @@ from foretrain.engine.graphs import (
 )
 from foretrain.engine.step import FullStep
 from foretrain.errors import ConfigError
+from foretrain.events import Notice
 from foretrain.health.shortage import RECORDING, Shortage
 
 Make = Callable[..., Any]
@@ -143,7 +144,7 @@ def test_without_a_recorded_step_gradients_are_taken_as_they_come() -> None:
 def test_dropout_that_is_drawn_again_is_not_recorded(
     dropout: float, make_model: Make, make_batch: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(execution, "GraphedStep", lambda step: "recorded")
+    monkeypatch.setattr(execution, "GraphedStep", lambda *_: "recorded")
     chosen: dict[Any, Any] = {}
     for wanted in ("auto", True):
         model = make_model(options={"activation_checkpointing": 0.5}, dropout=dropout)
@@ -192,6 +193,59 @@ def test_what_is_recorded_changes_nothing_and_what_is_replayed_does(monkeypatch:
     fails[0] = False
     graphed(batch)
     assert step.changing
+
+
+@pytest.mark.parametrize("wanted", ["auto", True])
+def test_what_cannot_be_recorded_is_told_and_runs_as_it_is(wanted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stream:
+        def __init__(self, device: object = None) -> None: ...
+        def wait_stream(self, other: object) -> None: ...
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Recording)
+    inside = [False]
+
+    @contextmanager
+    def graph(*arguments: Any, **settings: Any) -> Iterator[None]:
+        inside[0] = True
+        try:
+            yield
+        finally:
+            inside[0] = False
+
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        if inside[0]:
+            raise RuntimeError("Cannot copy between CPU and CUDA tensors during CUDA graph capture\nand more")
+        return model(batch).square().mean()
+
+    config = from_mapping({"device": "cpu", "engine.cuda_graph": wanted, "hybrid.mode": "off"})
+    plain, trainer = (HybridTrainer(nn.Linear(3, 1), loss_fn=loss, config=config) for _ in range(2))
+    plain.model.load_state_dict(trainer.model.state_dict())
+    plain.engine.execution.cuda_graph = False
+    trainer.engine.execution.device = torch.device("cuda")  # where steps this small are recorded
+    trainer.engine.full_step.device_skip = True
+    told: list[Any] = []
+    trainer.bus.subscribe(told.append)
+    batch = torch.ones(4, 3)
+    if wanted is True:
+        for _ in range(WARMUP_STEPS):
+            trainer.step(batch)
+        with pytest.raises(ConfigError, match=r"cuda_graph = true, but the step cannot be recorded .*; use 'auto'"):
+            trainer.step(batch)
+        return
+    for _ in range(WARMUP_STEPS + 3):
+        plain.step(batch)
+        trainer.step(batch)
+    (notice,) = (event.message for event in told if isinstance(event, Notice))
+    assert "cannot be recorded as a CUDA graph (Cannot copy between CPU and CUDA tensors" in notice
+    assert "make them once, on the device" in notice
+    assert trainer.engine.execution.step_for(batch) is trainer.engine.full_step
+    for one, other in zip(plain.model.parameters(), trainer.model.parameters(), strict=True):
+        assert torch.equal(one, other)  # no step was lost or done twice
 
 
 def test_a_step_that_cannot_be_recorded_is_run_as_it_is() -> None:

@@ -29,6 +29,8 @@ class Execution:
         self._loss: GraphedLoss | None = None
         self.takes_derivatives = False
         """The loss itself takes derivatives, as in physics-informed networks."""
+        self.tell: Callable[[str], None] = lambda text: None
+        """Is told once where steps are not recorded after all."""
 
     @property
     def records(self) -> bool:
@@ -47,8 +49,20 @@ class Execution:
         if self._step is None:
             parameters = sum(p.numel() for p in self.full_step.parameters)
             recorded = self.check() and switch(self.cuda_graph, auto=launch_bound(parameters, batch))
-            self._step = GraphedStep(self.full_step) if recorded else self.full_step
+            self._step = GraphedStep(self.full_step, self._give_up) if recorded else self.full_step
         return self._step
+
+    def _give_up(self, error: Exception) -> None:
+        """Steps run as they are from now on: something in them cannot be recorded."""
+        what = f"the step cannot be recorded as a CUDA graph ({str(error).splitlines()[0]})"
+        if self.cuda_graph is True:
+            raise ConfigError(f"engine.cuda_graph = true, but {what}; use 'auto'") from error
+        self.cuda_graph = False
+        self.forget()
+        self.tell(
+            f"{what}; it runs without one, which is slower for small models. Numbers that are copied to the GPU in "
+            "every step, as by u[[0, -1]], are a usual cause: make them once, on the device"
+        )
 
     def gradient(self, batch: Any) -> Tensor:
         """Forward and backward alone: the loss, and gradients on the parameters. Recorded where whole steps are."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from foretrain.engine.batch import map_tensors, tensors_of
 from foretrain.engine.step import FullStep, StepOutput
+from foretrain.errors import is_out_of_memory
 from foretrain.persist.codec import form_of
 
 WARMUP_STEPS = 3
@@ -38,8 +39,9 @@ class GraphedStep:
     moments are updated in place. A batch of another shape runs without the graph.
     """
 
-    def __init__(self, step: FullStep) -> None:
-        self.step = step
+    def __init__(self, step: FullStep, give_up: Callable[[Exception], None] | None = None) -> None:
+        """give_up: is told what stood against recording; the step then runs as it is. None: it is raised."""
+        self.step, self.give_up = step, give_up
         self._recorded: tuple[torch.cuda.CUDAGraph, Any, StepOutput] | None = None
         self._eager_steps = 0
         self._stream = torch.cuda.Stream(step.device)  # type: ignore[no-untyped-call]
@@ -58,7 +60,14 @@ class GraphedStep:
             self._eager_steps += 1
             return self._on_side_stream(batch)
         if self._recorded is None:
-            self._recorded = self._record(batch)
+            try:
+                self._recorded = self._record(batch)
+            except Exception as error:
+                if self.give_up is None or is_out_of_memory(error):
+                    raise
+                output = self.step(batch)  # a fault of the step itself comes out here
+                self.give_up(error)
+                return output
         graph, inputs, output = self._recorded
         if not _same_form(batch, inputs):
             return self.step(batch)

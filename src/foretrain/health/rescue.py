@@ -24,7 +24,7 @@ from foretrain.engine.engine import Engine
 from foretrain.engine.fence import Failure, OwnCodeError
 from foretrain.engine.memory.usage import MemoryMeter
 from foretrain.errors import OutOfMemory
-from foretrain.events import Event, Phase, Recovered
+from foretrain.events import Event, Notice, Phase, Recovered
 from foretrain.health import shortage as shortages
 from foretrain.health.shortage import Shortage
 
@@ -78,6 +78,7 @@ class Rescue:
         self.engine = engine
         self.memory = memory
         self.emit = emit
+        engine.execution.tell = lambda text: emit(Notice(text, level="info"))
         self.excursions: Excursions | None = None
         """None in a run of full steps only. Set by `Hybrid`, which is made later."""
         self.retries = engine.config.memory.on_out_of_memory == "retry"

@@ -607,6 +607,13 @@ def test_classes_count_as_so_many_rows() -> None:
     assert "hybrid.linear_memory_mb has no room for the rows of one sample of 40 classes" in " ".join(notices(run))
 
 
+def make_room(leaps: LinearisedLeaps, rows: int) -> None:
+    """Give memory for so many rows of a small network, and begin with them."""
+    leaps._memory_mb, leaps.first_rows = (24 * rows**2 + 12 * leaps.elements * rows + 1) / 2**20, rows
+    leaps.cover()
+    assert leaps.most_rows == leaps.rows == rows
+
+
 def test_many_blocks_take_no_more_rows_than_there_is_memory_for() -> None:
     blocks = {f"block {number}": LINE + number for number in range(6)}
     run = world(
@@ -615,7 +622,7 @@ def test_many_blocks_take_no_more_rows_than_there_is_memory_for() -> None:
     leaps, seen = leaps_of(run), []
     count = leaps._count
     leaps._count = lambda batch, look, system: seen.append(len(system.target)) or count(batch, look, system)
-    leaps.most_rows = leaps.rows = 18
+    make_room(leaps, 18)
     chaining(run, 3)
     assert max(seen) <= 18
 
@@ -630,7 +637,7 @@ def test_a_table_takes_a_part_of_a_diagonal_where_there_is_no_memory_for_one() -
     leaps, seen = leaps_of(run), []
     count = leaps._count
     leaps._count = lambda batch, look, system: seen.append(len(system.target)) or count(batch, look, system)
-    leaps.most_rows = leaps.rows = 20
+    make_room(leaps, 20)
     chaining(run, 5)
     assert leaps.way.grid is not None
     assert set(seen) == {20}
@@ -661,7 +668,7 @@ def test_dear_tries_in_vain_are_rare() -> None:
 def test_a_dear_chain_that_is_slower_than_the_optimizer_ends_soon() -> None:
     run = world(network(width=6), max_steps=2000)
     leaps = leaps_of(run)
-    leaps.price = lambda rows: 100.0
+    leaps.price = lambda rows: 30.0
     chaining(run)
     leaps._try = lambda look, *arguments, **others: look  # nothing is won any more
     run.run(lambda: not run.trainer.hybrid.chaining)

@@ -133,7 +133,6 @@ class LinearisedLeaps(ChainedLeaps):
         """Nothing would get lower from here."""
         self.stuck = False
         """The last chain ended where no leap lowers the loss: the next one begins where the optimizer leads to."""
-        self.prices = Price(engine)
         self.room = 0
         """Virtual steps that are left for leaps."""
         self.length, self.pace = _FIRST_LENGTH, math.nan
@@ -157,7 +156,8 @@ class LinearisedLeaps(ChainedLeaps):
         """The last leap, and the norms of the last gradient by parameter."""
         self.lowest = self.lowest_held_out = self.best_loss = math.nan
         self.elements = sum(p.numel() for p in self.parameters)
-        self.most_rows = int(self._memory_mb * 2**20 / (12 * max(1, self.elements)))  # in fp32 and once more in fp64
+        self.prices = Price(self.engine)
+        self.most_rows = self.prices.most_rows(self._memory_mb, self.elements)
         self.rows = min(self.first_rows, self.most_rows)
         """That the next leap takes."""
 
@@ -297,6 +297,7 @@ class LinearisedLeaps(ChainedLeaps):
         if self.way is None or self.way.form != look.form:
             self.way = find_way(look)
             self.prices.note_way(self.way)
+            self.most_rows = self.prices.most_rows(self._memory_mb, self.elements)
         return self.way
 
     def _try(

@@ -3,25 +3,38 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from foretrain.engine.engine import Engine
 from foretrain.hybrid.linearised.rows import TOGETHER, Linearisation
 from foretrain.hybrid.linearised.way import Way
 from foretrain.persist.stateful import Stateful
 
-_LOOK = 2.0
-"""Full steps that outputs and their rows take beside the products. Measured: 1.6 to 2.4 on one CPU core."""
-_SPEED = {"cpu": 5e10}
-"""Multiplications per second of such products on one core, measured; `_FAST` elsewhere, which is no measurement: they
-only have to tell a thousandfold cost from a twofold one."""
-_FAST = 1e13
-_PASS = 1e-3
-"""Seconds of a full step of a small network, beside its products. Measured: 0.6 to 2 ms on one core."""
+
+@dataclass(frozen=True)
+class Machine:
+    """What leaps and full steps cost on one kind of device. It only has to tell a thousandfold cost from a twofold."""
+
+    speed: float
+    """Multiplications per second of the products of rows."""
+    step: float
+    """Seconds of a full step of a small network, beside its products."""
+    look: float
+    """Seconds of outputs and their rows, beside the products."""
+    batched: float
+    """Seconds of a batched backward pass, beside its products."""
+
+
+_MACHINES = {
+    "cpu": Machine(speed=5e10, step=1e-3, look=1e-3, batched=2e-3),
+    "cuda": Machine(speed=2e13, step=5e-4, look=5e-3, batched=4e-3),
+}
+"""Measured on one core, and on one H200, where a full step is a recorded graph and a leap is not."""
+_OF_LOOK = 2.0
+"""Products of a full step that outputs and their rows take. Measured: 1.6 to 2.4 on one core."""
 _BACKWARD = 0.6
 """Share of a full step that a backward pass takes. Measured where outputs are taken one by one, of convolutions, LSTMs,
 attention and networks that are called through torch.func: 0.5 to 0.75."""
-_BATCHED = 2e-3
-"""Seconds of a batched backward pass, beside its products. Measured: 1 to 2 ms on one core."""
 
 
 class Price(Stateful):
@@ -48,14 +61,20 @@ class Price(Stateful):
 
     def of(self, rows: int, elements: int) -> float:
         """Full steps that a leap by so many rows of so many weights costs."""
+        machine = _MACHINES.get(self.engine.device.type, _MACHINES["cuda"])
         outputs = self.outputs or self.engine.progress.rows
-        rows, speed = min(rows, outputs), _SPEED.get(self.engine.device.type, _FAST)
-        few = min(rows, elements)
-        products = 3.0 * (self.work or outputs * elements) / speed  # forward once, backward twice
+        rows = min(rows, outputs)
+        products = 3.0 * (self.work or outputs * elements) / machine.speed  # forward once, backward twice
         if self.per_pass == 1:
-            taken = math.ceil(rows / TOGETHER) * _BATCHED + rows * _BACKWARD * products
+            taken = math.ceil(rows / TOGETHER) * machine.batched + rows * _BACKWARD * products
         else:
             passes = rows / self.per_pass if self.per_pass else self.passes
-            taken = max(0.0, passes - 1) * _BACKWARD * (_PASS + products)
+            taken = max(0.0, passes - 1) * _BACKWARD * (machine.step + products)
         of_pairs = rows * rows * (self.pair_work or elements) if rows < elements else rows * elements * elements
-        return _LOOK + (taken + (2.0 * of_pairs + few**3 / 3) / speed) / (_PASS + products)
+        taken += (2.0 * of_pairs + min(rows, elements) ** 3 / 3) / machine.speed
+        return (machine.look + machine.step + _OF_LOOK * products + taken) / (machine.step + products)
+
+    def most_rows(self, memory_mb: float, elements: int) -> int:
+        """Rows that there is memory for: in fp32 and once more in fp64, and their products three times in fp64."""
+        room, row = memory_mb * 2**20, 12.0 * max(1.0, self.held or float(elements))
+        return int((math.sqrt(row * row + 96.0 * room) - row) / 48.0)
