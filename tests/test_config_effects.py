@@ -655,6 +655,12 @@ def _(bench: Bench) -> None:
         precision.Precision(config, torch.device("cuda"))
         assert torch.backends.cuda.matmul.allow_tf32 is tf32
         assert torch.backends.cudnn.allow_tf32 is tf32
+        with precision.full_precision():
+            assert torch.backends.cuda.matmul.allow_tf32 is False
+        assert torch.backends.cuda.matmul.allow_tf32 is tf32
+    for exact in (True, False):
+        precision.Precision(bench.config(precision__type="fp32").precision, torch.device("cuda"), exact)
+        assert torch.backends.cuda.matmul.allow_tf32 is not exact
 
 
 @effect("precision.loss_scale")

@@ -12,7 +12,8 @@ import torch
 from tests.planning.observed import Live
 from torch import nn
 
-from foretrain.config import PrecisionConfig
+from foretrain.config import PrecisionConfig, from_mapping
+from foretrain.engine import precision
 from foretrain.engine.precision import Precision, choose_device, choose_precision, cpu_has_bf16_products
 from foretrain.errors import ConfigError
 from foretrain.recipes import train as run
@@ -89,6 +90,17 @@ def test_auto_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     for supported, name in ((True, "bf16"), (False, "fp32")):
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda supported=supported: supported)
         assert choose_precision("auto", torch.device("cuda")) == name
+
+
+def test_residuals_are_not_rounded_where_it_is_left_to_us(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(precision, "choose_precision", lambda name, device: "bf16" if name == "auto" else name)
+    model = nn.Linear(1, 1)
+    residuals = lambda model, x: model(x) - x  # noqa: E731
+    for given, wanted in (({"residuals": residuals}, "fp32"), ({"loss_fn": nn.MSELoss()}, "bf16")):
+        trainer = HybridTrainer(model, config=from_mapping({"device": "cpu"}), **given)
+        assert trainer.engine.precision.name == wanted
+    config = from_mapping({"device": "cpu", "precision.type": "bf16"})
+    assert HybridTrainer(model, config=config, residuals=residuals).engine.precision.name == "bf16"
 
 
 # --- autocast ------------------------------------------------------------------------------------------------------

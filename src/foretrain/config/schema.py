@@ -212,14 +212,15 @@ class PrecisionConfig(Section):
     """Number formats."""
 
     type: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Format of the forward and backward pass; weights stay fp32. `auto`: bf16 on a GPU that has it, else fp32."""
+    """Format of the forward and backward pass; weights stay fp32. `auto`: bf16 on a GPU that has it, else fp32; fp32
+    also where the loss is made of `residuals=`, which are small differences of large numbers."""
     predict: Literal["same", "fp32", "bf16", "fp16"] = "same"
     """Format of the forward passes that probe a move. `same`: that of training. Another one shifts their losses a
     little against those of training, and quasi-Newton leaps, which want the same loss to five digits, may not begin."""
     narrow_residual: bool = True
     """With bf16 or fp16: keep the sum that runs through the blocks in that format too. Less memory, faster."""
-    tf32: bool = True
-    """Let fp32 matrix products on the GPU use TF32."""
+    tf32: Switch = "auto"
+    """Let fp32 matrix products on the GPU use TF32. `auto`: unless the loss is made of `residuals=`."""
     loss_scale: Positive = 65536.0
     """First loss scale with fp16; it then adapts: halved on overflow, doubled after `growth_interval` good steps."""
     growth_interval: Count = 2000

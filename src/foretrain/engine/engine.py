@@ -23,7 +23,7 @@ from foretrain.engine.forward import Forward
 from foretrain.engine.hooks import StepHook
 from foretrain.engine.memory.offload import OptimizerParking
 from foretrain.engine.meters import StepMeter, Stopwatch
-from foretrain.engine.objective import objective_of
+from foretrain.engine.objective import Residuals, objective_of
 from foretrain.engine.optim import build as optim
 from foretrain.engine.precision import Precision, choose_device
 from foretrain.engine.progress import RunProgress
@@ -76,7 +76,8 @@ class Engine:
         self.objective = objective_of(self.loss_fn)
         """What the loss is made of, where its form is known."""
         self.float_type = own.float_type(self.model)
-        self.precision = Precision(config.precision, self.device)
+        physical = isinstance(self.objective, Residuals)  # they take derivatives, and are to become small
+        self.precision = Precision(config.precision, self.device, exact=physical)
         self.rate = self._rates(scheduler)
         self.clip = config.optimizer.gradient_clip_norm
         """Without what the rate sources make of it; 0: none."""
@@ -92,7 +93,7 @@ class Engine:
             clip=self.clip,
             accumulation=config.accumulation_steps,
             nan_check=config.guard.nan_check,
-            compile_loss=switch(config.engine.compile, auto=self.device.type == "cuda"),
+            compile_loss=switch(config.engine.compile, auto=self.device.type == "cuda" and not physical),
             update_in_backward=config.engine.update_in_backward,
             parameters=self.trained.parameters,
             world=self.world,

@@ -72,8 +72,9 @@ class Precision(Stateful):
     scale: Buffer
     good_steps: Buffer
 
-    def __init__(self, config: PrecisionConfig, device: torch.device) -> None:
-        self.name = choose_precision(config.type, device)
+    def __init__(self, config: PrecisionConfig, device: torch.device, exact: bool = False) -> None:
+        """exact: what is left to us is not rounded."""
+        self.name = "fp32" if exact and config.type == "auto" else choose_precision(config.type, device)
         self.forward = self.name
         """Format of the forward pass at this moment."""
         self.predict = self.name if config.predict == "same" else config.predict
@@ -83,8 +84,8 @@ class Precision(Stateful):
         self.scale = torch.tensor(config.loss_scale if self.scaled else 1.0, device=device)
         self.good_steps = torch.zeros((), dtype=torch.int32, device=device)
         if device.type == "cuda":
-            torch.backends.cuda.matmul.allow_tf32 = config.tf32
-            torch.backends.cudnn.allow_tf32 = config.tf32
+            allowed = not exact if config.tf32 == "auto" else config.tf32
+            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = allowed
 
     def autocast(self, cache: bool = True) -> AbstractContextManager[Any]:
         """Context of the forward pass. cache: narrow copies of weights are kept to its end, for those used repeatedly;
@@ -112,3 +113,14 @@ class Precision(Stateful):
         factor = torch.where(bad, 0.5, torch.where(grown, 2.0, 1.0))
         self.scale.mul_(factor).clamp_(1.0, 2.0**24)
         self.good_steps.mul_(torch.where(grown, 0, 1).to(torch.int32))
+
+
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """Switch TF32 off inside the block: it rounds fp32 numbers to 10 bits before they are multiplied."""
+    allowed = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = allowed

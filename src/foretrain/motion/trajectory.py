@@ -7,8 +7,7 @@ In a run on shards their dot products meet in `World.reduce`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from foretrain.engine.memory.host import add_each, copy_each
+from foretrain.engine.precision import full_precision
 from foretrain.engine.world import ALONE, World
 from foretrain.motion.predictors.base import Array
 from foretrain.motion.records import DIRECTIONS, HORIZONS_IN_WINDOWS, WINDOWS_OF_MEANS
@@ -241,7 +241,7 @@ class Trajectory(Stateful):
         """Return [chunks, left rows x right rows], all dot products per chunk."""
         left = left.view(len(left), -1, self.layout.chunk).transpose(0, 1)
         right = right.view(len(right), -1, self.layout.chunk).permute(1, 2, 0)
-        with _full_precision():
+        with full_precision():
             if left.dtype == torch.float32:
                 partial = torch.bmm(left, right)
             elif left.is_cuda:
@@ -335,14 +335,3 @@ class Layout:
     def sum_groups(self, partial: Tensor) -> Tensor:
         """Sum [chunks, n] to [G, n]."""
         return self._membership @ partial.to(self._membership.dtype)
-
-
-@contextmanager
-def _full_precision() -> Iterator[None]:
-    """Switch TF32 off, which would round the dot products of fp32 directions to 10 bits."""
-    allowed = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = allowed

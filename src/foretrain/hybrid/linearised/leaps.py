@@ -16,6 +16,7 @@ from foretrain.engine.engine import Engine
 from foretrain.engine.fence import failure_of
 from foretrain.engine.memory.host import copy_each
 from foretrain.engine.objective import Objective, UnknownForm
+from foretrain.engine.precision import full_precision
 from foretrain.engine.step import StepOutput
 from foretrain.errors import is_out_of_memory
 from foretrain.hybrid.linearised.choice import Choice, choose, everything, system_of
@@ -226,7 +227,8 @@ class LinearisedLeaps(ChainedLeaps):
         """Do it; once more without taps where it fails with them. None where that fails, too: `failure` says why."""
         start, taps = self._point(), self.tapped
         try:
-            return do(batch)
+            with full_precision():
+                return do(batch)
         except UnknownForm as error:
             self.failure = str(error)
         except Exception as error:
