@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from foretrain import logistic, supervised
 from foretrain.engine.batch import map_tensors
 from foretrain.engine.objective import ResidualFunction, Residuals
+from foretrain.engine.precision import full_precision
 
 Batch = Any
 
@@ -67,8 +68,9 @@ class Problem:
         return Residuals(self.residuals, self.weights)
 
     def judge(self, model: nn.Module) -> float:
-        """The loss that is reported."""
-        return float(self.loss(model, self.batch(0) if self.exact else self.whole).detach())
+        """The loss that is reported, without TF32."""
+        with full_precision():
+            return float(self.loss(model, self.batch(0) if self.exact else self.whole).detach())
 
     def doubled(self) -> Problem:
         """The same numbers in fp64."""

@@ -19,9 +19,9 @@ from foretrain.engine.graphs import (
     GraphedGradient,
     GraphedLoss,
     GraphedStep,
-    _same_form,
     launch_bound,
     recording,
+    same_form,
 )
 from foretrain.engine.step import FullStep
 from foretrain.errors import ConfigError
@@ -40,10 +40,10 @@ def test_small_steps_are_bound_by_launches_and_large_ones_are_not() -> None:
 
 def test_only_batches_of_the_recorded_form_are_replayed() -> None:
     batch = (torch.zeros(2, 3), {"y": torch.zeros(2)})
-    assert _same_form(batch, (torch.ones(2, 3), {"y": torch.ones(2)}))
-    assert not _same_form(batch, (torch.ones(2, 4), {"y": torch.ones(2)}))
-    assert not _same_form(batch, (torch.ones(2, 3).double(), {"y": torch.ones(2)}))
-    assert not _same_form(batch, (torch.ones(2, 3),))
+    assert same_form(batch, (torch.ones(2, 3), {"y": torch.ones(2)}))
+    assert not same_form(batch, (torch.ones(2, 4), {"y": torch.ones(2)}))
+    assert not same_form(batch, (torch.ones(2, 3).double(), {"y": torch.ones(2)}))
+    assert not same_form(batch, (torch.ones(2, 3),))
 
 
 def test_garbage_is_collected_before_a_recording_and_not_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:

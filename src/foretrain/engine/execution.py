@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foretrain.engine.graphs import GraphedGradient, GraphedLoss, GraphedStep, launch_bound
+from foretrain.engine.graphs import WARMUP_STEPS, GraphedGradient, GraphedLoss, GraphedStep, launch_bound
 from foretrain.engine.step import FullStep, StepOutput
 from foretrain.errors import ConfigError
 
@@ -29,6 +29,8 @@ class Execution:
         self._loss: GraphedLoss | None = None
         self.takes_derivatives = False
         """The loss itself takes derivatives, as in physics-informed networks."""
+        self.eager_steps = WARMUP_STEPS
+        """Steps that run as they are before one is recorded."""
         self.tell: Callable[[str], None] = lambda text: None
         """Is told once where steps are not recorded after all."""
 
@@ -49,7 +51,9 @@ class Execution:
         if self._step is None:
             parameters = sum(p.numel() for p in self.full_step.parameters)
             recorded = self.check() and switch(self.cuda_graph, auto=launch_bound(parameters, batch))
-            self._step = GraphedStep(self.full_step, self._give_up) if recorded else self.full_step
+            self._step = self.full_step
+            if recorded:
+                self._step = GraphedStep(self.full_step, self._give_up, self.eager_steps)
         return self._step
 
     def _give_up(self, error: Exception) -> None:

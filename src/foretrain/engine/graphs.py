@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from foretrain.engine.step import FullStep, StepOutput
 from foretrain.errors import is_out_of_memory
 from foretrain.persist.codec import form_of
 
+Result = TypeVar("Result")
 WARMUP_STEPS = 3
 LAUNCH_BOUND_FLOPS = 8e12
 """Below this much arithmetic a step runs for less than some 20 ms on a large GPU, about what its launches take."""
@@ -39,9 +40,12 @@ class GraphedStep:
     moments are updated in place. A batch of another shape runs without the graph.
     """
 
-    def __init__(self, step: FullStep, give_up: Callable[[Exception], None] | None = None) -> None:
-        """give_up: is told what stood against recording; the step then runs as it is. None: it is raised."""
-        self.step, self.give_up = step, give_up
+    def __init__(
+        self, step: FullStep, give_up: Callable[[Exception], None] | None = None, eager_steps: int = WARMUP_STEPS
+    ) -> None:
+        """give_up: is told what stood against recording; the step then runs as it is. None: it is raised. eager_steps:
+        before it is recorded."""
+        self.step, self.give_up, self.eager_steps = step, give_up, eager_steps
         self._recorded: tuple[torch.cuda.CUDAGraph, Any, StepOutput] | None = None
         self._eager_steps = 0
         self._stream = torch.cuda.Stream(step.device)  # type: ignore[no-untyped-call]
@@ -56,7 +60,7 @@ class GraphedStep:
         return self._recorded[0].pool() if self._recorded is not None else None
 
     def __call__(self, batch: Any) -> StepOutput:
-        if self._eager_steps < WARMUP_STEPS:
+        if self._eager_steps < self.eager_steps:
             self._eager_steps += 1
             return self._on_side_stream(batch)
         if self._recorded is None:
@@ -69,7 +73,7 @@ class GraphedStep:
                 self.give_up(error)
                 return output
         graph, inputs, output = self._recorded
-        if not _same_form(batch, inputs):
+        if not same_form(batch, inputs):
             return self.step(batch)
         torch._foreach_copy_(tensors_of(inputs), tensors_of(batch), non_blocking=True)
         self.step.changing = True
@@ -113,7 +117,7 @@ class GraphedGradient:
         if self._recorded is None:
             self._recorded = self._record(batch)
         graph, inputs, loss, gradients = self._recorded
-        if not _same_form(batch, inputs):
+        if not same_form(batch, inputs):
             return self.step.gradient(batch)
         torch._foreach_copy_(tensors_of(inputs), tensors_of(batch), non_blocking=True)
         graph.replay()
@@ -144,7 +148,7 @@ class GraphedLoss:
 
     def __call__(self, batch: Any) -> Tensor:
         for graph, inputs, loss, precision in self._recorded:
-            if precision == self.step.precision.forward and _same_form(batch, inputs):
+            if precision == self.step.precision.forward and same_form(batch, inputs):
                 torch._foreach_copy_(tensors_of(inputs), tensors_of(batch), non_blocking=True)
                 graph.replay()
                 return loss.clone()
@@ -176,5 +180,19 @@ def recording(graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:
             gc.enable()
 
 
-def _same_form(batch: Any, other: Any) -> bool:
+def record(run: Callable[[], Result]) -> tuple[Callable[[], None], Result]:
+    """Record what `run` launches. Returns what replays it, and what it gave: each replay writes that anew."""
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run()  # what is loaded or allocated only once must not happen while recording
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with recording(graph):
+        result = run()
+    return graph.replay, result
+
+
+def same_form(batch: Any, other: Any) -> bool:
+    """Whether the tensors of two batches have the same shapes and types."""
     return [form_of(tensor) for tensor in tensors_of(batch)] == [form_of(tensor) for tensor in tensors_of(other)]

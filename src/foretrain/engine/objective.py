@@ -98,8 +98,8 @@ class Objective(ABC):
     def parts(self, model: Any, batch: Any) -> list[OutputPart]:
         """Outputs of this batch, with their graph."""
 
-    def note(self, parts: list[OutputPart]) -> None:  # noqa: B027 - most have nothing to tell
-        """These outputs are those of a step."""
+    def note(self, means: Mapping[str, Tensor]) -> None:  # noqa: B027 - most have nothing to tell
+        """These are the mean losses of the parts in a step."""
 
 
 def logistic(outputs: Tensor, targets: Tensor) -> OutputPart:
@@ -151,8 +151,8 @@ class Residuals(Objective):
                 raise UnknownForm("targets are not one class per row")
         return found
 
-    def note(self, parts: list[OutputPart]) -> None:
-        self.latest |= {part.name: part.losses(part.outputs.detach()).mean() for part in parts}
+    def note(self, means: Mapping[str, Tensor]) -> None:
+        self.latest |= means
 
     def blocks(self, model: Any, batch: Any) -> list[OutputPart]:
         """All blocks with their names and weights, also those that count nothing."""

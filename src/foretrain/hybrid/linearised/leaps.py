@@ -14,6 +14,7 @@ from torch import Tensor
 from foretrain.engine.batch import map_tensors, same_batch
 from foretrain.engine.engine import Engine
 from foretrain.engine.fence import failure_of
+from foretrain.engine.graphs import same_form
 from foretrain.engine.memory.host import copy_each
 from foretrain.engine.objective import Objective, UnknownForm
 from foretrain.engine.precision import full_precision
@@ -23,6 +24,7 @@ from foretrain.hybrid.linearised.choice import Choice, choose, everything, syste
 from foretrain.hybrid.linearised.conditions import check_size, repeatable
 from foretrain.hybrid.linearised.finding import find_way
 from foretrain.hybrid.linearised.price import Price
+from foretrain.hybrid.linearised.recorded import Losses, RecordedLeap, RecordedLook
 from foretrain.hybrid.linearised.rows import Linearisation
 from foretrain.hybrid.linearised.solve import System
 from foretrain.hybrid.linearised.way import Way
@@ -30,6 +32,9 @@ from foretrain.hybrid.moves.chained import ChainedLeaps
 from foretrain.motion.losses import WindowLosses
 
 Result = TypeVar("Result")
+Look = Linearisation | RecordedLook
+Seen = Linearisation | Losses
+"""What a trial tells."""
 _FIRST_DAMPING = 1e-2
 """Share of the mean eigenvalue. Chosen: one that is too high costs a few leaps, since it falls fivefold in each."""
 _LEAST_DAMPING, _MOST_DAMPING = 1e-14, 1e8
@@ -149,6 +154,11 @@ class LinearisedLeaps(ChainedLeaps):
     def cover(self) -> None:
         self.way: Way | None = None
         self._look: Linearisation | None = None
+        self.recorded: list[RecordedLeap] = []
+        """Leaps of this chain that are replayed."""
+        self.alike: list[int] | None = None
+        """Rows of each part that the last leap took without a graph."""
+        self.recordable = self.engine.device.type == "cuda" and self.engine.execution.cuda_graph is not False
         self._batch = None
         self.tapped = True
         """Rows are taken by taps; else one by one, because taps stand in the way of what the loss is made of."""
@@ -246,6 +256,7 @@ class LinearisedLeaps(ChainedLeaps):
     def release(self) -> None:
         """Give back the memory of the last outputs and their graph."""
         self._look = self.way = self._batch = None
+        self.recorded, self.alike = [], None
 
     def leap(self, batch: Any) -> StepOutput | None:
         """One leap. Where none lowers the loss the weights stay. That is the end of the chain after a while, unless the
@@ -254,12 +265,11 @@ class LinearisedLeaps(ChainedLeaps):
         return self._guarded(self._leap, batch)
 
     def _leap(self, batch: Any) -> StepOutput | None:
-        look = self._look_at(batch)
         if self.hold:
             self.hold -= 1
-            return self._count(batch, look, None)
+            return self._count(batch, self._look_at(batch), None)
         start = self._point()
-        found, system = self._search(look, start)
+        look, found, system = self._search(self._recorded_look(batch) or self._look_at(batch), start)
         if found is None:
             self._go_to(start)
             self.arrived = self.promise <= _LEAST_PROMISE or self.loss <= _LOW_ENOUGH * self.first_loss
@@ -271,18 +281,19 @@ class LinearisedLeaps(ChainedLeaps):
             return self._count(batch, look, system)
         self.idle, self.arrived = 0, False
         self.loss, self.end_point = self._number(found.loss), self._point()
-        self._look = found if found.calls else None  # a trial of other batches has no rows
+        self._look = found if isinstance(found, Linearisation) and found.calls else None  # else it has no rows
         if not self.loss >= self.best_loss:
             self.best_loss, self.best_point = self.loss, self.end_point
         return self._count(batch, look, system)
 
-    def _search(self, look: Linearisation, start: list[Tensor]) -> tuple[Linearisation | None, System]:
-        """A point that is better, by rows as few as possible, and the problem that was solved for it."""
+    def _search(self, look: Look, start: list[Tensor]) -> tuple[Look, Seen | None, System]:
+        """Where it starts from, a point that is better, by rows as few as possible, and the problem that was solved for
+        it."""
         way, spent = self._find_way(look), 0.0
         while True:
             some = choose(look.parts, self.rows, self.engine.config.seed * 1_000_003 + self.made, way.grid)
             chosen = everything(look.parts) if some is None else some
-            system = system_of(look, way, some, self.engine.world)
+            look, system = self._linearised(look, way, some)
             spent += self.price(len(system.target))
             found = self._try(look, system, chosen, start, whole=some is None)
             if found is not None and some is not None:
@@ -290,21 +301,50 @@ class LinearisedLeaps(ChainedLeaps):
             dear = spent + self.price(2 * self.rows) > min(max(self.length - self.cost, _FIRST_LENGTH), self.room)
             if found is not None or some is None or dear or not self._take_more_rows():
                 self.cost += spent
-                return found, system
+                return look, found, system
             copy_each(self.parameters, start)
             look = self._outputs(look.batch)  # rows are taken at the weights as they are: trials have moved them
 
-    def _find_way(self, look: Linearisation) -> Way:
+    def _linearised(self, look: Look, way: Way, some: Choice | None) -> tuple[Look, System]:
+        """The problem of these rows, from a recorded graph where there is one, or where one is worth while by now."""
+        batch, world = look.batch, self.engine.world
+        for leap in self.recorded:
+            if leap.fits(batch, some):
+                look = RecordedLook(leap, batch)
+                return look, look.system(some)
+        alike = [len(few) for few in some or ()]
+        if self.recordable and way.plain and self.alike == alike:
+            try:
+                self.recorded.append(RecordedLeap(self._outputs, way, batch, some, world))
+                return self._linearised(look, way, some)
+            except Exception as error:
+                if is_out_of_memory(error):
+                    raise
+                self.recordable = False  # leaps go on without a graph
+        self.alike = alike
+        look = self._outputs(batch) if isinstance(look, RecordedLook) else look
+        return look, system_of(look, way, some, world)
+
+    def _recorded_look(self, batch: Any) -> RecordedLook | None:
+        """The same that `_look_at` gives, as far as it is known how to replay it."""
+        if not self.recorded or not same_form(batch, self.recorded[-1].inputs):
+            return None
+        self.exact = same_batch(batch, self._batch)
+        if not self.exact:
+            self._batch = map_tensors(batch, lambda tensor: tensor.clone())
+        return RecordedLook(self.recorded[-1], self._batch)
+
+    def _find_way(self, look: Look) -> Way:
         """That of the last batch, if this one has the same form."""
+        if isinstance(look, RecordedLook):
+            return look.leap.way
         if self.way is None or self.way.form != look.form:
             self.way = find_way(look)
             self.prices.note_way(self.way)
             self.most_rows = self.prices.most_rows(self._memory_mb, self.elements)
         return self.way
 
-    def _try(
-        self, look: Linearisation, system: System, chosen: Choice, start: list[Tensor], whole: bool
-    ) -> Linearisation | None:
+    def _try(self, look: Look, system: System, chosen: Choice, start: list[Tensor], whole: bool) -> Seen | None:
         """Rising dampings until one makes a leap that is good enough; the damping of the next follows from it."""
         before, before_all = self._numbers(look.loss_of(chosen), look.loss)
         first, self.promise, least = True, 0.0, self.damping
@@ -318,7 +358,9 @@ class LinearisedLeaps(ChainedLeaps):
             if first:
                 first, self.promise = False, predicted / before if before > 0 else 0.0
             self._place(start, step)
-            trial = self._outputs(look.batch, with_rows=bool(self.exact))
+            trial: Seen = (
+                look.trial() if isinstance(look, RecordedLook) else self._outputs(look.batch, bool(self.exact))
+            )
             after, after_all = self._numbers(trial.loss_of(chosen), trial.loss)
             ratio = (before - after) / predicted if predicted > 0 else -math.inf
             limit = before_all if whole else _WORSE * before_all
@@ -362,16 +404,16 @@ class LinearisedLeaps(ChainedLeaps):
         why it cannot."""
         return self._guarded(lambda batch: self._count(batch, self._look_at(batch), None), batch)
 
-    def _count(self, batch: Any, look: Linearisation, system: System | None) -> StepOutput:
+    def _count(self, batch: Any, look: Look, system: System | None) -> StepOutput:
         """What follows on a step. system: None where nothing was tried."""
-        self.objective.note(look.parts)
+        self.objective.note(look.means)
         self.leaps += 1
         self.made += 1
         self.steps_of_leap = 1 if system is None else self._steps(len(system.target))
         if system is not None or self._norms is None:
             gradient = look.loss.new_zeros(self.elements) if system is None else system.gradient()
             each = torch.split(gradient, [p.numel() for p in self.parameters])
-            self._norms = torch.stack([one.norm() for one in each]).float()
+            self._norms = torch.stack(torch._foreach_norm(each)).float()
         loss, norm = look.loss.float(), torch.linalg.vector_norm(self._norms)
         bad = torch.logical_not(torch.isfinite(loss)).float()
         output = StepOutput(loss, norm, bad, self._norms)

@@ -46,8 +46,10 @@ class Linearisation:
             raise UnknownForm("no block has a row that counts")
         self.calls: list[Call] = taps.calls
         with torch.no_grad():
-            means = [part.weight * part.losses(part.outputs.detach()).mean() for part in self.parts]
-            self.loss = torch.stack(means).sum()
+            means = [part.losses(part.outputs.detach()).mean() for part in self.parts]
+            self.loss = torch.stack([p.weight * mean for p, mean in zip(self.parts, means, strict=True)]).sum()
+        self.means = {part.name: mean for part, mean in zip(self.parts, means, strict=True)}
+        """Mean loss of each part."""
         self.outputs = [part.outputs.numel() for part in self.parts]
         self._versions = self._versions_now()
 

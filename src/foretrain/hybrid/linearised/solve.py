@@ -85,24 +85,29 @@ class System:
     target: Tensor
     """b: A^T R^T b is the gradient of the loss."""
     world: World = ALONE
-    _products: dict[torch.dtype, Tensor] = field(default_factory=dict)
+    products: dict[torch.dtype, Tensor] = field(default_factory=dict)
+    """R A A^T R^T or A^T R^T R A, the smaller, by the type that it was made in."""
+    known_gradient: Tensor | None = None
 
     @property
     def wide(self) -> bool:
         return self.rows.weights > self.rows.count
 
     def gradient(self) -> Tensor:
+        """Of the loss of the chosen outputs."""
+        if self.known_gradient is not None:
+            return self.known_gradient
         return self.rows.transposed(self.root.transposed(self.target).to(self.rows.dtype))
 
     def _matrix(self, damping: float) -> Tensor:
-        """R A A^T R^T or A^T R^T R A, the smaller, in the type that the damping asks for."""
+        """The product in the type that the damping asks for."""
         kind = torch.float64 if damping < _PRECISE_BELOW else self.rows.dtype
-        if kind not in self._products:
-            self._products[kind] = self._product(kind)
-        matrix = self._products[kind]
+        if kind not in self.products:
+            self.products[kind] = self.product(kind)
+        matrix = self.products[kind]
         return matrix if damping >= _ROUGH_FROM else matrix.double()
 
-    def _product(self, kind: torch.dtype) -> Tensor:
+    def product(self, kind: torch.dtype) -> Tensor:
         if self.wide:
             return self.root.of_both_sides(self.rows.kernel(kind))
         rows = self.root.of_rows(self.rows.numbers().to(kind))

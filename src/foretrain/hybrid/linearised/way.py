@@ -58,3 +58,8 @@ class Way:
     @property
     def one_by_one(self) -> bool:
         return bool(self.reason)
+
+    @property
+    def plain(self) -> bool:
+        """Rows are taken without anything that the device would have to be asked for: they can be recorded."""
+        return not self.one_by_one and self.grid is None

@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
+from foretrain.engine.graphs import WARMUP_STEPS
 from foretrain.engine.objective import Objective
 from foretrain.engine.step import StepOutput
 from foretrain.events import Notice
@@ -76,6 +77,8 @@ class LinearisedKind(ChainedKind):
         """Windows until the next try, and how many follow on a try in vain."""
         self.off = ""
         """Why no more are made in this run."""
+        if self.possible:  # leaps may begin after a window: few steps are not worth a recording
+            tools.engine.execution.eager_steps = max(WARMUP_STEPS, hybrid.window_steps + 2)
 
     @property
     def possible(self) -> bool:
