@@ -530,7 +530,7 @@ def test_more_rows_are_taken_at_the_weights_where_the_leap_began(monkeypatch: py
     """Trials have moved the weights away meanwhile."""
     run = chaining(world(network(width=6)), 3)
     leaps, model = leaps_of(run), run.trainer.model
-    leaps.rows, leaps.room = 5, 100
+    leaps.row_count.now, leaps.room = 5, 100
     start, seen, rows = [p.detach().clone() for p in model.parameters()], [], Linearisation.rows
 
     def noted(look: Linearisation, *arguments: Any) -> RowMatrix:
@@ -603,7 +603,7 @@ def test_classes_count_as_so_many_rows() -> None:
     run = world(
         network(1, 40), (LINE, CLASSES), loss=nn.CrossEntropyLoss(), hybrid__linear_memory_mb=12 * 440 * 30 / 2**20
     ).run()
-    assert leaps_of(run).most_rows < 40
+    assert leaps_of(run).row_count.most < 40
     assert "hybrid.linear_memory_mb has no room for the rows of one sample of 40 classes" in " ".join(notices(run))
 
 
@@ -611,7 +611,7 @@ def make_room(leaps: LinearisedLeaps, rows: int) -> None:
     """Give memory for so many rows of a small network, and begin with them."""
     leaps._memory_mb, leaps.first_rows = (24 * rows**2 + 12 * leaps.elements * rows + 1) / 2**20, rows
     leaps.cover()
-    assert leaps.most_rows == leaps.rows == rows
+    assert leaps.row_count.most == leaps.rows == rows
 
 
 def test_many_blocks_take_no_more_rows_than_there_is_memory_for() -> None:

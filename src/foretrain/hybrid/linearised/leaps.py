@@ -25,6 +25,7 @@ from foretrain.hybrid.linearised.conditions import check_size, repeatable
 from foretrain.hybrid.linearised.finding import find_way
 from foretrain.hybrid.linearised.price import Price
 from foretrain.hybrid.linearised.recorded import Losses, RecordedLeap, RecordedLook
+from foretrain.hybrid.linearised.row_count import RowCount
 from foretrain.hybrid.linearised.rows import Linearisation
 from foretrain.hybrid.linearised.solve import System
 from foretrain.hybrid.linearised.way import Way
@@ -45,16 +46,10 @@ _SHRINK = 0.2
 """Share that the damping keeps after a leap as good as predicted. Chosen: Nielsen's rule with a fifth, not a third."""
 _MOST_TRIES = 10
 """Dampings that are tried with some rows. Chosen: they rise by 2, 4, 8 and so on."""
-_ALWAYS_TAKEN = 32
-"""Rows that are always taken. Chosen: outputs alone cost more than so few rows."""
 _CARRIED_ON = 0.5
 """Share of the last leap that a leap by a part of the rows begins with (Kaczmarz, SPRING): other rows asked for it.
 Measured as below, on six runs of Burgers and Helmholtz: 0.5 is faster than none in five of them, by up to a half, and
 0.8 slower than 0.5 in four."""
-_PATIENCE = 6
-"""Leaps after which the number of rows is thought over. Measured on Burgers, Helmholtz and the diabetes network, as
-time to the loss of a tuned Adam, single runs: 4 is up to a third slower and 8 up to a quarter, and each is faster in
-some."""
 _WORSE = 2.0
 """A leap by a part of the rows may raise the loss of all by this factor, for once. Chosen: what it does to all rows
 wobbles, and the chain ends at the best of its points."""
@@ -73,8 +68,6 @@ _FEWEST = 32
 _DEAR = 8.0
 """Full steps per leap. Chosen: twice what leaps of small networks cost; where they cost more, as with many classes or
 rows that are taken one by one, the optimizer may well be faster."""
-_HARDLY_DEARER = 1.25
-"""Times the price. Chosen: twice the rows say much more than that."""
 _FIRST_LENGTH = 64.0
 """Full steps that the first chain of dear leaps costs: those of the optimizer after it show who is faster there.
 Chosen: few enough to be lost where leaps are slow, and the next chain is twice as long where they are not."""
@@ -86,8 +79,8 @@ class LinearisedLeaps(ChainedLeaps):
 
     name = "linearised"
     saved = (
-        *("damping", "lift", "rows", "made", "loss", "start_loss", "leaps", "cost", "returned", "stopped", "lowest"),
-        *("lowest_held_out", "exact", "since", "own_fall", "whole_fall", "hold", "idle"),
+        *("damping", "lift", "made", "loss", "start_loss", "leaps", "cost", "returned", "stopped", "lowest"),
+        *("lowest_held_out", "exact", "hold", "idle"),
         *(
             "last_step",
             "promise",
@@ -100,7 +93,7 @@ class LinearisedLeaps(ChainedLeaps):
             "best_loss",
             "best_point",
         ),
-        *("prices", "tapped", "room", "length", "pace", "failure", "_batch", "_norms"),
+        *("prices", "row_count", "tapped", "room", "length", "pace", "failure", "_batch", "_norms"),
     )
     exact: bool | None
     last_step: Tensor | None
@@ -124,9 +117,6 @@ class LinearisedLeaps(ChainedLeaps):
         self.lowest = self.lowest_held_out = math.nan
         """Losses at the marked point: the lowest end of a chain so far."""
         self.exact = None
-        self.since, self.own_fall, self.whole_fall = 0, 0.0, 0.0
-        """Leaps since the number of rows was thought over, and what they lowered the logarithm of the loss by: of the
-        rows that they took, and of all."""
         self.hold, self.idle = 0, 0
         """Steps that are still to pass without a try, and how many passed before the last one."""
         self.best_loss = math.nan
@@ -146,6 +136,11 @@ class LinearisedLeaps(ChainedLeaps):
         self.failure = ""
         self.last_step = None
         self.cover()
+
+    @property
+    def rows(self) -> int:
+        """That the next leap takes."""
+        return self.row_count.now
 
     @property
     def parameters(self) -> Sequence[Tensor]:
@@ -168,9 +163,7 @@ class LinearisedLeaps(ChainedLeaps):
         self.lowest = self.lowest_held_out = self.best_loss = math.nan
         self.elements = sum(p.numel() for p in self.parameters)
         self.prices = Price(self.engine)
-        self.most_rows = self.prices.most_rows(self._memory_mb, self.elements)
-        self.rows = min(self.first_rows, self.most_rows)
-        """That the next leap takes."""
+        self.row_count = RowCount(self.first_rows, self.prices.most_rows(self._memory_mb, self.elements))
 
     # --- points ------------------------------------------------------------------------------------------------------
 
@@ -211,12 +204,14 @@ class LinearisedLeaps(ChainedLeaps):
     def _begin(self, batch: Any) -> bool:
         self.leaps, self.cost, self.returned, self.stopped = 0, 0.0, False, False
         self.end_point, self.best_point, self.best_loss = [], [], math.nan
-        self.since, self.own_fall, self.whole_fall, self.hold, self.idle = 0, 0.0, 0.0, 0, 0
+        self.hold, self.idle = 0, 0
+        self.row_count.begin_chain()
         self.last_step, self.arrived = None, False
         self._look = self.way = None
         with repeatable(self.engine.full_step.buffers):
             look = self._look_at(batch)
-        self.rows = max(self.rows, check_size(look, self.elements, self.most_rows))
+        rows = self.row_count
+        rows.now = max(rows.now, check_size(look, self.elements, rows.most))
         self.loss = self._number(look.loss)
         if self.mark and not self.stuck:
             here = self._point()
@@ -230,7 +225,7 @@ class LinearisedLeaps(ChainedLeaps):
         self.first_loss = self.loss if math.isnan(self.first_loss) else self.first_loss
         self._find_way(self._look_at(batch))
         if not self.made:
-            self._begin_with_rows()
+            self.row_count.begin(self.price, self.prices.outputs)
         return math.isfinite(self.loss)
 
     def _guarded(self, do: Callable[[Any], Result], batch: Any) -> Result | None:
@@ -297,9 +292,9 @@ class LinearisedLeaps(ChainedLeaps):
             spent += self.price(len(system.target))
             found = self._try(look, system, chosen, start, whole=some is None)
             if found is not None and some is not None:
-                self._think_rows_over()
+                self.row_count.think_over(self.price)
             dear = spent + self.price(2 * self.rows) > min(max(self.length - self.cost, _FIRST_LENGTH), self.room)
-            if found is not None or some is None or dear or not self._take_more_rows():
+            if found is not None or some is None or dear or not self.row_count.more():
                 self.cost += spent
                 return look, found, system
             copy_each(self.parameters, start)
@@ -341,7 +336,7 @@ class LinearisedLeaps(ChainedLeaps):
         if self.way is None or self.way.form != look.form:
             self.way = find_way(look)
             self.prices.note_way(self.way)
-            self.most_rows = self.prices.most_rows(self._memory_mb, self.elements)
+            self.row_count.most = self.prices.most_rows(self._memory_mb, self.elements)
         return self.way
 
     def _try(self, look: Look, system: System, chosen: Choice, start: list[Tensor], whole: bool) -> Seen | None:
@@ -365,8 +360,7 @@ class LinearisedLeaps(ChainedLeaps):
             ratio = (before - after) / predicted if predicted > 0 else -math.inf
             limit = before_all if whole else _WORSE * before_all
             if ratio > _ACCEPTED and after_all <= limit:
-                self.own_fall += _log_fall(before, after)
-                self.whole_fall += _log_fall(before_all, after_all)
+                self.row_count.note(_log_fall(before, after), _log_fall(before_all, after_all))
                 eased = self.damping * max(_SHRINK, 1 - (2 * min(ratio, 1.0) - 1) ** 3)
                 self.damping = min(max(eased, _LEAST_DAMPING), _MOST_DAMPING)
                 self.lift = 2.0
@@ -419,33 +413,7 @@ class LinearisedLeaps(ChainedLeaps):
         output = StepOutput(loss, norm, bad, self._norms)
         return self.engine.count_step(batch, output, passes=0 if system is None else 1)
 
-    # --- how many rows -----------------------------------------------------------------------------------------------
-
-    def _begin_with_rows(self) -> None:
-        """More rows than asked for where they cost hardly more."""
-        while self.rows < self.prices.outputs and self.price(2 * self.rows) <= _HARDLY_DEARER * self.price(self.rows):
-            if not self._take_more_rows():
-                return
-
-    def _take_more_rows(self) -> bool:
-        """Twice as many rows from now on, if there is memory for them."""
-        if self.rows >= self.most_rows:
-            return False
-        self.rows = min(2 * self.rows, self.most_rows)
-        return True
-
-    def _think_rows_over(self) -> None:
-        """Take twice or half as many rows where that is likely to lower the loss of all by more, for what it costs.
-        Twice as many should win half of what the chosen rows fell beyond all of them, half as many lose all of it."""
-        self.since += 1
-        if self.since < _PATIENCE:
-            return
-        whole, own, price = max(self.whole_fall, 0.0), self.own_fall, self.price(self.rows)
-        if (whole + own) / 2 * price > whole * self.price(2 * self.rows):
-            self._take_more_rows()
-        elif (2 * whole - own) * price > whole * self.price(self.rows // 2):
-            self.rows = max(self.rows // 2, min(self.rows, _ALWAYS_TAKEN))
-        self.since, self.own_fall, self.whole_fall = 0, 0.0, 0.0
+    # --- what a leap costs -------------------------------------------------------------------------------------------
 
     def price(self, rows: int) -> float:
         """Full steps that a leap by so many rows costs."""

@@ -94,7 +94,7 @@ class LinearisedKind(ChainedKind):
             found.append(Obstacle("hybrid.search = false", 'hybrid.search = "auto"'))
         if not hybrid.linear_rows:
             found.append(Obstacle("hybrid.linear_rows = 0", "hybrid.linear_rows = 160"))
-        elif self.leaps.most_rows < _FEWEST_ROWS:
+        elif self.leaps.row_count.most < _FEWEST_ROWS:
             needed = -(-12 * _FEWEST_ROWS * sum(p.numel() for p in self.leaps.parameters) // 2**20)
             memory = f"hybrid.linear_memory_mb = {hybrid.linear_memory_mb:g}"
             found.append(Obstacle(memory, f"hybrid.linear_memory_mb = {needed} or more"))
