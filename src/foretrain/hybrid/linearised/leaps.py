@@ -24,7 +24,7 @@ from foretrain.hybrid.linearised.choice import Choice, choose, everything, syste
 from foretrain.hybrid.linearised.conditions import check_size, repeatable
 from foretrain.hybrid.linearised.finding import find_way
 from foretrain.hybrid.linearised.price import Price
-from foretrain.hybrid.linearised.recorded import Losses, RecordedLeap, RecordedLook
+from foretrain.hybrid.linearised.recorded import Attempt, Losses, RecordedLeap, RecordedLook, place
 from foretrain.hybrid.linearised.row_count import RowCount
 from foretrain.hybrid.linearised.rows import Linearisation
 from foretrain.hybrid.linearised.solve import System
@@ -310,7 +310,9 @@ class LinearisedLeaps(ChainedLeaps):
         alike = [len(few) for few in some or ()]
         if self.recordable and way.plain and self.alike == alike:
             try:
-                self.recorded.append(RecordedLeap(self._outputs, way, batch, some, world))
+                self.recorded.append(
+                    RecordedLeap(self._outputs, self.parameters, way, batch, some, self.damping, world)
+                )
                 return self._linearised(look, way, some)
             except Exception as error:
                 if is_out_of_memory(error):
@@ -345,18 +347,16 @@ class LinearisedLeaps(ChainedLeaps):
         first, self.promise, least = True, 0.0, self.damping
         for _ in range(_MOST_TRIES if math.isfinite(before_all) else 0):
             before_it = None if whole or self.last_step is None else _CARRIED_ON * self.last_step
-            solved = system.step(self.damping, before_it)
-            if solved is None:
+            if isinstance(look, RecordedLook):
+                made = look.attempt(self.damping, before_it, start)
+            else:
+                made = self._attempt(look, system, chosen, start, before_it)
+            if made is None:
                 self.damping = min(10 * self.damping, _MOST_DAMPING)
                 continue
-            step, predicted = solved
+            predicted, after, after_all = made.predicted, made.after, made.after_all
             if first:
                 first, self.promise = False, predicted / before if before > 0 else 0.0
-            self._place(start, step)
-            trial: Seen = (
-                look.trial() if isinstance(look, RecordedLook) else self._outputs(look.batch, bool(self.exact))
-            )
-            after, after_all = self._numbers(trial.loss_of(chosen), trial.loss)
             ratio = (before - after) / predicted if predicted > 0 else -math.inf
             limit = before_all if whole else _WORSE * before_all
             if ratio > _ACCEPTED and after_all <= limit:
@@ -364,19 +364,26 @@ class LinearisedLeaps(ChainedLeaps):
                 eased = self.damping * max(_SHRINK, 1 - (2 * min(ratio, 1.0) - 1) ** 3)
                 self.damping = min(max(eased, _LEAST_DAMPING), _MOST_DAMPING)
                 self.lift = 2.0
-                self.last_step = step
-                return trial
+                self.last_step = made.step
+                return made.seen
             self.last_step = None
             self.cost += 1  # for outputs in vain
             self.damping, self.lift = min(self.damping * self.lift, _MOST_DAMPING), min(2 * self.lift, 64.0)
         self.damping, self.lift = least, 2.0
         return None
 
-    @torch.no_grad()
-    def _place(self, start: list[Tensor], step: Tensor) -> None:
-        steps = torch.split(step, [p.numel() for p in self.parameters])
-        moved = torch._foreach_add(start, [one.view_as(p) for one, p in zip(steps, start, strict=True)])
-        copy_each(self.parameters, moved)
+    def _attempt(
+        self, look: Linearisation, system: System, chosen: Choice, start: list[Tensor], before_it: Tensor | None
+    ) -> Attempt | None:
+        """Solve for a step, make it, and look where it leads to. None where it could not be solved."""
+        solved = system.step(self.damping, before_it)
+        if solved is None:
+            return None
+        step, predicted = solved
+        place(self.parameters, start, step)
+        trial = self._outputs(look.batch, bool(self.exact))
+        after, after_all = self._numbers(trial.loss_of(chosen), trial.loss)
+        return Attempt(step, predicted, after, after_all, trial)
 
     def _look_at(self, batch: Any) -> Linearisation:
         """Outputs of this batch at the weights as they are: those of the last trial, if the batch is the same."""

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from foretrain.engine.batch import map_tensors, tensors_of
 from foretrain.engine.graphs import record, same_form
+from foretrain.engine.memory.host import copy_each
 from foretrain.engine.objective import OutputPart
 from foretrain.engine.world import World
 from foretrain.hybrid.linearised.choice import Choice, everything, system_of
 from foretrain.hybrid.linearised.rows import Linearisation
-from foretrain.hybrid.linearised.solve import System
+from foretrain.hybrid.linearised.solve import System, Types, predicted_by
 from foretrain.hybrid.linearised.way import Way
 
 Outputs = Callable[[Any, bool], Linearisation]
@@ -45,6 +46,19 @@ class Losses:
         return self.pair[0]
 
 
+@dataclass(frozen=True)
+class Attempt:
+    """A step that was solved for and made."""
+
+    step: Tensor
+    predicted: float
+    """Fall of the loss."""
+    after: float
+    after_all: float
+    """Loss of the chosen units, and of all, where it led to."""
+    seen: Linearisation | Losses
+
+
 class RecordedLook(Losses):
     """Outputs and rows of a batch at the weights as they are. Nothing is computed before `system`."""
 
@@ -60,17 +74,26 @@ class RecordedLook(Losses):
         self.pair = leap.losses.pair.clone()
         return leap.system_now()
 
-    def trial(self) -> Losses:
-        """The losses of the same units at other weights."""
-        self.leap.replay_trial()
-        return replace(self.leap.trial, pair=self.leap.trial.pair.clone())
+    def attempt(self, damping: float, carried_on: Tensor | None, start: Sequence[Tensor]) -> Attempt | None:
+        """Solve for a step, make it, and look where it leads to. None where it could not be solved."""
+        return self.leap.attempt(damping, carried_on, start)
 
 
 class RecordedLeap:
     """The graphs of batches of one form and of one number of rows."""
 
-    def __init__(self, outputs: Outputs, way: Way, batch: Any, chosen: Choice | None, world: World) -> None:
-        self.way = way
+    def __init__(
+        self,
+        outputs: Outputs,
+        parameters: Sequence[Tensor],
+        way: Way,
+        batch: Any,
+        chosen: Choice | None,
+        damping: float,
+        world: World,
+    ) -> None:
+        """damping: that of the first attempt."""
+        self.outputs, self.parameters, self.way, self.world = outputs, parameters, way, world
         self.inputs = map_tensors(batch, lambda tensor: tensor.clone())
         self.chosen = None if chosen is None else [some.clone() for some in chosen]
 
@@ -81,11 +104,41 @@ class RecordedLeap:
             system.known_gradient = system.gradient()
             return self._losses(look), system
 
-        def alone() -> Losses:
-            return self._losses(outputs(self.inputs, False))
-
         self.replay, (self.losses, self._system) = record(whole)
-        self.replay_trial, self.trial = record(alone)
+        self._start = [p.detach().clone() for p in parameters]
+        self._damping = self._start[0].new_zeros((), dtype=torch.float64)
+        self._carried_on = torch.cat([p.reshape(-1) for p in self._start]).to(self._system.rows.dtype)
+        self._attempts: dict[Types, tuple[Callable[[], None], tuple[Tensor, Tensor, Losses]]] = {}
+        """What replays an attempt, and its step, numbers and losses."""
+        self.replay()
+        self._record_attempt(self._system.types(damping))
+
+    def attempt(self, damping: float, carried_on: Tensor | None, start: Sequence[Tensor]) -> Attempt | None:
+        types = self._system.types(damping)
+        self._damping.fill_(damping)
+        _copy(self._start, start)
+        self._carried_on.zero_() if carried_on is None else self._carried_on.copy_(carried_on)
+        if types not in self._attempts:
+            self._record_attempt(types)
+        replay, (step, numbers, losses) = self._attempts[types]
+        replay()
+        *solved, after, after_all = self.world.to_host(numbers)
+        predicted = predicted_by(solved)
+        if predicted is None:
+            return None
+        return Attempt(step.clone(), predicted, after, after_all, replace(losses, pair=losses.pair.clone()))
+
+    def _record_attempt(self, types: Types) -> None:
+        """The weights are as before afterwards."""
+        now = [p.detach().clone() for p in self.parameters]
+        self._attempts[types] = record(lambda: self._attempt(types))
+        copy_each(self.parameters, now)
+
+    def _attempt(self, types: Types) -> tuple[Tensor, Tensor, Losses]:
+        step, numbers = self._system.solve(self._damping, types, self._carried_on)
+        place(self.parameters, self._start, step)
+        losses = self._losses(self.outputs(self.inputs, False))
+        return step, torch.cat([numbers.double(), losses.pair.double()]), losses
 
     def _losses(self, look: Linearisation) -> Losses:
         chosen = everything(look.parts) if self.chosen is None else self.chosen
@@ -112,3 +165,11 @@ class RecordedLeap:
 def _copy(to: Sequence[Tensor], given: Sequence[Tensor]) -> None:
     if to:
         torch._foreach_copy_(list(to), list(given), non_blocking=True)
+
+
+@torch.no_grad()
+def place(parameters: Sequence[Tensor], start: Sequence[Tensor], step: Tensor) -> None:
+    """Put the parameters at start + step."""
+    steps = torch.split(step, [p.numel() for p in parameters])
+    moved = torch._foreach_add(list(start), [one.view_as(p) for one, p in zip(steps, start, strict=True)])
+    copy_each(parameters, moved)

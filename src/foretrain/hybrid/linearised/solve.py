@@ -23,6 +23,9 @@ _ROUGH_FROM = 1e-3
 then some ten thousand times the damping, and fp32 has a thousand times that. Of 640 rows it takes half as long."""
 
 
+Types = tuple[torch.dtype, torch.dtype]
+
+
 class Root:
     """R, the root of the curvature of a loss in its outputs: a number for each output, or a triangle for each sample of
     several classes."""
@@ -99,13 +102,18 @@ class System:
             return self.known_gradient
         return self.rows.transposed(self.root.transposed(self.target).to(self.rows.dtype))
 
-    def _matrix(self, damping: float) -> Tensor:
-        """The product in the type that the damping asks for."""
-        kind = torch.float64 if damping < _PRECISE_BELOW else self.rows.dtype
-        if kind not in self.products:
-            self.products[kind] = self.product(kind)
-        matrix = self.products[kind]
-        return matrix if damping >= _ROUGH_FROM else matrix.double()
+    def types(self, damping: float) -> Types:
+        """In which types products are made, and the problem is solved, with such a damping."""
+        own = self.rows.dtype
+        if damping < _PRECISE_BELOW:
+            return torch.float64, torch.float64
+        return own, own if damping >= _ROUGH_FROM else torch.float64
+
+    def _matrix(self, types: Types) -> Tensor:
+        made, solved = types
+        if made not in self.products:
+            self.products[made] = self.product(made)
+        return self.products[made].to(solved)
 
     def product(self, kind: torch.dtype) -> Tensor:
         if self.wide:
@@ -119,7 +127,13 @@ class System:
 
         damping: as a share of the mean eigenvalue. carried_on: a step to begin with; what is added to it is damped.
         """
-        rows, root, matrix = self.rows, self.root, self._matrix(damping)
+        step, numbers = self.solve(damping, self.types(damping), carried_on)
+        fall = predicted_by(self.world.to_host(numbers))
+        return None if fall is None else (step, fall)
+
+    def solve(self, damping: float | Tensor, types: Types, carried_on: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The step, and what `predicted_by` reads. The device is not waited for."""
+        rows, root, matrix = self.rows, self.root, self._matrix(types)
         kind = matrix.dtype
         target = self.target.to(kind)
         ahead = None if carried_on is None else root.of_rows(rows.times(carried_on).to(kind))
@@ -141,7 +155,10 @@ class System:
         if carried_on is not None and ahead is not None:
             step, change = step + carried_on, change + ahead
         predicted = -(target @ change + change.square().sum() / 2)
-        mean, fault, fall = self.world.to_host(torch.stack([scale, failed.to(kind), predicted]))
-        if fault or not (0 < mean < math.inf and math.isfinite(fall)):
-            return None
-        return step, fall
+        return step, torch.stack([scale, failed.to(kind), predicted])
+
+
+def predicted_by(numbers: Sequence[float]) -> float | None:
+    """The fall of the loss that a solved step predicts; None where it could not be solved."""
+    mean, fault, fall = numbers
+    return fall if not fault and 0 < mean < math.inf and math.isfinite(fall) else None
