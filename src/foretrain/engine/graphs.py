@@ -179,13 +179,17 @@ def recording(graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:
             gc.enable()
 
 
-def record(run: Callable[[], Result]) -> tuple[Callable[[], None], Result]:
-    """Record what `run` launches. Returns what replays it, and what it gave: each replay writes that anew."""
-    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        run()  # what is loaded or allocated only once must not happen while recording
-    torch.cuda.current_stream().wait_stream(side)
+def record(run: Callable[[], Result], warm: bool = False) -> tuple[Callable[[], None], Result]:
+    """Record what `run` launches. Returns what replays it, and what it gave: each replay writes that anew.
+
+    warm: the same was run before; else it is run once: what is loaded only once must not happen while recording.
+    """
+    if not warm:
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            run()
+        torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with recording(graph):
         result = run()

@@ -32,7 +32,7 @@ class Replays:
         self.recorded = self.replayed = 0
         self.fails = False
 
-    def record(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+    def record(self, run: Callable[[], Any], warm: bool = False) -> tuple[Callable[[], None], Any]:
         if self.fails:
             raise RuntimeError("operation not permitted when stream is capturing")
         result = run()

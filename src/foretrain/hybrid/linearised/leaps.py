@@ -446,7 +446,8 @@ class LinearisedLeaps(ChainedLeaps):
     def over(self, slope: WindowLosses) -> bool:
         """It is to end, or it hardly lowers the loss while the optimizer's own steps did before it."""
         fall, usual = _log_fall(self.start_loss, self.loss), slope.last_log_fall
-        long = self.cost >= max(self.length, _DEAR * self.leaps) and not self.arrived
+        far = self.arrived or self.loss <= _LOW_ENOUGH * self.first_loss
+        long = self.cost >= max(self.length, _DEAR * self.leaps) and not far
         slow = self.leaps >= _FEWEST and fall < min(_HARDLY, usual * self.cost)
         return self.stopped or long or (slow and not self.returned)
 

@@ -92,7 +92,7 @@ class RecordedLeap:
         damping: float,
         world: World,
     ) -> None:
-        """damping: that of the first attempt."""
+        """damping: that of the first attempt. A leap by as many rows has just been made without a graph."""
         self.outputs, self.parameters, self.way, self.world = outputs, parameters, way, world
         self.inputs = map_tensors(batch, lambda tensor: tensor.clone())
         self.chosen = None if chosen is None else [some.clone() for some in chosen]
@@ -104,7 +104,7 @@ class RecordedLeap:
             system.known_gradient = system.gradient()
             return self._losses(look), system
 
-        self.replay, (self.losses, self._system) = record(whole)
+        self.replay, (self.losses, self._system) = record(whole, warm=True)
         self._start = [p.detach().clone() for p in parameters]
         self._damping = self._start[0].new_zeros((), dtype=torch.float64)
         self._carried_on = torch.cat([p.reshape(-1) for p in self._start]).to(self._system.rows.dtype)
