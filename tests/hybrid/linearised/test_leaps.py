@@ -793,6 +793,42 @@ def test_noisy_batches_are_trained_as_without_prediction() -> None:
     assert run.trainer.evaluate([(inputs, targets)]) < 1.05 * plain.trainer.evaluate([(inputs, targets)])
 
 
+def in_cells(position: int) -> Tensor:
+    """A point in each of 40 cells."""
+    inside = torch.rand(40, 1, generator=torch.Generator().manual_seed(position))
+    return (torch.arange(40).view(-1, 1) + inside) / 20 - 1
+
+
+def test_leaps_begin_in_the_first_window_with_fresh_points_and_keep_what_they_won() -> None:
+    """The optimizer's steps, which are long, never get to throw it away."""
+    run = chaining(world(network(width=6), in_cells, max_steps=1000, optimizer__learning_rate=0.03))
+    assert run.trainer.global_step < 20
+    run.run()
+    assert leaps_of(run).holding.known
+    assert leaps_of(run).leaps > 200
+    assert probe(run) < 1e-6
+
+
+def test_what_leaps_win_on_noisy_batches_does_not_hold_and_they_end_soon() -> None:
+    """The gradients of the first steps hardly differ, so that leaps are tried."""
+
+    def some(position: int) -> tuple[Tensor, Tensor]:
+        draw = torch.Generator().manual_seed(position)
+        inputs = torch.randn(64, 6, generator=draw)
+        return inputs, inputs[:, :1] + 3 + torch.randn(64, 1, generator=draw)
+
+    run, plain = (
+        world(network(6), some, loss=nn.MSELoss(), max_steps=400, hybrid__mode=mode, hybrid__linear_rows=64)
+        for mode in ("leap", "off")
+    )
+    run.run()
+    plain.run()
+    assert 0 < leaps_of(run).made < 40
+    assert "did not hold" in run.moves[0].reason
+    many = [some(position) for position in range(1000, 1040)]
+    assert run.trainer.evaluate(many) < 1.05 * plain.trainer.evaluate(many)
+
+
 def test_weights_of_blocks_are_any_numbers_and_any_names() -> None:
     objective = Residuals(lambda model, x: {0: model(x)}, {0: np.float32(4.0)})  # type: ignore[dict-item]
     model = network()

@@ -23,6 +23,7 @@ from foretrain.errors import is_out_of_memory
 from foretrain.hybrid.linearised.choice import Choice, choose, everything, system_of
 from foretrain.hybrid.linearised.conditions import check_size, repeatable
 from foretrain.hybrid.linearised.finding import find_way
+from foretrain.hybrid.linearised.holding import Holding
 from foretrain.hybrid.linearised.price import Price
 from foretrain.hybrid.linearised.recorded import Attempt, Losses, RecordedLeap, RecordedLook, place
 from foretrain.hybrid.linearised.row_count import RowCount
@@ -93,7 +94,7 @@ class LinearisedLeaps(ChainedLeaps):
             "best_loss",
             "best_point",
         ),
-        *("prices", "row_count", "tapped", "room", "length", "pace", "failure", "_batch", "_norms"),
+        *("holding", "prices", "row_count", "tapped", "room", "length", "pace", "failure", "_batch", "_norms"),
     )
     exact: bool | None
     last_step: Tensor | None
@@ -129,6 +130,7 @@ class LinearisedLeaps(ChainedLeaps):
         """Nothing would get lower from here."""
         self.stuck = False
         """The last chain ended where no leap lowers the loss: the next one begins where the optimizer leads to."""
+        self.holding = Holding()
         self.room = 0
         """Virtual steps that are left for leaps."""
         self.length, self.pace = _FIRST_LENGTH, math.nan
@@ -207,6 +209,7 @@ class LinearisedLeaps(ChainedLeaps):
         self.hold, self.idle = 0, 0
         self.row_count.begin_chain()
         self.last_step, self.arrived = None, False
+        self.holding.begin()
         self._look = self.way = None
         with repeatable(self.engine.full_step.buffers):
             look = self._look_at(batch)
@@ -267,7 +270,7 @@ class LinearisedLeaps(ChainedLeaps):
         look, found, system = self._search(self._recorded_look(batch) or self._look_at(batch), start)
         if found is None:
             self._go_to(start)
-            self.arrived = self.promise <= _LEAST_PROMISE or self.loss <= _LOW_ENOUGH * self.first_loss
+            self.arrived = self.promise <= _LEAST_PROMISE or self.low
             self.stuck = not self.arrived and (self.idle >= _LONGEST_HOLD or not self.end_point)
             won = self.end_point or self.returned  # else there is nothing to stay for
             if self.stuck or not won:
@@ -277,9 +280,15 @@ class LinearisedLeaps(ChainedLeaps):
         self.idle, self.arrived = 0, False
         self.loss, self.end_point = self._number(found.loss), self._point()
         self._look = found if isinstance(found, Linearisation) and found.calls else None  # else it has no rows
-        if not self.loss >= self.best_loss:
-            self.best_loss, self.best_point = self.loss, self.end_point
+        if self.holding.due and not self.holding.ask():
+            self.stopped = not self.low
+            self.hold, self.arrived = self.holding.pause, self.low
         return self._count(batch, look, system)
+
+    @property
+    def low(self) -> bool:
+        """The loss has fallen very far."""
+        return self.loss <= _LOW_ENOUGH * self.first_loss
 
     def _search(self, look: Look, start: list[Tensor]) -> tuple[Look, Seen | None, System]:
         """Where it starts from, a point that is better, by rows as few as possible, and the problem that was solved for
@@ -344,6 +353,9 @@ class LinearisedLeaps(ChainedLeaps):
     def _try(self, look: Look, system: System, chosen: Choice, start: list[Tensor], whole: bool) -> Seen | None:
         """Rising dampings until one makes a leap that is good enough; the damping of the next follows from it."""
         before, before_all = self._numbers(look.loss_of(chosen), look.loss)
+        self.holding.met(before_all)
+        if not before_all >= self.best_loss:  # no leap was made on this batch yet
+            self.best_loss, self.best_point = before_all, start
         first, self.promise, least = True, 0.0, self.damping
         for _ in range(_MOST_TRIES if math.isfinite(before_all) else 0):
             before_it = None if whole or self.last_step is None else _CARRIED_ON * self.last_step
@@ -361,6 +373,7 @@ class LinearisedLeaps(ChainedLeaps):
             limit = before_all if whole else _WORSE * before_all
             if ratio > _ACCEPTED and after_all <= limit:
                 self.row_count.note(_log_fall(before, after), _log_fall(before_all, after_all))
+                self.holding.leapt(before_all, after_all)
                 eased = self.damping * max(_SHRINK, 1 - (2 * min(ratio, 1.0) - 1) ** 3)
                 self.damping = min(max(eased, _LEAST_DAMPING), _MOST_DAMPING)
                 self.lift = 2.0
@@ -446,7 +459,7 @@ class LinearisedLeaps(ChainedLeaps):
     def over(self, slope: WindowLosses) -> bool:
         """It is to end, or it hardly lowers the loss while the optimizer's own steps did before it."""
         fall, usual = _log_fall(self.start_loss, self.loss), slope.last_log_fall
-        far = self.arrived or self.loss <= _LOW_ENOUGH * self.first_loss
+        far = self.arrived or self.low
         long = self.cost >= max(self.length, _DEAR * self.leaps) and not far
         slow = self.leaps >= _FEWEST and fall < min(_HARDLY, usual * self.cost)
         return self.stopped or long or (slow and not self.returned)
@@ -468,7 +481,7 @@ class LinearisedLeaps(ChainedLeaps):
             self.loss, self.end_point = self.best_loss, self.best_point
         if self.leaps or held_out is not None:
             here, lowest = (self.loss, self.lowest) if held_out is None else (held_out, self.lowest_held_out)
-            if not here >= lowest:
+            if not (here >= lowest or self.holding.noisy):
                 self.mark = self._point()
                 self.lowest, self.lowest_held_out = self.loss, math.nan if held_out is None else held_out
         dear = self.cost > _DEAR * self.leaps > 0

@@ -17,7 +17,7 @@ from foretrain.hybrid.moves.chain import Chain, ChainedKind
 from foretrain.hybrid.moves.judged import JudgedMove
 from foretrain.hybrid.moves.obstacles import Obstacle, decay_of, in_words
 from foretrain.hybrid.plan import Decision, Plan
-from foretrain.motion.predictability import Predictability
+from foretrain.motion.predictability import LOW_NOISE_COSINE, Predictability
 
 _FEWEST_ROWS = 16
 """Rows that there must be memory for. Chosen: fewer say too little about where a run of many weights goes."""
@@ -44,6 +44,13 @@ class LinearisedChain(Chain):
             self.refuse(f"a leap takes {leaps.steps_of_next} steps, and only {self.room} are left")
         else:
             super().look_before()
+
+    def judge(self) -> Judgement:
+        found = super().judge()
+        if not (found.kept and self.leaps.holding.noisy):
+            return found
+        reason = "what was won on one batch did not hold on the next; "
+        return replace(found, kept=False, cost_steps=found.cost_steps + self.steps, reason=reason)
 
     def undo(self) -> None:
         super().undo()
@@ -113,7 +120,7 @@ class LinearisedKind(ChainedKind):
         return self.possible and self.predictability.same_batch
 
     def propose(self, outlook: Outlook) -> Decision | None:
-        if not self.possible or not (self.predictability.same_batch or outlook.low_noise):
+        if not self.possible or not self._worth_a_try(outlook):
             return None
         faster = self.leaps.compare(self.tools.worth.slope)
         if faster:
@@ -127,6 +134,14 @@ class LinearisedKind(ChainedKind):
         if room < self.leaps.steps_of_next:
             return None
         return Decision(self.name, horizon=1, audited=False, longest=room, reason="the run is linearised")
+
+    def _worth_a_try(self, outlook: Outlook) -> bool:
+        """Batches hardly differ; or their gradients do not, and leaps have not been tried; or it is known that what
+        leaps win on one batch holds on the next."""
+        known, holds = self.predictability, self.leaps.holding.known
+        if known.same_batch or outlook.low_noise:
+            return True
+        return known.gradient_cosine > LOW_NOISE_COSINE if holds is None else holds
 
     def applies(self, decision: Decision, batch: Any) -> tuple[bool, float]:
         return decision.kind == self.name, 0.0
