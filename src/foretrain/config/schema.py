@@ -369,7 +369,8 @@ class HybridConfig(Section):
     differ: rows of the Jacobian that a leap of the linearised run takes at first; it takes more where they do not say
     enough. 0: no such leaps."""
     linear_memory_mb: NonNegative = 512.0
-    """Memory for these rows; large models take fewer of them, or make no such leaps."""
+    """Memory for these rows; large models take fewer of them. Where there is room for fewer than 160, and for fewer
+    than the batch has, no such leaps are made."""
 
 
 class PredictorConfig(Section):

@@ -20,6 +20,7 @@ from foretrain.health.rescue import Rescue
 from foretrain.hybrid.assembly import equip
 from foretrain.hybrid.emergencies import Emergencies
 from foretrain.hybrid.moves.lookahead import LookAhead
+from foretrain.hybrid.moves.obstacles import told
 from foretrain.hybrid.moves.rate_race import RateRace
 from foretrain.hybrid.policy import Policy
 from foretrain.motion.hosted import HostedTrajectory
@@ -80,7 +81,7 @@ class Hybrid:
         self.race = RateRace(policy.tools, policy.fail)
         engine.rate_sources = (policy.recovery, self.race, *engine.rate_sources)
         self.said: dict[str, int] = {}
-        """Kind of action -> step at which it was last told."""
+        """Kind of action, or text -> step at which it was last told."""
         engine.on_cover.append(self.cover)
         engine.on_length.append(policy.appraiser.plan_for)
         rescue.excursions = emergencies = Emergencies(policy)
@@ -255,8 +256,10 @@ class Hybrid:
         found = self.policy.obstacles()
         if None not in found:
             self.said[_OBSTACLES] = self.engine.progress.global_step
-        for text in filter(None, found):
-            self.emit(Notice(text, level="info"))
+        for text in told(found):
+            if text not in self.said:
+                self.said[text] = self.engine.progress.global_step
+                self.emit(Notice(text, level="info"))
 
     # --- what a run of `fit` tells and asks --------------------------------------------------------------------------
 

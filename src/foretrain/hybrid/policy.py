@@ -21,6 +21,7 @@ from foretrain.hybrid.deliberation import Deliberation
 from foretrain.hybrid.failures import heed
 from foretrain.hybrid.moves.base import MoveKind, MoveTools
 from foretrain.hybrid.moves.judged import JudgedMove
+from foretrain.hybrid.moves.obstacles import KeptOff
 from foretrain.hybrid.plan import Plan
 from foretrain.motion.observer import Observer
 from foretrain.motion.trajectory import basis_type
@@ -273,7 +274,7 @@ class Policy(Deliberation):
         """In WARMUP: kinds of moves find out what they have to know."""
         self.score.ledger.cost += math.fsum(kind.prepare() for kind in self.kinds)
 
-    def obstacles(self) -> list[str | None]:
+    def obstacles(self) -> list[KeptOff | str | None]:
         """What keeps kinds of moves off."""
         return [kind.obstacle() for kind in self.kinds]
 

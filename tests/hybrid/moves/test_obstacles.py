@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from foretrain import Bus, HybridTrainer
 from foretrain.config import from_mapping
 from foretrain.events import Event, Notice
+from foretrain.hybrid.moves.obstacles import KeptOff, Obstacle, told
 
 ROWS = torch.randn(64, 3, generator=torch.Generator().manual_seed(0))
 START = "the loss is exact here, since every step sees all the data: quasi-Newton leaps could be tried, but "
@@ -24,9 +25,19 @@ def noise(model: nn.Module, batch: Tensor) -> Tensor:
     return squares(model, batch + 0.01 * torch.randn_like(batch))
 
 
+def distances(model: nn.Module, batch: Tensor) -> Tensor:
+    found: Tensor = model(batch)[:, 0]
+    return found - batch.sum(1)
+
+
 def hints(
-    settings: dict[str, Any] | None = None, optimizer: Any = None, shares: float = 1.0, loss: Any = squares
+    settings: dict[str, Any] | None = None,
+    optimizer: Any = None,
+    shares: float = 1.0,
+    loss: Any = squares,
+    residuals: Any = None,
 ) -> list[str]:
+    """residuals: instead of the loss."""
     events: list[Event] = []
     bus = Bus()
     bus.subscribe(events.append)
@@ -36,7 +47,14 @@ def hints(
     made = optimizer(model.parameters()) if optimizer is not None else None
     if made is None:
         config |= {"optimizer.type": "adam", "optimizer.weight_decay": 0.0, "optimizer.learning_rate": 1e-3}
-    trainer = HybridTrainer(model, made, loss, from_mapping(config | (settings or {})), bus=bus)
+    trainer = HybridTrainer(
+        model,
+        made,
+        None if residuals else loss,
+        from_mapping(config | (settings or {})),
+        residuals=residuals,
+        bus=bus,
+    )
     for position in range(60):
         order = torch.randperm(64, generator=torch.Generator().manual_seed(position))[: int(64 * abs(shares))]
         trainer.step(ROWS if shares == 1 else ROWS[order])
@@ -87,6 +105,25 @@ def test_other_rows_are_not() -> None:
 def test_a_loss_with_random_numbers_is_not_exact() -> None:
     (text,) = hints(loss=noise)
     assert text.startswith("every step sees the same data, but not the same loss")
+
+
+def test_what_keeps_both_kinds_of_leaps_off_is_said_once() -> None:
+    (text,) = hints(optimizer=torch.optim.AdamW, residuals=distances)
+    assert text.startswith(START.replace("quasi-Newton", "quasi-Newton and linearised"))
+    assert "weight_decay=0.01 of torch.optim.AdamW keeps them off" in text
+
+
+def test_what_keeps_one_kind_off_is_said_once_while_the_other_is_tried() -> None:
+    (text,) = hints({"hybrid.linear_memory_mb": 0.0001}, residuals=distances)
+    assert "hybrid.linear_memory_mb = 0.0001 keeps them off; hybrid.linear_memory_mb = 1 or more allows them" in text
+    assert "quasi-Newton" not in text
+
+
+def test_each_kind_names_what_keeps_it_alone_off() -> None:
+    decay, memory = Obstacle("decay", "none"), Obstacle("memory", "more")
+    first, second = told([KeptOff("one", (decay, memory)), "", KeptOff("other", (decay,), exact=False), None])
+    assert "one leaps could be tried, but decay and memory keep them off" in first
+    assert second.startswith("batches hardly differ here: other leaps could be tried, but decay keeps them off")
 
 
 def test_where_leaps_are_tried_nothing_is_said() -> None:

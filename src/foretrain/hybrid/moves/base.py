@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from foretrain.hybrid.judges.worth import Worth
     from foretrain.hybrid.ledger import Counts
     from foretrain.hybrid.moves.judged import JudgedMove
+    from foretrain.hybrid.moves.obstacles import KeptOff
     from foretrain.hybrid.plan import Decision, Plan
     from foretrain.hybrid.snapshot import Snapshots
     from foretrain.motion.observer import Observer
@@ -154,7 +155,7 @@ class MoveKind(Stateful, ABC):
         weighs forecasts."""
         return None
 
-    def obstacle(self) -> str | None:
+    def obstacle(self) -> KeptOff | str | None:
         """What keeps moves of this kind off, with what to set; empty if nothing does, None while nobody knows."""
         return ""
 

@@ -18,7 +18,7 @@ from foretrain.hybrid.judges.worth import MOST_PER_STEP
 from foretrain.hybrid.moves.base import MoveKind, MoveTools
 from foretrain.hybrid.moves.chained import ChainedLeaps
 from foretrain.hybrid.moves.judged import JudgedMove
-from foretrain.hybrid.moves.obstacles import in_words, not_repeatable
+from foretrain.hybrid.moves.obstacles import KeptOff, not_repeatable
 from foretrain.hybrid.moves.quasi_newton import QuasiNewton, same_loss
 from foretrain.hybrid.plan import FORECAST, Decision, Plan
 from foretrain.motion.predictability import Predictability
@@ -286,13 +286,13 @@ class ChainKind(ChainedKind):
         self.leaps.compare(batches[-2])  # the last gradient is of the one after it
         return FORWARD
 
-    def obstacle(self) -> str | None:
-        """Where the loss is exact and no leaps will be tried: why, in words, with what to set."""
+    def obstacle(self) -> KeptOff | str | None:
+        """Where the loss is exact and no leaps will be tried: why, with what to set."""
         known, found = self.predictability, self.leaps.obstacles
         if self.tools.probes.batches or not known.low_noise:
             return None
         if found:
-            return in_words(found) if known.same_batch or self._same_loss() else ""
+            return KeptOff(self.leaps.name, tuple(found)) if known.same_batch or self._same_loss() else ""
         return not_repeatable() if known.same_batch and self.leaps.exact is False else None
 
     def _same_loss(self) -> bool:

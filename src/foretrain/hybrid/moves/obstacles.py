@@ -1,8 +1,10 @@
-"""What keeps quasi-Newton leaps from being tried where the loss is exact, in words, with what to set."""
+"""What keeps leaps from being tried where the loss is exact or nearly so, in words, with what to set."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from foretrain.engine.engine import Engine
@@ -17,6 +19,17 @@ class Obstacle(NamedTuple):
     setting: str
     remedy: str
     """What allows them."""
+
+
+@dataclass(frozen=True)
+class KeptOff:
+    """Leaps of one kind that could be tried, and what keeps them off."""
+
+    leaps: str
+    """What they are called."""
+    found: tuple[Obstacle, ...]
+    exact: bool = True
+    """Every step sees all the data; else batches differ a little."""
 
 
 def obstacles(engine: Engine, pairs: int, elements: int) -> list[Obstacle]:
@@ -57,12 +70,23 @@ def _too_few(pairs: int, memory: float, elements: int) -> Obstacle:
     return Obstacle(f"hybrid.secant_memory_mb = {memory:g}", f"hybrid.secant_memory_mb = {needed} or more")
 
 
-def in_words(found: list[Obstacle], leaps: str = "quasi-Newton") -> str:
-    """One sentence. leaps: what those are called that are kept off."""
-    settings, remedies = (" and ".join(parts) for parts in zip(*found, strict=True))
-    several = len(found) > 1
+def told(found: Sequence[KeptOff | str | None]) -> list[str]:
+    """What kinds of moves say of their obstacles, in sentences. Leaps that the same settings keep off share one."""
+    kinds = [one for one in found if isinstance(one, KeptOff)]
+    by_settings: dict[frozenset[Obstacle], list[KeptOff]] = {}
+    for one in kinds:
+        by_settings.setdefault(frozenset(one.found), []).append(one)
+    return [*map(_in_words, by_settings.values()), *(one for one in found if isinstance(one, str) and one)]
+
+
+def _in_words(kinds: list[KeptOff]) -> str:
+    """One sentence about leaps that the same settings keep off."""
+    settings, remedies = (" and ".join(parts) for parts in zip(*kinds[0].found, strict=True))
+    exact, several = any(one.exact for one in kinds), len(kinds[0].found) > 1
+    here = "the loss is exact here, since every step sees all the data" if exact else "batches hardly differ here"
+    names = " and ".join(sorted((one.leaps for one in kinds), reverse=True))
     return (
-        f"the loss is exact here, since every step sees all the data: {leaps} leaps could be tried, but "
+        f"{here}: {names} leaps could be tried, but "
         f"{settings} {'keep' if several else 'keeps'} them off; {remedies} {'allow' if several else 'allows'} them"
     )
 
