@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from foretrain import HybridTrainer, cross_entropy, logistic, supervised
 from foretrain.engine.objective import Objective, OutputPart, Residuals, UnknownForm, objective_of
 from foretrain.errors import ConfigError, InputError
+from foretrain.events import Event, Moved, Notice
 
 LINE = torch.linspace(-1, 1, 8).view(-1, 1)
 
@@ -47,11 +48,56 @@ def test_a_block_without_rows_counts_nothing() -> None:
         (lambda m, x: {"a": 1.0}, None, InputError, "'a' are of type float"),
         (lambda m, x: m(x).long(), None, InputError, "whole numbers"),
         (lambda m, x: m(x)[:0], None, InputError, "nothing to train on"),
+        (lambda m, x: m(x).square().mean(), None, InputError, "looks like a loss.*Hand a loss in as loss_fn"),
+        (lambda m, x: {"a": m(x).square().mean(), "b": m(x).sum()}, None, InputError, "looks like a loss"),
+        (
+            lambda m, x: [m(x), m(x[:2])],
+            None,
+            InputError,
+            "a list of 2, whose parts have no names; give",
+        ),
+        (lambda m, x: (m(x),), None, InputError, "a tuple of 1, whose parts have no names"),
     ],
 )
 def test_bad_residuals_are_refused_in_words(function: Any, weights: Any, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         Residuals(function, weights)(nn.Linear(1, 1), LINE)
+
+
+def test_a_loss_in_place_of_residuals_is_refused_at_the_first_step() -> None:
+    trainer = HybridTrainer(nn.Linear(1, 1), residuals=lambda model, x: model(x).square().mean())
+    with pytest.raises(InputError, match=r"one row: residual.reshape\(1\)"):
+        trainer.step(LINE)
+
+
+def test_a_single_number_may_stand_beside_residuals() -> None:
+    model = nn.Linear(1, 1)
+    objective = Residuals(lambda m, x: {"points": m(x), "sum": m(x).sum() - 1})
+    wanted = model(LINE).square().mean() + (model(LINE).sum() - 1).square()
+    assert torch.allclose(objective(model, LINE), wanted)
+
+
+@pytest.mark.parametrize(
+    ("saved", "given", "said"),
+    [
+        ({"a": 2.0}, {"a": 3.0, "b": 1.0}, "'a' 3 and not 2."),
+        ({"a": 2.0}, None, "'a' 1 and not 2."),
+        ({"a": 2.0}, {"b": 1.0, "a": 2.0}, ""),
+        (None, {"a": 1.0}, ""),
+    ],
+)
+def test_other_weights_than_those_of_the_saved_run_are_told(saved: Any, given: Any, said: str) -> None:
+    def trainer(weights: Any) -> HybridTrainer:
+        return HybridTrainer(nn.Linear(1, 1), residuals=lambda m, x: {"a": m(x), "b": m(x) - 1}, weights=weights)
+
+    first, events = trainer(saved), list[Event]()
+    first.step(LINE)
+    second = trainer(given)
+    second.bus.subscribe(events.append)
+    second.load_state_dict(first.state_dict())
+    texts = [event.message for event in events if isinstance(event, Notice)]
+    assert [said in text and "other weights now" in text for text in texts] == ([True] if said else [])
+    assert second.engine.objective.weights == (given or {})  # type: ignore[union-attr]
 
 
 def test_a_loss_and_residuals_are_not_both_taken() -> None:
@@ -178,6 +224,23 @@ def test_targets_of_booleans_are_logistic() -> None:
     part = logistic(torch.zeros(3, 1), torch.tensor([[True], [False], [True]]))
     assert not part.by_class
     assert part.losses(part.outputs).mean().item() == pytest.approx(0.6931, abs=1e-4)
+
+
+@pytest.mark.parametrize("kind", [torch.bool, torch.int64, torch.uint8])
+@pytest.mark.parametrize("criterion", [nn.BCEWithLogitsLoss(), F.binary_cross_entropy_with_logits, nn.MSELoss()])
+def test_targets_of_yes_and_no_are_trained_on_as_0_and_1(criterion: Any, kind: torch.dtype) -> None:
+    targets = (CLASSES == 1).view(-1, 1)
+    losses, moves = [], []
+    for wanted in (targets.float(), targets.to(kind)):
+        torch.manual_seed(0)
+        trainer = HybridTrainer(nn.Linear(4, 1), "adam", criterion)
+        events: list[Event] = []
+        trainer.bus.subscribe(events.append)
+        losses.append([trainer.step((INPUTS, wanted)).loss for _ in range(30)])
+        moves.append([event.verdict for event in events if isinstance(event, Moved)])
+        assert not any("no linearised leaps" in str(event) for event in events)
+    assert losses[0] == losses[1]
+    assert moves[0] == moves[1]
 
 
 def test_rows_of_no_class_are_no_known_form() -> None:

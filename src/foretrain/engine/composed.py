@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from foretrain.engine.engine import Engine
 from foretrain.engine.explain import HandedIn
+from foretrain.engine.objective import block_weights, other_weights
 from foretrain.engine.state import as_checkpoint_error
 from foretrain.events import Event, Notice
 from foretrain.persist.form import check_form, check_format
@@ -42,6 +43,8 @@ class ComposedState:
             self.engine.put_back(state, origin)
             for text in handed_in.differences(self.engine):
                 self.emit(Notice(text, level="info"))
+            if text := other_weights(state.get("block_weights") or {}, block_weights(self.engine.objective) or {}):
+                self.emit(Notice(text))
             for name, part in self.parts.items():
                 if part is not None and state[name] is not None:
                     part.load_state_dict(state[name])

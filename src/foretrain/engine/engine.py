@@ -23,7 +23,7 @@ from foretrain.engine.forward import Forward
 from foretrain.engine.hooks import StepHook
 from foretrain.engine.memory.offload import OptimizerParking
 from foretrain.engine.meters import StepMeter, Stopwatch
-from foretrain.engine.objective import Residuals, objective_of
+from foretrain.engine.objective import Residuals, block_weights, objective_of
 from foretrain.engine.optim import build as optim
 from foretrain.engine.precision import Precision, choose_device
 from foretrain.engine.progress import RunProgress
@@ -352,7 +352,9 @@ class Engine:
     def state_dict(self) -> dict[str, Any]:
         """Everything that decides how the run goes on. Tensors are referred to, not copied."""
         spent = {"meter": self.meter.state_dict(), "seconds": self.clock.seconds}
-        return self.changing_state_dict() | spent | {"frozen": self.frozen, "format": FORMAT}
+        weights = block_weights(self.objective)
+        blocks = {} if weights is None else {"block_weights": weights}
+        return self.changing_state_dict() | spent | blocks | {"frozen": self.frozen, "format": FORMAT}
 
     def changing_state_dict(self) -> dict[str, Any]:
         """Leave out what was spent and the fingerprint of frozen weights, which takes long. It is enough to go back in

@@ -157,9 +157,20 @@ class Residuals(Objective):
     def blocks(self, model: Any, batch: Any) -> list[OutputPart]:
         """All blocks with their names and weights, also those that count nothing."""
         found = self.function(model, batch)
+        if isinstance(found, (list, tuple)):
+            raise InputError(
+                f"the residual function gave {described(found)}, whose parts have no names; give tensors by name, such "
+                'as {"equation": ..., "edge": ...}, or one tensor'
+            )
         named = found if isinstance(found, Mapping) else {"residuals": found}
         if not named:
             raise InputError("the residual function gave no block; it must give a tensor, or tensors by name")
+        if all(isinstance(block, Tensor) and not block.ndim for block in named.values()):
+            raise InputError(
+                "the residual function gave one number and not one for each point: that looks like a loss, and its "
+                "square would be minimised. Hand a loss in as loss_fn, or give what it is the mean of before squares "
+                "are taken; if there really is one residual only, give it as one row: residual.reshape(1)"
+            )
         blocks = {str(name): block for name, block in named.items()}
         if unknown := [name for name in self.weights if name not in blocks]:
             names = ", ".join(map(repr, blocks))
@@ -194,6 +205,23 @@ class Residuals(Objective):
         return total
 
 
+def block_weights(objective: Objective | None) -> dict[str, float] | None:
+    """The weights of blocks that were given; None where the loss is not made of residuals."""
+    return dict(objective.weights) if isinstance(objective, Residuals) else None
+
+
+def other_weights(saved: Mapping[str, float], given: Mapping[str, float]) -> str:
+    """What to say where blocks count otherwise now than in a saved state; empty where they do not."""
+    names = [name for name in sorted({*saved, *given}) if saved.get(name, 1.0) != given.get(name, 1.0)]
+    changes = ", ".join(f"{name!r} {given.get(name, 1.0):g} and not {saved.get(name, 1.0):g}" for name in names)
+    if not changes:
+        return ""
+    return (
+        f"blocks of residuals have other weights now than when this was saved: {changes}. The run goes on with the new "
+        "ones; its losses from here on are not comparable with those before"
+    )
+
+
 def block_losses(objective: Objective | None, world: World) -> dict[str, float] | None:
     """Mean loss of each block of residuals; None where the loss is not made of them. Waits for the device."""
     if not isinstance(objective, Residuals) or not objective.latest:
@@ -219,7 +247,8 @@ class OfOutputs(Objective):
         if not isinstance(output, Tensor) or output.shape != targets.shape:
             raise UnknownForm("outputs and targets differ in shape")
         if self.kind == "mse":
-            return [OutputPart("loss", _real(output - targets))]
+            wanted = targets.to(output.dtype) if targets.dtype is torch.bool else targets
+            return [OutputPart("loss", _real(output - wanted))]
         return [OutputPart("loss", output, target=targets.to(output.dtype))]
 
 

@@ -13,6 +13,7 @@ from typing import Any, get_args
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
@@ -26,6 +27,8 @@ NAMES: tuple[str, ...] = get_args(OptimizerConfig.model_fields["type"].annotatio
 _OUTPUTS = frozenset({"output", "outputs", "out", "prediction", "predictions", "pred", "preds", "logits", "y_pred"})
 _TARGETS = frozenset(["target", "targets", "tgt", "label", "labels", "truth", "y", "y_true"])
 _MODELS = frozenset({"model", "module", "net", "network"})
+_OF_CHANCES: tuple[Any, ...] = (F.binary_cross_entropy_with_logits, F.binary_cross_entropy)
+"""Criteria whose targets are numbers from 0 to 1."""
 _TORCHS = ("torch.nn.functional", "torch.nn.modules.loss")
 
 
@@ -37,10 +40,14 @@ class Supervised:
 
     def __init__(self, criterion: Callable[[Any, Any], Tensor]) -> None:
         self.criterion = criterion
+        self._of_chances = criterion in _OF_CHANCES or isinstance(criterion, (nn.BCEWithLogitsLoss, nn.BCELoss))
 
     def __call__(self, model: nn.Module, batch: Any) -> Tensor:
         inputs, targets = pair(batch)
-        return self.criterion(model(inputs), targets)
+        output = model(inputs)
+        if self._of_chances and isinstance(targets, Tensor) and not targets.is_floating_point():
+            targets = targets.to(output.dtype)  # yes and no, or 1 and 0, which torch does not take as chances
+        return self.criterion(output, targets)
 
 
 def supervised(criterion: Callable[[Any, Any], Tensor]) -> Callable[[nn.Module, Any], Tensor]:

@@ -328,7 +328,7 @@ def test_any_batch_will_do(name: str) -> None:
 
 def test_means_instead_of_residuals_are_left_to_the_optimizer_in_words() -> None:
     """A few rows say next to nothing of where the linearised run goes."""
-    run = world(network(width=6), residuals=lambda model, x: curve(model, x).square().mean().sqrt()).run()
+    run = world(network(width=6), residuals=lambda model, x: curve(model, x).square().mean().sqrt()[None]).run()
     assert leaps_of(run).made == 0
     assert "no linearised leaps are made: 1 residuals say too little; give one for each point" in notices(run)[0]
     plain = world(nn.Linear(1, 1), torch.ones(1, 1), lambda model, x: torch.cat([model(x) - 1, model(0 * x) - 2])).run()
