@@ -86,7 +86,7 @@ class Moved(Event):
     """A share of the forecast displacement."""
     audited: bool
     chained: bool
-    """A chain of quasi-Newton leaps, with a gradient each."""
+    """A chain of leaps: `horizon` counts them."""
     anchor: float
     """Probe loss before the move."""
     predicted_loss: float
@@ -97,6 +97,10 @@ class Moved(Event):
     """Full steps that it saved, as measured."""
     cost_steps: float
     reason: str
+    leaps: str = ""
+    """What the leaps of a chain are called: "quasi-Newton" or "linearised"."""
+    counted_steps: int = 0
+    """Steps that it counted: of a linearised leap as many as it costs."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -399,3 +399,16 @@ def _stop_at(trainer: HybridTrainer, step: int) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
 
     trainer.bus.subscribe(stop)
+
+
+@pytest.mark.parametrize(("lowest_step", "found"), [(0, True), (150, True), (650, False)])
+def test_what_leaps_lowered_lately_is_no_plateau(lowest_step: int, found: bool) -> None:
+    """Averages know only the optimizer's own steps in between."""
+    health, told = Health(from_mapping({}), []), []
+    draw = np.random.default_rng(0)
+    for step in range(100, 800, 100):
+        health.note([(1.0 + 0.01 * draw.normal(), 1.0, 0.0) for _ in range(100)])
+        health.monitor.close()
+        now = RunStatus(step, Effective(3e-3, 0.0, 10), leaps=True, lowest_step=min(lowest_step, step))
+        told += [finding.ailment for finding in health.examine(now)[1]]
+    assert (Ailment.PLATEAU in told) is found

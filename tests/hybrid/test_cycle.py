@@ -142,6 +142,12 @@ def test_leaving_predict(change: dict[str, Any], target: Phase, undo: bool) -> N
     assert transition.reason
 
 
+@pytest.mark.parametrize(("made", "said"), [(6, "after 6 leaps"), (1, "after 1 leap")])
+def test_a_chain_has_an_end_and_no_horizon(made: int, said: str) -> None:
+    transition = machine_in(Phase.PREDICT, made).next(replace(GOOD, horizon_reached=True, chained=True))
+    assert transition.reason == f"the chain is over {said}"
+
+
 def test_predict_ends_at_its_longest() -> None:
     machine = machine_in(Phase.PREDICT, 12)
     assert machine.next(GOOD).phase is Phase.CORRECT

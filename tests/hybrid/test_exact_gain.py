@@ -49,6 +49,27 @@ def test_a_fall_is_worth_what_the_optimizer_alone_would_have_needed() -> None:
     )
 
 
+def test_leaps_that_cost_more_than_a_gradient_count_what_they_cost() -> None:
+    gain = ExactGain()
+    now = Point(1e-6, 645, 2.5, passes=150)
+    gain.kept(Point(1.0, 40, passes=40), 1e-6, now, slope_of(0.01), 600, "linearised", beyond=500)
+    assert gain.worth == pytest.approx(math.log(1e6) / 0.01)
+    told = gain.summary()
+    assert told is not None
+    assert (told["gradients"], told["cost_steps"], told["leaps"]) == (110, 610, "linearised")
+    assert told["sentence"].endswith("would have taken some 1,300 steps, here it counts as 610 steps")
+
+
+def test_leaps_that_cost_more_than_they_were_worth_are_no_gain() -> None:
+    gain = ExactGain()
+    now = Point(0.1, 645, 2.5, passes=150)
+    gain.kept(Point(1.0, 40, passes=40), 0.1, now, slope_of(0.01), 600, "linearised", beyond=500)
+    assert gain.sentence() == (
+        "Linearised leaps took the training loss from 1.0000 (step 40) to 0.1000 (step 645, 2.5 s); how many steps the "
+        'optimizer alone would have taken is not known: compare with hybrid.mode = "off"'
+    )
+
+
 def test_a_leap_counts_a_few_steps_at_the_most() -> None:
     gain = kept(pace=1e-6)
     assert gain.worth == 500

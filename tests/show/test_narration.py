@@ -69,4 +69,15 @@ def test_a_checkpoint_that_is_mostly_not_the_model_says_what_it_is() -> None:
 def test_small_losses_keep_their_digits() -> None:
     move = Moved(995, 64, "kept", 1.0, False, True, 1.234e-6, 0.0, 2.784e-7, 0.94, 640.0, 64.0, "exact")
     assert "loss 1.234e-6 -> 2.784e-7, worth 640 steps" in str(line(move))
+
+
+def test_a_chain_says_how_many_leaps_it_is_and_what_they_count() -> None:
+    move = Moved(603, 78, "kept", 1.0, False, True, 6.5, 0.0, 3.3e-7, 1.0, 5880.0, 588.0, "", "linearised", 588)
+    said = "step 603: chain of 78 linearised leaps [green]kept[/] (loss 6.5000 -> 3.300e-7, counted as 588 steps)"
+    assert line(move) == said
+    quasi = Moved(603, 1, "kept", 1.0, True, True, 6.5, 0.0, 3.3e-7, 1.0, 10.0, 1.0, "", "quasi-Newton", 1)
+    assert "audited chain of 1 quasi-Newton leap [green]kept" in str(line(quasi))
+
+
+def test_small_held_out_losses_keep_their_digits() -> None:
     assert line(Evaluated(5, 3.2e-5, 0.1, False, True)) == "step 5: held-out loss 3.200e-5 (best so far)"

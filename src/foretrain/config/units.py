@@ -83,3 +83,8 @@ def clock(seconds: float) -> str:
 def counted(count: int, thing: str) -> str:
     """Write 1 step, 1,200 steps."""
     return f"{count:,} {thing}{'' if count == 1 else 's'}"
+
+
+def chain_in_words(leaps: int, name: str = "") -> str:
+    """Write: chain of 78 linearised leaps."""
+    return f"chain of {leaps:,} {f'{name} ' if name else ''}{'leap' if leaps == 1 else 'leaps'}"

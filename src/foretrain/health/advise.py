@@ -72,6 +72,8 @@ class RunStatus:
     """How often confidence alone was missing for several cycles."""
     confidence: float = 0.0
     threshold: float = 0.0
+    lowest_step: int = 0
+    """Step of the lowest loss since leaps that an exact loss judged were kept; 0 where none were."""
     leaps: bool = False
     """Quasi-Newton leaps were kept. They decide how far the weights go, not the optimizer's rate, and a climb of the
     optimizer's own steps after them is undone."""
@@ -197,6 +199,8 @@ class Health(Stateful):
 
         A rate at which the loss became worse than it was is too high, whatever the schedule will do.
         """
+        if status.lowest_step and status.step - status.lowest_step < PLATEAU_STEPS:
+            return  # leaps count many steps each, and averages know only those in between
         learned = vitals.best < PLATEAU_GAIN * abs(self.monitor.first)
         bold = self._update > BOLD_UPDATE
         cured = not status.high_rate or (bold and status.falling and not vitals.fallen_back)

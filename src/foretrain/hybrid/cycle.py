@@ -44,6 +44,8 @@ class View:
     nothing_to_try: bool = False
     """The gate will not open later either, as far as can be seen: WARMUP need not go on."""
     horizon_reached: bool = False
+    chained: bool = False
+    """It is that of a chain of leaps, which has no horizon but an end."""
     prediction_error: float = 0.0
     """How far the loss lies above the predicted loss, relative to it; negative where it is better than predicted."""
     prediction_error_limit: float = 0.2
@@ -235,6 +237,8 @@ class Cycle(Stateful):
             return self._go(Phase.CORRECT, "the loss oscillates")
         if view.overfits:
             return self._go(Phase.CORRECT, "the held-out loss rises: back to where it was lowest")
+        if view.horizon_reached and view.chained:
+            return self._go(Phase.CORRECT, f"the chain is over after {_leaps(self.steps_in_phase)}")
         if view.horizon_reached:
             return self._go(Phase.CORRECT, f"the horizon is reached after {self.steps_in_phase} predicted steps")
         if self.steps_in_phase >= self.config.max_predict_steps:
@@ -272,3 +276,7 @@ class Cycle(Stateful):
         self.phase = phase
         self.steps_in_phase = 0
         self.number += phase is Phase.FULL
+
+
+def _leaps(count: int) -> str:
+    return "1 leap" if count == 1 else f"{count} leaps"

@@ -60,4 +60,5 @@ class Emergencies:
             confidence=recovery.lacking,
             threshold=recovery.threshold,
             leaps=bool(self.policy.score.exact.leaps),
+            lowest_step=self.policy.score.exact.lowest.step,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from foretrain.config.units import clock, loss_text
@@ -25,6 +25,8 @@ class Point:
     seconds: float = 0.0
     passes: int = 0
     """Gradients that the run had taken."""
+    beyond: int = 0
+    """Steps that leaps of the linearised run had cost beyond a gradient each."""
 
 
 class ExactGain(Stateful):
@@ -36,7 +38,7 @@ class ExactGain(Stateful):
 
     saved = (
         *("moves", "leaps", "worth", "bounded", "stalled", "factor", "start", "lowest", "by_moves"),
-        *("best", "best_worth", "best_is_least", "share", "rising"),
+        *("best", "best_worth", "best_is_least", "share", "rising", "beyond"),
     )
 
     def __init__(self) -> None:
@@ -64,6 +66,8 @@ class ExactGain(Stateful):
         self.share = 0.0
         """The learning rate at the end of the last window, as a share of its peak."""
         self.rising = False
+        self.beyond = 0
+        """Steps that leaps have cost so far beyond a gradient each."""
 
     def watched(self, record: WindowRecord, seconds: float, passes: int) -> None:
         """A window of the optimizer's own steps is over."""
@@ -71,11 +75,16 @@ class ExactGain(Stateful):
         self.share = record.rate_share
         low = min((loss for loss in record.losses if math.isfinite(loss)), default=math.nan)
         if self.moves and low < self.lowest.loss:
-            self.lowest, self.by_moves = Point(low, record.step, seconds, passes), False
+            self.lowest, self.by_moves = Point(low, record.step, seconds, passes, self.beyond), False
 
-    def kept(self, start: Point, end: float, now: Point, slope: WindowLosses, steps: int, chained: str) -> None:
+    def kept(
+        self, start: Point, end: float, now: Point, slope: WindowLosses, steps: int, chained: str, beyond: int = 0
+    ) -> None:
         """A move of so many steps from one exact loss to another was kept, and validated up to now. chained: what the
-        leaps are called, if it was a chain of them."""
+        leaps are called, if it was a chain of them. beyond: how many of these steps are more than a gradient for each
+        leap."""
+        self.beyond += beyond
+        now = replace(now, beyond=self.beyond)
         self.start = self.start if self.moves else start
         self.moves += 1
         self.leaps = chained or self.leaps
@@ -87,14 +96,18 @@ class ExactGain(Stateful):
         pace = self._pace(slope, logarithmic)
         if not pace > 0:
             self.stalled += 1
-            self.worth += steps if chained else 0  # each took a gradient
+            self.worth += steps if chained else 0  # that is what they cost
         elif fall > 0:
             most = _MOST_WORTH * max(1, steps)
             self.bounded = self.bounded or fall > most * pace
             self.worth += min(fall / pace, most)
-        saved = self.worth - (now.passes - self.start.passes)
-        if saved > self.best_worth - (self.best.passes - self.start.passes if self.best_worth else 0):
+        saved = self.worth - self._spent(now)
+        if saved > self.best_worth - (self._spent(self.best) if self.best_worth else 0):
             self.best, self.best_worth, self.best_is_least = now, self.worth, self.bounded or self.stalled > 0
+
+    def _spent(self, until: Point) -> int:
+        """Full steps since the first move began: gradients, and what leaps cost beyond them."""
+        return until.passes + until.beyond - self.start.passes
 
     def _pace(self, slope: WindowLosses, logarithmic: bool) -> float:
         """At which the optimizer alone lowered the loss: within its last window or from the one before to it, whichever
@@ -121,6 +134,8 @@ class ExactGain(Stateful):
             "seconds": round(point.seconds, 3),
             "trend_steps": round(self.best_worth) or None,
             "gradients": point.passes - self.start.passes,
+            "cost_steps": self._spent(point),
+            "leaps": self.leaps or None,
             "start_loss": self.start.loss,
             "start_step": self.start.step,
             "lowest_loss": self.lowest.loss,
@@ -135,13 +150,17 @@ class ExactGain(Stateful):
         start = f"{loss_text(self.start.loss)} (step {self.start.step:,})"
         took = f"{leaps[0].upper()}{leaps[1:]} took the training loss from {start} to"
         if self.best_worth:
-            spent = f"{self.best.passes - self.start.passes:,} gradients"
-            needed = f"at the pace of {own} that would have taken {self._about}, here it took {spent}"
+            spent = f"{self._spent(self.best):,}"
+            here = f"counts as {spent} steps" if self.best.beyond else f"took {spent} gradients"
+            needed = f"at the pace of {own} that would have taken {self._about}, here it {here}"
             better = self.lowest.loss < self.best.loss and loss_text(self.lowest.loss) != loss_text(self.best.loss)
             more = f"; the lowest was {_reached(self.lowest)}" if better else ""
             return f"{took} {_reached(self.best)}; {needed}{more}"
         if self.stalled == self.moves and self.by_moves:
             return f"{took} {_reached(self.lowest)}; {own} no longer lowered it"
+        if self.beyond and self.by_moves:  # paces between leaps that count what they cost say little
+            unknown = "how many steps the optimizer alone would have taken is not known"
+            return f'{took} {_reached(self.lowest)}; {unknown}: compare with hybrid.mode = "off"'
         times = f" by a factor of {self.factor:.3g}" if math.isfinite(self.factor) else ""
         said = f"The training loss came down to {_reached(self.lowest)}; on the way {leaps} lowered it{times}"
         return f"{said}, which is not shown to have saved steps"

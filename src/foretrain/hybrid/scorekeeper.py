@@ -94,4 +94,5 @@ class Scorekeeper(Stateful):
         began = engine.progress.global_step - move.steps - counted
         start = Point(move.start_loss, began, passes=tools.snapshots.taken_at)
         now = Point(after, engine.progress.global_step, engine.clock.seconds, engine.progress.backward_passes)
-        self.exact.kept(start, move.loss, now, tools.worth.slope, move.moved, move.leaps_name)
+        steps = max(move.moved, counted) if move.chained else move.moved
+        self.exact.kept(start, move.loss, now, tools.worth.slope, steps, move.leaps_name, steps - move.moved)

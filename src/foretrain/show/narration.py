@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.markup import escape
 
 from foretrain.config.paths import assignments
-from foretrain.config.units import format_size, loss_text
+from foretrain.config.units import chain_in_words, format_size, loss_text
 from foretrain.events import (
     CheckpointRejected,
     CheckpointSaved,
@@ -107,16 +107,22 @@ def _parts(event: CheckpointSaved) -> str:
 
 
 def _move(event: Moved, verbose: bool) -> str:
-    how = "audited move" if event.audited else "move"
-    result = f"loss {loss_text(event.anchor)} -> {loss_text(event.loss)}, worth {_whole(event.worth_steps)} steps"
+    what = chain_in_words(event.horizon, event.leaps) if event.chained else f"move {event.horizon} steps ahead"
+    how = f"audited {what}" if event.audited else what
+    result = f"loss {loss_text(event.anchor)} -> {loss_text(event.loss)}, {_worth(event)}"
     if event.verdict == "refused":
         result = f"loss before {loss_text(event.anchor)}"
     colour = "green" if event.verdict in ("kept", "shrunk") else "yellow"
     reason = f": {escape(event.reason)}" if verbose and event.reason else ""
-    return (
-        f"step {event.step}: {how} {event.horizon} steps ahead [{colour}]{event.verdict}[/] ({result}, "
-        f"confidence {event.confidence:.2f}){reason}"
-    )
+    confidence = "" if event.chained else f", confidence {event.confidence:.2f}"  # nothing was forecast for a chain
+    return f"step {event.step}: {how} [{colour}]{event.verdict}[/] ({result}{confidence}){reason}"
+
+
+def _worth(event: Moved) -> str:
+    """Say what a move was worth, in steps; of leaps that cost more than a step, what they were counted as."""
+    if event.chained and event.counted_steps > event.horizon:
+        return f"counted as {event.counted_steps:,} steps"
+    return f"worth {_whole(event.worth_steps)} steps"
 
 
 def _finding(event: HealthFound) -> str:

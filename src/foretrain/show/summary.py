@@ -83,7 +83,9 @@ def _steps(summary: Mapping[str, Any], in_parts: bool) -> str:
 def _passes(summary: Mapping[str, Any]) -> str | None:
     """Write how many backward passes there were, where that is not the number of steps."""
     passes = summary["backward_passes"]
-    return None if passes == summary["global_step"] else f"{passes:,}"
+    linearised = (summary.get("exact") or {}).get("leaps") == "linearised"
+    leaps = ", each linearised leap counted as one" if linearised else ""
+    return None if passes == summary["global_step"] else f"{passes:,}{leaps}"
 
 
 def _memory(phases: Mapping[str, Mapping[str, int]]) -> str | None:

@@ -127,8 +127,8 @@ class Chain(JudgedMove):
                 tools.snapshots.go_to_best()
                 self.moved = held_out.leaps
                 self._counted = tools.engine.progress.global_step - self._began
-            view = View(tools.engine.progress.global_step, confidence=1.0, horizon_reached=True, overfits=back)
-            self.arrive(leaps.loss, view)
+            step = tools.engine.progress.global_step
+            self.arrive(leaps.loss, View(step, confidence=1.0, horizon_reached=True, chained=True, overfits=back))
         tools.snapshots.drop_best()
         return undone
 

@@ -217,6 +217,8 @@ class JudgedMove(Move):
             worth_steps=round(worth, 2),
             cost_steps=round(self.cost, 2),
             reason=f"{self.plan.reason}; {reason}",
+            leaps=self.leaps_name,
+            counted_steps=self.counted,
         )
 
     def after_load(self) -> None:

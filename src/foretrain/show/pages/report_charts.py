@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from foretrain.config.paths import assignments
+from foretrain.config.units import chain_in_words
 from foretrain.show.numbers import finite, rounded
 from foretrain.show.pages.charts import (
     RIBBON,
@@ -278,9 +279,12 @@ def marks(record: RunRecord) -> list[list[Any]]:
 
 
 def move_words(entry: Entry) -> str:
-    horizon = finite(entry.fields.get("horizon")) or 0
-    how = "audited move" if entry.fields.get("audited") else "chain of leaps" if entry.fields.get("chained") else "move"
-    return f"{how}, {horizon:,.0f} steps ahead: {entry.fields.get('verdict')}"
+    horizon, verdict = finite(entry.fields.get("horizon")) or 0, entry.fields.get("verdict")
+    if entry.fields.get("chained"):
+        audited = "audited " if entry.fields.get("audited") else ""
+        return f"{audited}{chain_in_words(round(horizon), str(entry.fields.get('leaps') or ''))}: {verdict}"
+    how = "audited move" if entry.fields.get("audited") else "move"
+    return f"{how}, {horizon:,.0f} steps ahead: {verdict}"
 
 
 def recovery_words(entry: Entry) -> str:

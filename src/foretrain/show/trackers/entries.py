@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from foretrain.config.paths import assignments, flattened
+from foretrain.config.units import chain_in_words
 from foretrain.events import (
     CheckpointRejected,
     Evaluated,
@@ -47,7 +48,8 @@ def entry_of(event: Event, step: int, unit: str = "tokens") -> TrackerEntry | No
             metrics = {f"held_out/{name}": value for name, value in event.metrics.items()}
             return TrackerEntry(event.step, _finite({"held_out/loss": event.loss, **metrics}))
         case Moved():
-            text = f"{event.horizon} steps ahead: {event.verdict} ({event.reason})"
+            far = chain_in_words(event.horizon, event.leaps) if event.chained else f"{event.horizon} steps ahead"
+            text = f"{far}: {event.verdict} ({event.reason})"
             return TrackerEntry(event.step, _finite({"prediction/worth_steps": event.worth_steps}), {"move": text})
         case PhaseChanged():
             return TrackerEntry(event.step, texts={"phase": f"{event.phase}: {event.reason}"})
