@@ -61,6 +61,24 @@ def test_the_table_of_low_noise_problems() -> None:
         assert f"({min(ratios):.1f}x) 3/3" in page
 
 
+def no_help_row(problem: str, plain: str) -> str:
+    """As in the table: seconds of the plain arm, then medians and highest ratios of the default settings to it."""
+    rows = [row for row in raw("2026-11-18-no-help-cpu")["results"] if row["problem"] == problem]
+    assert len(rows) == 3
+    figures = [f"{statistics.median(row['arms'][plain]['seconds'] for row in rows):.0f} s"]
+    for what in ("seconds", "loss", "loss in equal seconds"):
+        ratios = [row["ratios"][plain][what] for row in rows]
+        figures.append(f"{statistics.median(ratios):.3g} ({max(ratios):.3g})")
+    return f"| {' | '.join(figures)} |"
+
+
+def test_where_linearised_leaps_do_not_help() -> None:
+    page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    for problem in ("million", "noisy", "integral", "norms", "classes"):
+        for plain in ("off", "no rows"):
+            assert no_help_row(problem, plain) in page
+
+
 def test_muon_on_124_million_parameters(readme: str) -> None:
     muon = [
         run
