@@ -9,7 +9,8 @@ The reference is Adam with a cosine schedule at the best of its learning rates; 
 seconds are the time T. Its peers are tuned as well: SOAP, Muon, L-BFGS with a history of 10 and of 100, and dense
 quasi-Newton methods in fp64 (BFGS, self-scaled BFGS and Broyden), eight settings or more each. Settings are swept with
 the first seed, the two best of them are run with every other. The hybrid arm has the default settings and one rate
-(3e-3, constant) everywhere; the arm "chains" is the same without linearised leaps. All arms of a problem and seed run
+(3e-3, constant) everywhere; "hybrid fp64" is the same with a model and data in fp64, as the dense
+quasi-Newton methods have them, "chains" the same without linearised leaps. All arms of a problem and seed run
 one after the other in one process, with the same code for the loss; everything is charged: probes, refused leaps,
 audits. Where batches differ, the loss is judged on a fixed set every ten steps, that of the hybrid arms after every
 step, outside the clock. Of peers the lowest loss within T counts, of hybrid arms that at the end.
@@ -21,7 +22,7 @@ import argparse
 import json
 import statistics
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -36,8 +37,8 @@ from low_noise_problems import Settings
 REFERENCE = "adam, tuned cosine"
 HYBRID: Setting = {"optimizer.learning_rate": 3e-3}
 CHAINS: Setting = {**HYBRID, "hybrid.linear_rows": 0}
-OWN = ("hybrid", "chains", "low rates")
-USUAL = (*PEERS, "hybrid", "chains")
+OWN = ("hybrid", "hybrid fp64", "chains", "low rates")
+USUAL = (*PEERS, "hybrid", "hybrid fp64", "chains")
 
 Row = dict[str, Any]
 """What was found with one problem and seed."""
@@ -58,6 +59,8 @@ def measure(name: str, bench: Bench, chosen: list[str], tuned: Tuned) -> Row:
         curve = bench.hybrid(HYBRID, total)
         arms["hybrid"] = ours(curve, target, total)
         row["hybrid and the best peer"] = against_peers(row, curve)
+    if "hybrid fp64" in chosen:
+        arms["hybrid fp64"] = ours(replace(bench, problem=bench.problem.doubled()).hybrid(HYBRID, total), target, total)
     if "chains" in chosen:
         arms["chains"] = ours(bench.hybrid(CHAINS, total), target, total)
     if "low rates" in chosen:

@@ -34,7 +34,7 @@ def test_there_are_never_more_than_there_is_memory_for() -> None:
 def test_a_change_that_did_not_pay_is_taken_back_and_waits_longer() -> None:
     count = RowCount(160, 1000)
     assert after(count, 6, own=2.0, whole=0.1) == 320
-    assert after(count, 6, own=2.0, whole=0.15) == 160  # not twice as much for twice the price
+    assert after(count, 6, own=2.0, whole=0.11) == 160  # far from twice as much for twice the price
     assert after(count, 11, own=2.0, whole=0.1) == 160
     assert after(count, 1, own=2.0, whole=0.1) == 320
 
@@ -43,6 +43,21 @@ def test_a_change_that_paid_stays() -> None:
     count = RowCount(160, 10_000)
     assert after(count, 6, own=2.0, whole=0.1) == 320
     assert after(count, 6, own=2.0, whole=0.3) == 640
+
+
+def test_leaps_that_win_nothing_are_not_waited_for() -> None:
+    count = RowCount(160, 10_000)
+    assert after(count, 6, own=2.0, whole=0.1) == 320
+    assert after(count, 6, own=2.0, whole=0.01) == 160
+    assert after(count, 6, own=2.0, whole=-0.1) == 320  # not after twelve
+
+
+def test_where_changes_are_recorded_they_are_fewer() -> None:
+    count = RowCount(160, 10_000, recorded=True)
+    assert after(count, 11, own=2.0, whole=0.1) == 160
+    assert after(count, 1, own=2.0, whole=0.1) == 320
+    count.begin(lambda rows: float(rows) ** 0.6, 10_000)  # twice the rows for half as much again
+    assert count.now == 10_000
 
 
 @pytest.mark.parametrize(("outputs", "begins"), [(10_000, 640), (300, 320)])

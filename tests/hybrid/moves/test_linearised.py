@@ -29,7 +29,7 @@ def world(rows: int, room: float, **settings: Any) -> World:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(1, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
     changes = {name.replace("__", "."): value for name, value in settings.items()}
-    memory = {"hybrid.linear_memory_mb": 12 * WEIGHTS * room / 2**20}
+    memory = {"hybrid.linear_memory_mb": (12 * WEIGHTS * room + 24 * room**2) / 2**20}
     values = {**QUICK, "max_steps": 60, "optimizer.type": "adam", **memory}
     trainer = HybridTrainer(model, residuals=curve, config=from_mapping({**values, **changes}))
     events: list[Event] = []

@@ -21,7 +21,7 @@ _LONGEST_PAUSE = 64
 
 class Holding(Stateful):
     """Follows the logarithm of the loss from batch to batch: it falls by a leap, and rises where the next batch shows
-    less of what was won. Where every step sees the same batch it never rises."""
+    less of what was won. Where every step sees the same batch nobody asks."""
 
     saved = ("known", "first", "last", "left_at", "fall", "rise", "leaps", "vain")
     known: bool | None

@@ -165,7 +165,8 @@ class LinearisedLeaps(ChainedLeaps):
         self.lowest = self.lowest_held_out = self.best_loss = math.nan
         self.elements = sum(p.numel() for p in self.parameters)
         self.prices = Price(self.engine)
-        self.row_count = RowCount(self.first_rows, self.prices.most_rows(self._memory_mb, self.elements))
+        most = self.prices.most_rows(self._memory_mb, self.elements)
+        self.row_count = RowCount(self.first_rows, most, self.recordable)
 
     # --- points ------------------------------------------------------------------------------------------------------
 
@@ -280,7 +281,7 @@ class LinearisedLeaps(ChainedLeaps):
         self.idle, self.arrived = 0, False
         self.loss, self.end_point = self._number(found.loss), self._point()
         self._look = found if isinstance(found, Linearisation) and found.calls else None  # else it has no rows
-        if self.holding.due and not self.holding.ask():
+        if not self.exact and self.holding.due and not self.holding.ask():
             self.stopped = not self.low
             self.hold, self.arrived = self.holding.pause, self.low
         return self._count(batch, look, system)

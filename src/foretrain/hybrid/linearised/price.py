@@ -27,7 +27,7 @@ class Machine:
 
 _MACHINES = {
     "cpu": Machine(speed=5e10, step=1e-3, look=1e-3, batched=2e-3),
-    "cuda": Machine(speed=2e13, step=5e-4, look=2e-3, batched=4e-3),
+    "cuda": Machine(speed=3e13, step=5e-4, look=2e-3, batched=4e-3),
 }
 """Measured on one core, and on one H200, where full steps and leaps are recorded graphs."""
 _OF_LOOK = 2.0
@@ -74,7 +74,11 @@ class Price(Stateful):
         taken += (2.0 * of_pairs + min(rows, elements) ** 3 / 3) / machine.speed
         return (machine.look + machine.step + _OF_LOOK * products + taken) / (machine.step + products)
 
+    def memory_mb(self, rows: int, elements: int) -> float:
+        """That so many rows take: in fp32 and once more in fp64, and their products three times in fp64."""
+        return (12.0 * (self.held or elements) * rows + 24.0 * rows * rows) / 2**20
+
     def most_rows(self, memory_mb: float, elements: int) -> int:
-        """Rows that there is memory for: in fp32 and once more in fp64, and their products three times in fp64."""
+        """Rows that there is memory for."""
         room, row = memory_mb * 2**20, 12.0 * max(1.0, self.held or float(elements))
         return int((math.sqrt(row * row + 96.0 * room) - row) / 48.0)

@@ -12,8 +12,14 @@ time to the loss of a tuned Adam, single runs: 4 is up to a third slower and 8 u
 some."""
 _LONGEST_PATIENCE = 48
 """Chosen: three changes in vain, each waited for twice as long."""
-_HARDLY_DEARER = 1.25
-"""Times the price. Chosen: twice the rows say much more than that."""
+_AS_FAST = 0.6
+"""Share of the pace before a change that is as good as before. Chosen: leaps become slower by themselves as the loss
+falls."""
+_HARDLY_DEARER, _DEARER = 1.25, 1.65
+"""Times the price that twice the rows may cost in the beginning, and where each change is recorded anew. Chosen: they
+say much more than that."""
+_PATIENCE_IF_RECORDED = 12
+"""Chosen: recording a leap takes as long as ten of them."""
 ALWAYS_TAKEN = 32
 """Rows that are always taken. Chosen: outputs alone cost more than so few rows."""
 
@@ -26,19 +32,22 @@ class RowCount(Stateful):
 
     saved = ("now", "since", "own_fall", "whole_fall", "patience", "before", "pace_before")
 
-    def __init__(self, first: int, most: int) -> None:
-        self.now, self.most = min(first, most), most
+    def __init__(self, first: int, most: int, recorded: bool = False) -> None:
+        """recorded: leaps are, so that each change costs as much as some of them."""
+        self.now, self.most, self.recorded = min(first, most), most, recorded
         self.since, self.own_fall, self.whole_fall = 0, 0.0, 0.0
         """Leaps since it was thought over, and what they lowered the logarithm of the loss by: of the rows that they
         took, and of all."""
-        self.patience = _PATIENCE
+        self.least_patience = _PATIENCE_IF_RECORDED if recorded else _PATIENCE
+        self.patience = self.least_patience
         self.before, self.pace_before = 0, 0.0
         """Rows before the last change, and what they lowered the loss of all by for each full step that they cost; 0:
         the change is no longer in question."""
 
     def begin(self, price: Price, outputs: int) -> None:
         """Take more rows than asked for where they cost hardly more."""
-        while self.now < outputs and price(2 * self.now) <= _HARDLY_DEARER * price(self.now):
+        limit = _DEARER if self.recorded else _HARDLY_DEARER
+        while self.now < outputs and price(2 * self.now) <= limit * price(self.now):
             if not self.more():
                 return
 
@@ -60,16 +69,17 @@ class RowCount(Stateful):
     def think_over(self, price: Price) -> None:
         """After a leap by a part of all rows."""
         self.since += 1
-        if self.since < self.patience:
+        in_vain = self.since >= self.least_patience and self.whole_fall <= 0
+        if self.since < self.patience and not in_vain:
             return
         now, whole, own = self.now, max(self.whole_fall, 0.0), self.own_fall
         pace = whole / (self.since * price(now))
-        if self.before and pace < self.pace_before:
+        if self.before and pace < _AS_FAST * self.pace_before:
             self.now, self.before = self.before, 0
             self.patience = min(2 * self.patience, _LONGEST_PATIENCE)
         else:
             if self.before:
-                self.patience = _PATIENCE
+                self.patience = self.least_patience
             self._change(price, whole, own)
             self.before, self.pace_before = (now, pace) if self.now != now else (0, 0.0)
         self.since, self.own_fall, self.whole_fall = 0, 0.0, 0.0

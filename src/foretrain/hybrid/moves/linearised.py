@@ -104,7 +104,7 @@ class LinearisedKind(ChainedKind):
         if not hybrid.linear_rows:
             found.append(Obstacle("hybrid.linear_rows = 0", "hybrid.linear_rows = 160"))
         elif self.leaps.row_count.most < (fewest := self._fewest_rows):
-            needed = -(-12 * fewest * self.leaps.elements // 2**20)
+            needed = math.ceil(self.leaps.prices.memory_mb(fewest, self.leaps.elements))
             memory = f"hybrid.linear_memory_mb = {hybrid.linear_memory_mb:g}"
             found.append(Obstacle(memory, f"hybrid.linear_memory_mb = {needed} or more"))
         if (decay := decay_of(engine)) is not None:
