@@ -843,3 +843,32 @@ def test_the_phase_after_a_failure_is_full() -> None:
     run.run(lambda: bool(kind_of(run).off))
     assert run.trainer.phase is Phase.FULL
     assert isinstance([event for event in run.events if isinstance(event, Moved)][-1], Moved)
+
+
+def test_wide_layers_need_no_memory_for_their_rows() -> None:
+    """They are held as factors: there is room for a hundred rows of numbers only, and leaps are made by more."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(1, 300), nn.Tanh(), nn.Linear(300, 300), nn.Tanh(), nn.Linear(300, 1))
+    weights = sum(p.numel() for p in model.parameters())
+    points, memory = torch.linspace(-1, 1, 400).view(-1, 1), 12 * weights * 100 / 2**20
+    run = world(model, points, hybrid__linear_rows=160, hybrid__linear_memory_mb=memory, max_steps=100)
+    chaining(run, 2)
+    assert leaps_of(run).row_count.most > 400
+    assert leaps_of(run).loss < leaps_of(run).start_loss
+
+
+def test_rows_that_turn_out_to_be_large_are_told() -> None:
+    """Weights that are scaled on their way cannot be held as factors."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(1, 100), nn.Tanh(), nn.Linear(100, 100), nn.Tanh(), nn.Linear(100, 1))
+    weights = sum(p.numel() for p in model.parameters())
+
+    def scaled(model: nn.Module, x: Tensor) -> Tensor:
+        found: Tensor = functional_call(model, {name: 2 * p for name, p in model.named_parameters()}, (x,))
+        return found - x
+
+    points, memory = torch.linspace(-1, 1, 400).view(-1, 1), 12 * weights * 100 / 2**20
+    settings = {"hybrid__linear_rows": 160, "hybrid__linear_memory_mb": memory, "max_steps": 60}
+    run = world(model, points, residuals=scaled, **settings).run()
+    assert leaps_of(run).made == 0
+    assert "has no room for enough rows; set " in " ".join(notices(run))

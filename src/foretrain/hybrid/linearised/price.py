@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from torch import Tensor, nn
 
 from foretrain.engine.engine import Engine
 from foretrain.hybrid.linearised.rows import TOGETHER, Linearisation
@@ -30,6 +33,8 @@ _MACHINES = {
     "cuda": Machine(speed=3e13, step=5e-4, look=2e-3, batched=4e-3),
 }
 """Measured on one core, and on one H200, where full steps and leaps are recorded graphs."""
+_USUAL_USES = 4
+"""Uses of a layer in a row. Measured: 1 without derivatives, 4 with those of second order in one direction."""
 _OF_LOOK = 2.0
 """Products of a full step that outputs and their rows take. Measured: 1.6 to 2.4 on one core."""
 _BACKWARD = 0.6
@@ -50,6 +55,15 @@ class Price(Stateful):
         """Backward passes that all rows together take; or else how many rows each of them takes."""
         self.pair_work, self.held = 0.0, 0.0
         """Multiplications that the product of two rows takes, and numbers that are held for each row."""
+
+    def expect(self, model: nn.Module, parameters: Sequence[Tensor]) -> None:
+        """What is held for a row, before anything is known of it: factors of linear layers, numbers of all else."""
+        layers = {id(layer.weight): layer for layer in model.modules() if type(layer) is nn.Linear}
+        for parameter in parameters:
+            held = parameter.numel()
+            if (layer := layers.get(id(parameter))) is not None:
+                held = min(held, _USUAL_USES * (layer.in_features + layer.out_features))
+            self.held += held
 
     def note(self, look: Linearisation) -> None:
         self.outputs, self.work = look.count, look.work

@@ -44,6 +44,10 @@ class RowCount(Stateful):
         """Rows before the last change, and what they lowered the loss of all by for each full step that they cost; 0:
         the change is no longer in question."""
 
+    def limit(self, most: int) -> None:
+        """There is memory for so many."""
+        self.now, self.most = min(self.now, most), most
+
     def begin(self, price: Price, outputs: int) -> None:
         """Take more rows than asked for where they cost hardly more."""
         limit = _DEARER if self.recorded else _HARDLY_DEARER

@@ -19,10 +19,6 @@ from foretrain.hybrid.moves.obstacles import KeptOff, Obstacle, decay_of
 from foretrain.hybrid.plan import Decision, Plan
 from foretrain.motion.predictability import LOW_NOISE_COSINE, Predictability
 
-_FEWEST_ROWS = 160
-"""Rows that there must be memory for, unless all of them or those of `hybrid.linear_rows` are fewer. Measured on 256
-rows of a network of a million weights, 24 s: with memory for 44 rows the loss is 600 times that of Adam alone, with
-memory for 170 it is as low; a network of 260,000 weights has memory for 170 by default, and ends as low as Adam."""
 _LONGEST_WAIT = 64
 """Windows. Chosen: a try costs a few steps, so one in 640 steps is not felt."""
 _IN_VAIN, _OFTEN_IN_VAIN = 0.25, 0.1
@@ -103,7 +99,7 @@ class LinearisedKind(ChainedKind):
             found.append(Obstacle("hybrid.search = false", 'hybrid.search = "auto"'))
         if not hybrid.linear_rows:
             found.append(Obstacle("hybrid.linear_rows = 0", "hybrid.linear_rows = 160"))
-        elif self.leaps.row_count.most < (fewest := self._fewest_rows):
+        elif self.leaps.row_count.most < (fewest := self.leaps.fewest_rows):
             needed = math.ceil(self.leaps.prices.memory_mb(fewest, self.leaps.elements))
             memory = f"hybrid.linear_memory_mb = {hybrid.linear_memory_mb:g}"
             found.append(Obstacle(memory, f"hybrid.linear_memory_mb = {needed} or more"))
@@ -112,13 +108,6 @@ class LinearisedKind(ChainedKind):
         if engine.precision.scaled:
             found.append(Obstacle('precision.type = "fp16"', 'precision.type = "fp32"'))
         return found
-
-    @property
-    def _fewest_rows(self) -> int:
-        """Rows that there must be memory for."""
-        engine = self.tools.engine
-        seen = engine.progress.rows or _FEWEST_ROWS  # of a batch; before the first one nobody knows
-        return min(_FEWEST_ROWS, engine.config.hybrid.linear_rows, seen)
 
     @property
     def at_once(self) -> bool:
