@@ -20,11 +20,14 @@ from foretrain import environment
 from foretrain.config import from_mapping
 from foretrain.data.loader import held_out_batches
 from foretrain.engine.graphs import GraphedStep
+from foretrain.hybrid.linearised.leaps import LinearisedLeaps
+from foretrain.hybrid.moves.linearised import LinearisedKind
 from foretrain.models import kernels
 from foretrain.models.loss import linear_cross_entropy
 from foretrain.trainer import HybridTrainer
 from gpu_memory_checks import MEMORY_CHECKS
 from gpu_trainer import TOKENS, losses, trainer
+from low_noise_problems import Settings, burgers
 
 
 def kernel_equals_torch() -> str:
@@ -252,6 +255,65 @@ def resume_is_exact() -> str:
     return "; ".join(checked)
 
 
+def _physics(recorded: bool = True) -> tuple[HybridTrainer, Any]:
+    """A trainer of Burgers' equation, and its batch."""
+    problem = burgers(Settings("cuda", 64, 1024))
+    torch.manual_seed(1)
+    values = {
+        "max_steps": 100_000,
+        "device": "cuda",
+        "optimizer.type": "adam",
+        "optimizer.weight_decay": 0.0,
+        "optimizer.learning_rate": 3e-3,
+        "schedule.type": "constant",
+        "engine.cuda_graph": "auto" if recorded else False,
+    }
+    return HybridTrainer(problem.build(), config=from_mapping(values), **problem.handed_in), problem.batch(0)
+
+
+def _leaps(trained: HybridTrainer) -> LinearisedLeaps:
+    assert trained.policy is not None
+    return next(kind for kind in trained.policy.kinds if isinstance(kind, LinearisedKind)).leaps
+
+
+def recorded_leaps_equal_eager() -> str:
+    """Residuals are left in fp32 without TF32, and leaps from graphs lower the loss as those without do."""
+    runs = {recorded: _physics(recorded) for recorded in (True, False)}
+    for trained, batch in runs.values():
+        assert trained.engine.precision.name == "fp32"
+        assert not torch.backends.cuda.matmul.allow_tf32
+        for _ in range(20):
+            trained.step(batch)
+    found = {
+        recorded: [float(trained.step(batch).loss) for _ in range(5)] for recorded, (trained, batch) in runs.items()
+    }
+    assert _leaps(runs[True][0]).recorded
+    assert not _leaps(runs[False][0]).recorded
+    worst = max(abs(one / other - 1) for one, other in zip(*found.values(), strict=True))
+    assert worst < 0.05, found
+    return f"losses after 10 to 15 leaps differ by {worst:.1e} at the most"
+
+
+def leaps_resume_exactly() -> str:
+    """In the middle of a chain whose leaps are replayed."""
+    trained, batch = _physics()
+    for _ in range(22):
+        trained.step(batch)
+    assert _leaps(trained).recorded
+    state = trained.state_dict()
+    state = torch.utils._pytree.tree_map(lambda one: one.clone() if isinstance(one, torch.Tensor) else one, state)
+    other, _ = _physics()
+    other.load_state_dict(state)
+    ends = []
+    for one in (trained, other):
+        for _ in range(10):
+            one.step(batch)
+        ends.append([p.detach().clone() for p in one.model.parameters()])
+    worst = max(float((one - two).abs().max()) for one, two in zip(*ends, strict=True))
+    assert worst == 0.0, f"weights differ by {worst}"
+    return "10 leaps after it give the same bits"
+
+
 def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("this needs a CUDA GPU")
@@ -267,6 +329,8 @@ def main() -> None:
         moves_work,
         own_rates_are_followed,
         resume_is_exact,
+        recorded_leaps_equal_eager,
+        leaps_resume_exactly,
         *MEMORY_CHECKS,
     )
     record: dict[str, Any] = {

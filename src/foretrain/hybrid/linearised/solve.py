@@ -140,7 +140,8 @@ class System:
         wanted = target if ahead is None else target + ahead
         scale = matrix.diagonal().mean()
         damped = matrix.clone()
-        damped.diagonal().add_(damping * scale)
+        share_of_scale = damping.to(kind) if isinstance(damping, Tensor) else damping  # the same bits in both cases
+        damped.diagonal().add_(share_of_scale * scale)
         factor, failed = torch.linalg.cholesky_ex(damped)
         if self.wide:
             share = torch.cholesky_solve(wanted.unsqueeze(1), factor).squeeze(1)
