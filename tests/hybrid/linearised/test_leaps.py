@@ -539,6 +539,7 @@ def test_more_rows_are_taken_at_the_weights_where_the_leap_began(monkeypatch: py
 
     monkeypatch.setattr(Linearisation, "rows", noted)
     monkeypatch.setattr(System, "step", lambda system, *_: (torch.ones(system.rows.weights), 1.0))  # far uphill
+    monkeypatch.setattr(System, "again", lambda system, _: torch.zeros(system.rows.weights))
     assert leaps.leap(LINE) is not None
     assert len(seen) > 2
     assert all(seen)
@@ -722,6 +723,7 @@ def test_blocks_are_told_of_the_weights_that_a_step_was_made_at(monkeypatch: pyt
     """Not of trials that were given up."""
     run = chaining(world(network(width=6), residuals=RESIDUALS["an unknown coefficient"]), 3)
     monkeypatch.setattr(System, "step", lambda system, *_: (torch.ones(system.rows.weights), 1.0))  # far uphill
+    monkeypatch.setattr(System, "again", lambda system, _: torch.zeros(system.rows.weights))
     result = run.step()
     told = run.trainer.engine.objective.latest
     assert set(told) == {"equation", "data"}

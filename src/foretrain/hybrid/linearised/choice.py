@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -55,6 +57,12 @@ def system_of(look: Linearisation, way: Way, chosen: Choice | None, world: World
     numbers = [_outputs(part, some) for part, some in zip(look.parts, units, strict=True)]
     rows, root = look.rows(way, None if chosen is None else numbers), Root(factors)
     return System(rows, root, root.undone(gradients).to(rows.dtype), world)
+
+
+def outputs_of(parts: Sequence[OutputPart], chosen: Choice) -> Tensor:
+    """The outputs of the chosen units, one part after the other."""
+    pairs = zip(parts, chosen, strict=True)
+    return torch.cat([part.outputs.detach().reshape(-1)[_outputs(part, some)] for part, some in pairs])
 
 
 def _outputs(part: OutputPart, units: Tensor) -> Tensor:

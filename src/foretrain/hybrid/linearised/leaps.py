@@ -20,7 +20,8 @@ from foretrain.engine.objective import Objective, UnknownForm
 from foretrain.engine.precision import full_precision
 from foretrain.engine.step import StepOutput
 from foretrain.errors import is_out_of_memory
-from foretrain.hybrid.linearised.choice import Choice, choose, everything, system_of
+from foretrain.hybrid.linearised.bend import AHEAD, bend_of
+from foretrain.hybrid.linearised.choice import Choice, choose, everything, outputs_of, system_of
 from foretrain.hybrid.linearised.conditions import check_size, repeatable
 from foretrain.hybrid.linearised.finding import find_way
 from foretrain.hybrid.linearised.holding import Holding
@@ -373,14 +374,15 @@ class LinearisedLeaps(ChainedLeaps):
         self.holding.met(before_all)
         if not before_all >= self.best_loss:  # no leap was made on this batch yet
             self.best_loss, self.best_point = before_all, start
-        first, self.promise, least = True, 0.0, self.damping
+        first, self.promise, least, bent = True, 0.0, self.damping, whole
         for _ in range(_MOST_TRIES if math.isfinite(before_all) else 0):
             before_it = None if whole or self.last_step is None else _CARRIED_ON * self.last_step
             if isinstance(look, RecordedLook):
-                made = look.attempt(self.damping, before_it, start)
+                made = look.attempt(self.damping, before_it, start, bent)
             else:
-                made = self._attempt(look, system, chosen, start, before_it)
+                made = self._attempt(look, system, chosen, start, before_it, bent)
             if made is None:
+                bent = whole
                 self.damping = min(10 * self.damping, _MOST_DAMPING)
                 continue
             predicted, after, after_all = made.predicted, made.after, made.after_all
@@ -396,24 +398,39 @@ class LinearisedLeaps(ChainedLeaps):
                 self.lift = 2.0
                 self.last_step = made.step
                 return made.seen
-            self.last_step = None
             self.cost += 1  # for outputs in vain
+            bent = whole and not made.bent
+            if made.bent:  # what is seen of bends may be rounding: the same step without
+                continue
+            self.last_step = None
             self.damping, self.lift = min(self.damping * self.lift, _MOST_DAMPING), min(2 * self.lift, 64.0)
         self.damping, self.lift = least, 2.0
         return None
 
     def _attempt(
-        self, look: Linearisation, system: System, chosen: Choice, start: list[Tensor], before_it: Tensor | None
+        self,
+        look: Linearisation,
+        system: System,
+        chosen: Choice,
+        start: list[Tensor],
+        before_it: Tensor | None,
+        bent: bool,
     ) -> Attempt | None:
-        """Solve for a step, make it, and look where it leads to. None where it could not be solved."""
+        """Solve for a step, bend it, make it, and look where it leads to. None where it could not be solved."""
         solved = system.step(self.damping, before_it)
         if solved is None:
             return None
         step, predicted = solved
+        bends = look.loss.new_zeros(())
+        if bent:
+            place(self.parameters, start, AHEAD * step)
+            here, ahead = (outputs_of(one.parts, chosen) for one in (look, self._outputs(look.batch, False)))
+            bend, bends = bend_of(system, step, here, ahead)
+            step = step + bend
         place(self.parameters, start, step)
         trial = self._outputs(look.batch, bool(self.exact))
-        after, after_all = self._numbers(trial.loss_of(chosen), trial.loss)
-        return Attempt(step, predicted, after, after_all, trial)
+        after, after_all, anything = self._numbers(trial.loss_of(chosen), trial.loss, bends.to(trial.loss.dtype))
+        return Attempt(step, predicted, after, after_all, trial, anything > 0)
 
     def _look_at(self, batch: Any) -> Linearisation:
         """Outputs of this batch at the weights as they are: those of the last trial, if the batch is the same."""

@@ -15,7 +15,8 @@ from foretrain.engine.graphs import record, same_form
 from foretrain.engine.memory.host import copy_each
 from foretrain.engine.objective import OutputPart
 from foretrain.engine.world import World
-from foretrain.hybrid.linearised.choice import Choice, everything, system_of
+from foretrain.hybrid.linearised.bend import AHEAD, bend_of
+from foretrain.hybrid.linearised.choice import Choice, everything, outputs_of, system_of
 from foretrain.hybrid.linearised.rows import Linearisation
 from foretrain.hybrid.linearised.solve import System, Types, predicted_by
 from foretrain.hybrid.linearised.way import Way
@@ -57,6 +58,8 @@ class Attempt:
     after_all: float
     """Loss of the chosen units, and of all, where it led to."""
     seen: Linearisation | Losses
+    bent: bool
+    """It is not the step alone: how outputs bend along it is in it."""
 
 
 class RecordedLook(Losses):
@@ -74,9 +77,9 @@ class RecordedLook(Losses):
         self.pair = leap.losses.pair.clone()
         return leap.system_now()
 
-    def attempt(self, damping: float, carried_on: Tensor | None, start: Sequence[Tensor]) -> Attempt | None:
+    def attempt(self, damping: float, carried_on: Tensor | None, start: Sequence[Tensor], bent: bool) -> Attempt | None:
         """Solve for a step, make it, and look where it leads to. None where it could not be solved."""
-        return self.leap.attempt(damping, carried_on, start)
+        return self.leap.attempt(damping, carried_on, start, bent)
 
 
 class RecordedLeap:
@@ -97,36 +100,40 @@ class RecordedLeap:
         self.inputs = map_tensors(batch, lambda tensor: tensor.clone())
         self.chosen = None if chosen is None else [some.clone() for some in chosen]
 
-        def whole() -> tuple[Losses, System]:
+        def whole() -> tuple[Losses, System, Tensor]:
             look = outputs(self.inputs, True)
             system = system_of(look, way, self.chosen, world)
             system.products[look.kind] = system.product(look.kind)
             system.known_gradient = system.gradient()
-            return self._losses(look), system
+            return self._losses(look), system, self._chosen_outputs(look)
 
-        self.replay, (self.losses, self._system) = record(whole, warm=True)
+        self.replay, (self.losses, self._system, self._here) = record(whole, warm=True)
         self._start = [p.detach().clone() for p in parameters]
         self._damping = self._start[0].new_zeros((), dtype=torch.float64)
+        self._bent = torch.ones_like(self._damping)
+        """1, or 0 for a step that is straight."""
         self._carried_on = torch.cat([p.reshape(-1) for p in self._start]).to(self._system.rows.dtype)
         self._attempts: dict[Types, tuple[Callable[[], None], tuple[Tensor, Tensor, Losses]]] = {}
         """What replays an attempt, and its step, numbers and losses."""
         self.replay()
         self._record_attempt(self._system.types(damping))
 
-    def attempt(self, damping: float, carried_on: Tensor | None, start: Sequence[Tensor]) -> Attempt | None:
+    def attempt(self, damping: float, carried_on: Tensor | None, start: Sequence[Tensor], bent: bool) -> Attempt | None:
         types = self._system.types(damping)
         self._damping.fill_(damping)
+        self._bent.fill_(bent)
         _copy(self._start, start)
         self._carried_on.zero_() if carried_on is None else self._carried_on.copy_(carried_on)
         if types not in self._attempts:
             self._record_attempt(types)
         replay, (step, numbers, losses) = self._attempts[types]
         replay()
-        *solved, after, after_all = self.world.to_host(numbers)
+        *solved, after, after_all, bends = self.world.to_host(numbers)
         predicted = predicted_by(solved)
         if predicted is None:
             return None
-        return Attempt(step.clone(), predicted, after, after_all, replace(losses, pair=losses.pair.clone()))
+        seen = replace(losses, pair=losses.pair.clone())
+        return Attempt(step.clone(), predicted, after, after_all, seen, bent and bends > 0)
 
     def _record_attempt(self, types: Types) -> None:
         """The weights are as before afterwards."""
@@ -136,9 +143,19 @@ class RecordedLeap:
 
     def _attempt(self, types: Types) -> tuple[Tensor, Tensor, Losses]:
         step, numbers = self._system.solve(self._damping, types, self._carried_on)
+        bends = torch.zeros_like(self._bent)
+        if self.chosen is None:
+            place(self.parameters, self._start, AHEAD * step)
+            ahead = self._chosen_outputs(self.outputs(self.inputs, False))
+            bend, bends = bend_of(self._system, step, self._here, ahead)
+            step = step + self._bent.to(step.dtype) * bend
+        self._system.factor = None  # it is of this graph, and not of that of the system
         place(self.parameters, self._start, step)
         losses = self._losses(self.outputs(self.inputs, False))
-        return step, torch.cat([numbers.double(), losses.pair.double()]), losses
+        return step, torch.cat([numbers.double(), losses.pair.double(), bends.double().view(1)]), losses
+
+    def _chosen_outputs(self, look: Linearisation) -> Tensor:
+        return outputs_of(look.parts, everything(look.parts) if self.chosen is None else self.chosen)
 
     def _losses(self, look: Linearisation) -> Losses:
         chosen = everything(look.parts) if self.chosen is None else self.chosen

@@ -91,6 +91,8 @@ class System:
     products: dict[torch.dtype, Tensor] = field(default_factory=dict)
     """R A A^T R^T or A^T R^T R A, the smaller, by the type that it was made in."""
     known_gradient: Tensor | None = None
+    factor: Tensor | None = None
+    """The Cholesky factor of the damped problem that was solved last."""
 
     @property
     def wide(self) -> bool:
@@ -143,6 +145,7 @@ class System:
         share_of_scale = damping.to(kind) if isinstance(damping, Tensor) else damping  # the same bits in both cases
         damped.diagonal().add_(share_of_scale * scale)
         factor, failed = torch.linalg.cholesky_ex(damped)
+        self.factor = factor
         if self.wide:
             share = torch.cholesky_solve(wanted.unsqueeze(1), factor).squeeze(1)
             step = -rows.transposed(root.transposed(share).to(rows.dtype))
@@ -157,6 +160,18 @@ class System:
             step, change = step + carried_on, change + ahead
         predicted = -(target @ change + change.square().sum() / 2)
         return step, torch.stack([scale, failed.to(kind), predicted])
+
+    def again(self, outputs: Tensor) -> Tensor:
+        """The step by which the problem that was solved last answers such outputs instead of its own."""
+        if self.factor is None:
+            raise RuntimeError("nothing was solved yet")
+        rows, root, factor = self.rows, self.root, self.factor
+        wanted = root.of_rows(outputs.to(factor.dtype))
+        if self.wide:
+            share = torch.cholesky_solve(wanted.unsqueeze(1), factor).squeeze(1)
+            return -rows.transposed(root.transposed(share).to(rows.dtype))
+        whole = rows.numbers().to(factor.dtype).T @ root.transposed(wanted)
+        return -torch.cholesky_solve(whole.unsqueeze(1), factor).squeeze(1)
 
 
 def predicted_by(numbers: Sequence[float]) -> float | None:
