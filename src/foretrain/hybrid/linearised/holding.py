@@ -11,8 +11,8 @@ _STRETCH = 6
 noisy batches may cost."""
 _HELD, _HELD_IF_LOW = 0.5, 0.1
 """Share of the fall of the loss on their own batches that the batches after them show at least, at first and once the
-loss has fallen far. Measured over stretches of six leaps: 0.9 and more with one point in each cell, 0.5 to 1, later 0.1
-to 0.5, with independent points, and 0 to 0.2 of a noisy table."""
+loss has fallen far. Measured over single stretches of six leaps: 0.9 and more with one point in each cell; with
+independent points 0.4 to 1 at first, save one of -0.1, later -0.4 to 0.7; of a noisy table -0.2 to 0.2."""
 _FAR = 100.0
 """Times. Chosen: noise that cannot be learned keeps the loss from falling so far."""
 _LONGEST_PAUSE = 64
