@@ -874,3 +874,12 @@ def test_rows_that_turn_out_to_be_large_are_told() -> None:
     run = world(model, points, residuals=scaled, **settings).run()
     assert leaps_of(run).made == 0
     assert "has no room for enough rows; set " in " ".join(notices(run))
+
+
+def test_few_samples_of_many_classes_are_not_leapt_by() -> None:
+    settings = {"hybrid__linear_rows": 60, "max_steps": 60}
+    run = world(network(1, 40), (LINE, CLASSES), loss=nn.CrossEntropyLoss(), **settings).run()
+    assert leaps_of(run).made == 0
+    told = " ".join(notices(run))
+    assert "60 rows are those of less than 2 samples of 40 classes" in told
+    assert "set hybrid.linear_rows = 640 or more" in told

@@ -227,7 +227,7 @@ class LinearisedLeaps(ChainedLeaps):
         with repeatable(self.engine.full_step.buffers):
             look = self._look_at(batch)
         rows = self.row_count
-        rows.now = max(rows.now, check_size(look, self.elements, rows.most))
+        rows.now = max(rows.now, check_size(look, self.elements, rows.now, rows.most))
         self.loss = self._number(look.loss)
         if self.mark and not self.stuck:
             here = self._point()
@@ -374,7 +374,8 @@ class LinearisedLeaps(ChainedLeaps):
         self.holding.met(before_all)
         if not before_all >= self.best_loss:  # no leap was made on this batch yet
             self.best_loss, self.best_point = before_all, start
-        first, self.promise, least, bent = True, 0.0, self.damping, whole
+        bends = whole or (self.low and system.rows.dtype is torch.float64)
+        first, self.promise, least, bent = True, 0.0, self.damping, bends
         for _ in range(_MOST_TRIES if math.isfinite(before_all) else 0):
             before_it = None if whole or self.last_step is None else _CARRIED_ON * self.last_step
             if isinstance(look, RecordedLook):
@@ -382,7 +383,7 @@ class LinearisedLeaps(ChainedLeaps):
             else:
                 made = self._attempt(look, system, chosen, start, before_it, bent)
             if made is None:
-                bent = whole
+                bent = bends
                 self.damping = min(10 * self.damping, _MOST_DAMPING)
                 continue
             predicted, after, after_all = made.predicted, made.after, made.after_all
@@ -399,7 +400,7 @@ class LinearisedLeaps(ChainedLeaps):
                 self.last_step = made.step
                 return made.seen
             self.cost += 1  # for outputs in vain
-            bent = whole and not made.bent
+            bent = bends and not made.bent
             if made.bent:  # what is seen of bends may be rounding: the same step without
                 continue
             self.last_step = None

@@ -26,11 +26,13 @@ class Machine:
     """Seconds of outputs and their rows, beside the products."""
     batched: float
     """Seconds of a batched backward pass, beside its products."""
+    number: float
+    """Seconds that each number a layer makes takes in a backward pass, beside the products."""
 
 
 _MACHINES = {
-    "cpu": Machine(speed=5e10, step=1e-3, look=1e-3, batched=2e-3),
-    "cuda": Machine(speed=3e13, step=5e-4, look=2e-3, batched=4e-3),
+    "cpu": Machine(speed=5e10, step=1e-3, look=1e-3, batched=2e-3, number=3e-9),
+    "cuda": Machine(speed=3e13, step=5e-4, look=2e-3, batched=4e-3, number=1e-11),
 }
 """Measured on one core, and on one H200, where full steps and leaps are recorded graphs."""
 _USUAL_USES = 4
@@ -45,12 +47,12 @@ attention and networks that are called through torch.func: 0.5 to 0.75."""
 class Price(Stateful):
     """Knows how large the problem is, and how its rows are taken."""
 
-    saved = ("outputs", "work", "passes", "per_pass", "pair_work", "held")
+    saved = ("outputs", "work", "numbers", "passes", "per_pass", "pair_work", "held")
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.outputs, self.work = 0, 0
-        """Outputs of the last batch, and multiplications that they take."""
+        self.outputs, self.work, self.numbers = 0, 0, 0
+        """Outputs of the last batch, multiplications that they take, and numbers that layers make for them."""
         self.passes, self.per_pass = 1, 0
         """Backward passes that all rows together take; or else how many rows each of them takes."""
         self.pair_work, self.held = 0.0, 0.0
@@ -66,7 +68,7 @@ class Price(Stateful):
             self.held += held
 
     def note(self, look: Linearisation) -> None:
-        self.outputs, self.work = look.count, look.work
+        self.outputs, self.work, self.numbers = look.count, look.work, look.numbers_made
 
     def note_way(self, way: Way) -> None:
         self.passes = len(way.passes)
@@ -80,7 +82,8 @@ class Price(Stateful):
         rows = min(rows, outputs)
         products = 3.0 * (self.work or outputs * elements) / machine.speed  # forward once, backward twice
         if self.per_pass == 1:
-            taken = math.ceil(rows / TOGETHER) * machine.batched + rows * _BACKWARD * products
+            each = products + machine.number * self.numbers
+            taken = math.ceil(rows / TOGETHER) * machine.batched + rows * _BACKWARD * each
         else:
             passes = rows / self.per_pass if self.per_pass else self.passes
             taken = max(0.0, passes - 1) * _BACKWARD * (machine.step + products)

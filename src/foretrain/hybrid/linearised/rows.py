@@ -65,6 +65,11 @@ class Linearisation:
         seen = sum(use.tap.shape[:-1].numel() * call.layer.weight.numel() for call in self.calls for use in call.uses)
         return seen or sum(p.numel() for p in self.parameters) * sum(part.outputs.shape[0] for part in self.parts)
 
+    @property
+    def numbers_made(self) -> int:
+        """Numbers that linear layers gave on the way to these outputs."""
+        return sum(use.tap.numel() for call in self.calls for use in call.uses)
+
     def _versions_now(self) -> list[int]:
         return [parameter._version for parameter in self.parameters]
 
