@@ -350,7 +350,7 @@ class LinearisedLeaps(ChainedLeaps):
         return look, system_of(look, way, some, world)
 
     def _recorded_look(self, batch: Any) -> RecordedLook | None:
-        """The same that `_look_at` gives, as far as it is known how to replay it."""
+        """Replays what `_look_at` would compute; None where nothing is recorded for it."""
         if not self.recorded or not same_form(batch, self.recorded[-1].inputs):
             return None
         self.exact = same_batch(batch, self._batch)

@@ -22,7 +22,7 @@ from foretrain.hybrid.linearised.solve import System, Types, predicted_by
 from foretrain.hybrid.linearised.way import Way
 
 Outputs = Callable[[Any, bool], Linearisation]
-"""Of a batch, with rows or without."""
+"""A function of (batch, with rows or without)."""
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Losses:
         return self.pair[1]
 
     def loss_of(self, chosen: Choice) -> Tensor:
-        """chosen: those that it was recorded for."""
+        """The loss of the units that it was recorded for."""
         return self.pair[0]
 
 
@@ -70,7 +70,7 @@ class RecordedLook(Losses):
         self.leap, self.batch, self.form = leap, batch, leap.way.form
 
     def system(self, chosen: Choice | None) -> System:
-        """chosen: as many as it was recorded for."""
+        """The problem of these units, as many as it was recorded for."""
         leap = self.leap
         leap.load(self.batch, chosen)
         leap.replay()
@@ -175,7 +175,7 @@ class RecordedLeap:
             _copy(self.chosen, chosen)
 
     def system_now(self) -> System:
-        """Of the last replay, until the next one."""
+        """The problem of the last replay, good until the next one."""
         return replace(self._system, products=dict(self._system.products))
 
 

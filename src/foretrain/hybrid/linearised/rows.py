@@ -18,7 +18,7 @@ TOGETHER = 16
 """Outputs that are taken one by one, but by one batched backward pass. Chosen: each takes the memory of a backward pass
 of the whole batch, and more of them at once are hardly faster."""
 _ALONE_TOGETHER = 256
-"""The same of outputs that depend on no layer. Chosen: each takes the memory of the weights only."""
+"""Outputs that depend on no layer and are taken together. Chosen: each takes the memory of the weights only."""
 
 Chosen = Sequence[Tensor]
 """Numbers of the chosen outputs of each part, within the part."""
@@ -108,7 +108,7 @@ class Linearisation:
         return outputs.reshape(outputs.shape[0], -1)[:, column]
 
     def tap_gradients(self, total: Tensor) -> list[list[Tensor | None]]:
-        """For each call those of its uses."""
+        """The gradients of the uses of each call."""
         taps = [use.tap for call in self.calls for use in call.uses]
         if not taps or not total.requires_grad:  # outputs may be constants
             return [[None] * len(call.uses) for call in self.calls]

@@ -99,13 +99,13 @@ class System:
         return self.rows.weights > self.rows.count
 
     def gradient(self) -> Tensor:
-        """Of the loss of the chosen outputs."""
+        """The gradient of the loss of the chosen outputs."""
         if self.known_gradient is not None:
             return self.known_gradient
         return self.rows.transposed(self.root.transposed(self.target).to(self.rows.dtype))
 
     def types(self, damping: float) -> Types:
-        """In which types products are made, and the problem is solved, with such a damping."""
+        """The types that products are made in, and that the problem is solved in, with such a damping."""
         own = self.rows.dtype
         if damping < _PRECISE_BELOW:
             return torch.float64, torch.float64
