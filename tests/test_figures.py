@@ -61,6 +61,22 @@ def test_the_table_of_low_noise_problems() -> None:
         assert f"({min(ratios):.1f}x) 3/3" in page
 
 
+def test_linearised_leaps_on_a_gpu(readme: str) -> None:
+    page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    rows = raw("2026-11-18-low-noise-cuda")["results"]
+    to_lowest = []
+    for problem in ("burgers", "helmholtz", "poisson_fresh"):
+        found = [row for row in rows if row["problem"] == problem]
+        best = [row["hybrid and the best peer"] for row in found]
+        sooner = [one["times_sooner"] for one in best]
+        assert f"{statistics.median(sooner):.1f}x" in page
+        pairs = zip(found, best, strict=True)
+        lowest = [row["equal_seconds"] / one["seconds_to_peer_loss"] for row, one in pairs]
+        assert f"**{statistics.median(lowest):.1f}x** ({min(lowest):.1f}x)" in page
+        to_lowest.append(statistics.median(lowest))
+    assert f"{min(to_lowest):.1f}x to {max(to_lowest):.1f}x sooner than the best of tuned Adam, SOAP and Muon" in readme
+
+
 def no_help_row(problem: str, plain: str) -> str:
     """As in the table: seconds of the plain arm, then medians and highest ratios of the default settings to it."""
     rows = [row for row in raw("2026-11-18-no-help-cpu")["results"] if row["problem"] == problem]

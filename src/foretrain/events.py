@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -101,6 +102,8 @@ class Moved(Event):
     """What the leaps of a chain are called: "quasi-Newton" or "linearised"."""
     counted_steps: int = 0
     """Steps that it counted: of a linearised leap as many as it costs."""
+    fall_ratio: float = math.nan
+    """Real falls of the loss by the linearised leaps of a chain, as a share of the predicted ones, on the average."""
 
 
 @dataclass(frozen=True, slots=True)

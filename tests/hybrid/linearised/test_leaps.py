@@ -883,3 +883,11 @@ def test_few_samples_of_many_classes_are_not_leapt_by() -> None:
     told = " ".join(notices(run))
     assert "60 rows are those of less than 2 samples of 40 classes" in told
     assert "set hybrid.linear_rows = 640 or more" in told
+
+
+def test_a_chain_tells_how_true_its_predictions_were() -> None:
+    run = world(network(width=6), max_steps=100).run()
+    kept = [event for event in run.events if isinstance(event, Moved) and event.verdict == "kept" and event.leaps]
+    assert kept
+    assert all(0.1 < event.fall_ratio < 1.5 for event in kept if event.leaps == "linearised")
+    assert all(math.isnan(event.fall_ratio) for event in run.events if isinstance(event, Moved) and not event.leaps)

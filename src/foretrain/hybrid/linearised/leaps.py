@@ -99,7 +99,20 @@ class LinearisedLeaps(ChainedLeaps):
             "best_loss",
             "best_point",
         ),
-        *("holding", "prices", "row_count", "tapped", "room", "length", "pace", "failure", "_batch", "_norms"),
+        *(
+            "good",
+            "ratios",
+            "holding",
+            "prices",
+            "row_count",
+            "tapped",
+            "room",
+            "length",
+            "pace",
+            "failure",
+            "_batch",
+            "_norms",
+        ),
     )
     exact: bool | None
     last_step: Tensor | None
@@ -136,6 +149,8 @@ class LinearisedLeaps(ChainedLeaps):
         self.stuck = False
         """The last chain ended where no leap lowers the loss: the next one begins where the optimizer leads to."""
         self.holding = Holding()
+        self.good, self.ratios = 0, 0.0
+        """Leaps of this chain that were good, and the sum of their ratios of real to predicted falls."""
         self.room = 0
         """Virtual steps that are left for leaps."""
         self.length, self.pace = _FIRST_LENGTH, math.nan
@@ -148,6 +163,11 @@ class LinearisedLeaps(ChainedLeaps):
     def rows(self) -> int:
         """That the next leap takes."""
         return self.row_count.now
+
+    @property
+    def fall_ratio(self) -> float:
+        """Real falls of the loss as a share of the predicted ones, on the average of this chain."""
+        return self.ratios / self.good if self.good else math.nan
 
     @property
     def fewest_rows(self) -> int:
@@ -222,6 +242,7 @@ class LinearisedLeaps(ChainedLeaps):
         self.hold, self.idle = 0, 0
         self.row_count.begin_chain()
         self.last_step, self.arrived = None, False
+        self.good, self.ratios = 0, 0.0
         self.holding.begin()
         self._look = self.way = None
         with repeatable(self.engine.full_step.buffers):
@@ -394,6 +415,7 @@ class LinearisedLeaps(ChainedLeaps):
             if ratio > _ACCEPTED and after_all <= limit:
                 self.row_count.note(_log_fall(before, after), _log_fall(before_all, after_all))
                 self.holding.leapt(before_all, after_all)
+                self.good, self.ratios = self.good + 1, self.ratios + ratio
                 eased = self.damping * max(_SHRINK, 1 - (2 * min(ratio, 1.0) - 1) ** 3)
                 self.damping = min(max(eased, _LEAST_DAMPING), _MOST_DAMPING)
                 self.lift = 2.0

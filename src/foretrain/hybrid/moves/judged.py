@@ -201,6 +201,11 @@ class JudgedMove(Move):
         """Loss of the weights as they are, on the move's batch or another one, with the anchor's random numbers."""
         return self.tools.probes.loss(self, batch)
 
+    @property
+    def fall_ratio(self) -> float:
+        """Real falls of the loss as a share of predicted ones; nan where nothing was predicted step by step."""
+        return math.nan
+
     def told(self, verdict: str, reason: str, loss: float = math.nan, worth: float = 0.0) -> Moved:
         """What became of the move, as listeners are told. loss: that it was judged by."""
         return Moved(
@@ -219,6 +224,7 @@ class JudgedMove(Move):
             reason=f"{self.plan.reason}; {reason}",
             leaps=self.leaps_name,
             counted_steps=self.counted,
+            fall_ratio=round(self.fall_ratio, 3),
         )
 
     def after_load(self) -> None:

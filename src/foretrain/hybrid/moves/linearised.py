@@ -32,6 +32,10 @@ class LinearisedChain(Chain):
     kind = "linearised"
     leaps: LinearisedLeaps
 
+    @property
+    def fall_ratio(self) -> float:
+        return self.leaps.fall_ratio
+
     def look_before(self) -> None:
         leaps = self.leaps
         finite, leaps.room = leaps.begin(self.batch), self.room
