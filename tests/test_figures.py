@@ -21,10 +21,16 @@ def raw(name: str) -> Any:
     return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text("utf-8"))
 
 
-def low_noise_runs() -> dict[str, list[dict[str, float]]]:
+NEW = ("allen_cahn", "inverse_heat", "picture")
+"""Problems that were chosen before leaps ran on them, and are reported apart."""
+
+
+def low_noise_runs(new: bool = False) -> dict[str, list[dict[str, float]]]:
     """Seconds of every arm to Adam's final loss, for each seed of each problem."""
     problems: dict[str, list[dict[str, float]]] = {}
     for row in raw("2026-11-18-low-noise-cpu")["results"]:
+        if (row["problem"] in NEW) != new:
+            continue
         seconds = {arm: values["seconds"] or float("inf") for arm, values in row["arms"].items()}
         problems.setdefault(row["problem"], []).append(seconds)
     return problems
@@ -44,16 +50,16 @@ def test_low_noise_problems(readme: str) -> None:
     lowest = min(ratio for ratios in over_adam.values() for ratio in ratios)
     assert len(problems) == 9
     assert f"{medians[0]:.1f}x to {medians[-1]:.1f}x sooner" in readme
-    assert f"{medians[1]:.1f}x or more on eight, the slowest single run {lowest:.1f}x" in readme
-    assert 7.5 < medians[1] < medians[-2] < 15.5, "mostly 8 to 15 times sooner"
+    assert f"the slowest single run {lowest:.1f}x" in readme
+    assert 9.95 < medians[0] < medians[-3] < 17, "10 to 17 times sooner, mostly"
     slower = {name for name, runs in problems.items() if statistics.median(how_much_sooner(runs, *PEERS)) < 1}
-    assert slower == {"operator", "diabetes_least_squares", "cancer_logistic"}
-    assert "is faster on three of them: an operator network, least squares, logistic regression" in readme
+    assert slower == {"cancer_logistic"}
+    assert "is faster on one of them: logistic regression" in readme
 
 
 def test_the_table_of_low_noise_problems() -> None:
     page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
-    for runs in low_noise_runs().values():
+    for runs in (*low_noise_runs().values(), *low_noise_runs(new=True).values()):
         ratios = how_much_sooner(runs, "adam, tuned cosine")
         assert f"{statistics.median(ratios):.1f}x" in page
         against = how_much_sooner(runs, *PEERS)
