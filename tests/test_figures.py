@@ -52,6 +52,11 @@ def test_low_noise_problems(readme: str) -> None:
     assert f"{medians[0]:.1f}x to {medians[-1]:.1f}x sooner" in readme
     assert f"the slowest single run {lowest:.1f}x" in readme
     assert 9.95 < medians[0] < medians[-3] < 17, "10 to 17 times sooner, mostly"
+    new = low_noise_runs(new=True).values()
+    over_adam_new = sorted(statistics.median(how_much_sooner(runs, "adam, tuned cosine")) for runs in new)
+    over_peers = sorted(statistics.median(how_much_sooner(runs, *PEERS)) for runs in new)
+    assert f"{over_adam_new[0]:.1f}x to {over_adam_new[-1]:.1f}x over Adam, {over_peers[0]:.1f}x to" in readme
+    assert f"{over_peers[-1]:.1f}x over the best peer" in readme
     slower = {name for name, runs in problems.items() if statistics.median(how_much_sooner(runs, *PEERS)) < 1}
     assert slower == {"cancer_logistic"}
     assert "is faster on one of them: logistic regression" in readme

@@ -44,6 +44,10 @@ def test_only_batches_of_the_recorded_form_are_replayed() -> None:
     assert not same_form(batch, (torch.ones(2, 4), {"y": torch.ones(2)}))
     assert not same_form(batch, (torch.ones(2, 3).double(), {"y": torch.ones(2)}))
     assert not same_form(batch, (torch.ones(2, 3),))
+    one, other = torch.ones(2), torch.zeros(2)
+    assert same_form({"x": one, "rate": 0.3}, {"x": other, "rate": 0.3})
+    assert not same_form({"x": one, "rate": 0.3}, {"x": other, "rate": 0.4})  # it is in the graph
+    assert not same_form({"x": one, "y": other}, {"y": one, "x": other})  # they would be copied crosswise
 
 
 def test_no_garbage_is_collected_while_something_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import platform
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -101,6 +103,15 @@ def test_residuals_are_not_rounded_where_it_is_left_to_us(monkeypatch: pytest.Mo
         assert trainer.engine.precision.name == wanted
     config = from_mapping({"device": "cpu", "precision.type": "bf16"})
     assert HybridTrainer(model, config=config, residuals=residuals).engine.precision.name == "bf16"
+
+
+def test_full_precision_beside_the_newer_name_of_the_setting() -> None:
+    code = (
+        "import torch; from foretrain.engine.precision import full_precision; m = torch.backends.cuda.matmul\n"
+        "m.fp32_precision = 'tf32'\nwith full_precision(): assert m.fp32_precision == 'ieee'\n"
+        "assert m.fp32_precision == 'tf32'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)  # the setting is one of the whole process
 
 
 # --- autocast ------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import platform
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -118,9 +118,14 @@ class Precision(Stateful):
 @contextmanager
 def full_precision() -> Iterator[None]:
     """Switch TF32 off inside the block: it rounds fp32 numbers to 10 bits before they are multiplied."""
-    allowed = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
+    matmul: Any = torch.backends.cuda.matmul
+    setting, exact, before = "allow_tf32", cast("Any", False), None
+    try:
+        before = matmul.allow_tf32
+    except RuntimeError:  # somebody uses torch's newer name for it, and the two must not be mixed
+        setting, exact, before = "fp32_precision", "ieee", matmul.fp32_precision
+    setattr(matmul, setting, exact)
     try:
         yield
     finally:
-        torch.backends.cuda.matmul.allow_tf32 = allowed
+        setattr(matmul, setting, before)

@@ -25,6 +25,7 @@ from foretrain.config import from_mapping
 from foretrain.engine.objective import Residuals
 from foretrain.errors import ConfigError, InputError
 from foretrain.events import Event, HealthFound, Moved, Notice, Phase
+from foretrain.hybrid.linearised.finding import agrees
 from foretrain.hybrid.linearised.leaps import LinearisedLeaps
 from foretrain.hybrid.linearised.matrix import RowMatrix
 from foretrain.hybrid.linearised.rows import Linearisation
@@ -891,3 +892,21 @@ def test_a_chain_tells_how_true_its_predictions_were() -> None:
     assert kept
     assert all(0.1 < event.fall_ratio < 1.5 for event in kept if event.leaps == "linearised")
     assert all(math.isnan(event.fall_ratio) for event in run.events if isinstance(event, Moved) and not event.leaps)
+
+
+def test_residuals_that_choose_other_rows_in_every_batch_are_noticed() -> None:
+    """All batches have one form, but which row belongs to which residual is in the batch."""
+
+    def batch(position: int) -> tuple[Tensor, Tensor]:
+        return LINE, torch.randperm(len(LINE), generator=torch.Generator().manual_seed(position))
+
+    def residuals(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        x, chosen = batch
+        found: Tensor = (model(x) - torch.sin(3 * x))[chosen]
+        return found
+
+    run = world(network(width=6), batch, residuals, max_steps=200)
+    chaining(run, 8)
+    assert leaps_of(run).volatile
+    look = leaps_of(run)._look_at(run.trainer.engine.to_device(batch(1000)))
+    assert agrees(look, leaps_of(run)._find_way(look))

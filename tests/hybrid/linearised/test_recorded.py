@@ -92,3 +92,36 @@ def test_a_chain_that_ended_holds_no_graph(replays: Replays) -> None:
     assert leaps.recorded
     leaps.release()
     assert not leaps.recorded
+
+
+def test_a_later_recording_that_fails_leaves_no_trace(replays: Replays) -> None:
+    """Less damping is solved in another type, which is recorded when it is first needed."""
+    ends = []
+    for fails in (False, True):
+        replays.fails = False
+        run = world(network(width=6), LINE, max_steps=200)
+        leaps = leaps_of(run)
+        leaps.recordable = True
+        chaining(run, 3)
+        assert leaps.recorded
+        replays.fails = fails
+        chaining(run, 14)
+        assert leaps.recordable is not fails
+        ends.append([p.detach().clone() for p in run.trainer.model.parameters()])
+    for one, other in zip(*ends, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+
+
+def test_few_recordings_are_kept(replays: Replays) -> None:
+    run = world(network(width=6), LINE, max_steps=400)
+    leaps = leaps_of(run)
+    leaps.recordable = True
+    chaining(run, 3)
+    look, start = leaps._look_at(LINE), leaps._point()
+    for rows in (4, 6, 8, 10, 12):
+        leaps.row_count.now = rows
+        for _ in range(2):
+            some = [torch.arange(rows)]
+            leaps._linearised(look, leaps._find_way(look), some)
+    leaps._go_to(start)
+    assert len(leaps.recorded) == 3

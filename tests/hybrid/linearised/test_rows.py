@@ -154,3 +154,49 @@ def test_nothing_to_linearise_is_said() -> None:
     model = network()
     with pytest.raises(UnknownForm, match="no block has a row"):
         Linearisation(Residuals(lambda m, x: m(x)[:0]), model, list(model.parameters()), POINTS)
+
+
+def test_rows_behind_a_bound_that_is_not_active_yet_are_known() -> None:
+    """Their gradient is 0 where the way is found, and is not later."""
+    model = network()
+    objective = Residuals(lambda model, x: {"data": model(x) - x, "bound": torch.relu(model(x) - 0.1)})
+    parameters = list(model.parameters())
+    look = Linearisation(objective, model, parameters, POINTS)
+    way = find_way(look)
+    with torch.no_grad():
+        model[-1].bias.add_(1.0)
+    later = Linearisation(objective, model, parameters, POINTS)
+    wanted = truth(model, objective, POINTS)
+    assert later.form == way.form
+    torch.testing.assert_close(later.rows(way, None).numbers(), wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_a_gradient_that_is_no_number_is_not_taken_by_rows() -> None:
+    model = network()
+    objective = Residuals(lambda model, x: {"data": model(x) - x, "root": (0 * model(x)).square().sqrt()})
+    assert find_way(Linearisation(objective, model, list(model.parameters()), POINTS)).one_by_one
+
+
+def test_a_model_without_linear_layers_is_taken_one_by_one() -> None:
+    model = nn.Sequential(nn.Unflatten(1, (1, 1)), nn.Conv1d(1, 40, 1), nn.Tanh(), nn.Conv1d(40, 1, 1), nn.Flatten())
+    look = Linearisation(Residuals(lambda m, x: m(x) - x), model, list(model.parameters()), POINTS)
+    assert find_way(look).reason == "there are no linear layers"
+
+
+def test_a_coefficient_before_a_layer_leaves_the_form_as_it_was() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale, self.network = nn.Parameter(torch.tensor(1.5)), network()
+
+        def forward(self, x: Tensor) -> Tensor:
+            found: Tensor = self.network(self.scale * x)
+            return found
+
+    model, objective = Scaled(), Residuals(lambda m, x: m(x) - x)
+    look = Linearisation(objective, model, list(model.parameters()), POINTS)
+    uses = [len(call.uses) for call in look.calls]
+    way = find_way(look)
+    assert [len(call.uses) for call in look.calls] == uses
+    wanted = truth(model, objective, POINTS)
+    torch.testing.assert_close(look.rows(way, None).numbers(), wanted, rtol=1e-4, atol=1e-5)

@@ -33,11 +33,13 @@ Maps = list[Tensor | None]
 def find_way(look: Linearisation) -> Way:
     form = look.form
     beside = [_beside(look, number) for number in range(len(look.parts))]
+    if not look.calls and any(sum(look.parameters[i].numel() for i in some) > _MOST_BESIDE for some in beside):
+        return _singly(look, "there are no linear layers")
     if any(width_of(part) > _MOST_COLUMNS for part in look.parts):
         grid, elements = _grid(look), sum(look.parameters[index].numel() for index in set().union(*beside))
         if grid is not None and elements <= _MOST_BESIDE:
             way = _priced(look, Way(form, parts=[PartWay(beside=beside[0])], grid=grid))
-            if _agrees(look, way):
+            if agrees(look, way):
                 return way
         return _singly(look, "there are many outputs per row")
     passes: list[tuple[list[int], Maps]] = []
@@ -65,7 +67,7 @@ def find_way(look: Linearisation) -> Way:
         for table in part_way.tables:
             table.full, table.run = bool((table.rows >= 0).all()), _run(table.rows)
     way = _priced(look, Way(form, passes=[columns for columns, _ in passes], parts=parts))
-    return way if _agrees(look, way) else _singly(look, _COUPLED)
+    return way if agrees(look, way) else _singly(look, _COUPLED)
 
 
 def _singly(look: Linearisation, reason: str) -> Way:
@@ -143,11 +145,13 @@ def _maps(look: Linearisation, index: int) -> Maps | None:
             continue
         touched = norm > 0
         ratio = torch.where(touched, product / norm.clamp(min=1e-300), torch.zeros_like(norm))
+        if not bool(torch.isfinite(ratio).all()):
+            return None
         whole = ratio.round()
         off = (miss - ratio * product).clamp(min=0).sqrt() > _AGREES * miss.sqrt()  # the two are not parallel
         if bool((touched & (((ratio - whole).abs() > _WHOLE) | off | (whole < 1))).any()):
             return None
-        maps.append(torch.where(touched, whole.long() - 1, -1))
+        maps.append(_completed(torch.where(touched, whole.long() - 1, -1), len(rows)))
     return _filled(maps)
 
 
@@ -193,7 +197,7 @@ def _run(rows: Tensor) -> slice | None:
     return slice(first, first + len(only))
 
 
-def _agrees(look: Linearisation, way: Way) -> bool:
+def agrees(look: Linearisation, way: Way) -> bool:
     """Whether some rows are what a true product says."""
     draw = torch.Generator().manual_seed(look.count)
     some = torch.randperm(look.count, generator=draw)[: min(look.count, 32)].sort().values.to(look.loss.device)
@@ -243,6 +247,16 @@ def _filled(maps: Maps) -> Maps:
                 one = torch.where(one >= 0, one, other)
         result[index] = one
     return result
+
+
+def _completed(known: Tensor, outputs: int) -> Tensor:
+    """Rows whose gradient happened to be 0, as behind a ReLU, belong where they would in the order of all others."""
+    touched = known >= 0
+    shift = known - torch.arange(len(known), device=known.device)
+    if not bool(touched.any()) or not bool((shift[touched] == shift[touched][0]).all()):
+        return known
+    expected = torch.arange(len(known), device=known.device) + shift[touched][0]
+    return torch.where(touched | (expected < 0) | (expected >= outputs), known, expected)
 
 
 def _flat(gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> Tensor:

@@ -23,7 +23,7 @@ from foretrain.errors import is_out_of_memory
 from foretrain.hybrid.linearised.bend import AHEAD, bend_of
 from foretrain.hybrid.linearised.choice import Choice, choose, everything, outputs_of, system_of
 from foretrain.hybrid.linearised.conditions import check_size, repeatable
-from foretrain.hybrid.linearised.finding import find_way
+from foretrain.hybrid.linearised.finding import agrees, find_way
 from foretrain.hybrid.linearised.holding import Holding
 from foretrain.hybrid.linearised.price import Price
 from foretrain.hybrid.linearised.recorded import Attempt, Losses, RecordedLeap, RecordedLook, place
@@ -59,6 +59,11 @@ _FEWEST_ROWS = 160
 """Rows that there must be memory for, unless all of them or those of `hybrid.linear_rows` are fewer. Measured on 256
 rows of a network of a million weights, 24 s: with memory for 44 rows the loss is 600 times that of Adam alone, with
 memory for 170 it is as low; a network of 260,000 weights has memory for 170 by default, and ends as low as Adam."""
+_ALWAYS_CHECKED, _CHECKED_EVERY = 4, 16
+"""Leaps after which rows of other batches are checked against a true product each time, and then every so many. Chosen:
+a check costs a step."""
+_MOST_RECORDED = 3
+"""Leaps of different sizes that are recorded at a time. Chosen: rows are doubled and halved, and each takes memory."""
 _LONGEST_HOLD = 64
 """Steps that pass without a try where the last tries were in vain. Chosen: they cost nothing."""
 _LEAST_PROMISE = 1e-4
@@ -184,10 +189,12 @@ class LinearisedLeaps(ChainedLeaps):
         self._look: Linearisation | None = None
         self.recorded: list[RecordedLeap] = []
         """Leaps of this chain that are replayed."""
-        self.alike: list[int] | None = None
-        """Rows of each part that the last leap took without a graph."""
+        self.alike: tuple[object, ...] | None = None
+        """Form of the batch and rows of each part that the last leap took without a graph."""
         self.recordable = self.engine.device.type == "cuda" and self.engine.execution.cuda_graph is not False
         self._batch = None
+        self.volatile = False
+        """Which rows belong to which output changes from batch to batch: it is found out for each."""
         self.tapped = True
         """Rows are taken by taps; else one by one, because taps stand in the way of what the loss is made of."""
         self.mark, self.best, self.end_point, self.best_point = [], [], [], []
@@ -259,6 +266,8 @@ class LinearisedLeaps(ChainedLeaps):
             else:
                 self._go_to(here)
         self.start_loss = self.loss
+        if not math.isfinite(self.loss):
+            return False
         self.first_loss = self.loss if math.isnan(self.first_loss) else self.first_loss
         self._find_way(self._look_at(batch))
         if rows.most < self.fewest_rows:
@@ -268,7 +277,7 @@ class LinearisedLeaps(ChainedLeaps):
             )
         if not self.made:
             self.row_count.begin(self.price, self.prices.outputs)
-        return math.isfinite(self.loss)
+        return True
 
     def _guarded(self, do: Callable[[Any], Result], batch: Any) -> Result | None:
         """Do it; once more without taps where it fails with them. None where that fails, too: `failure` says why."""
@@ -355,26 +364,33 @@ class LinearisedLeaps(ChainedLeaps):
             if leap.fits(batch, some):
                 look = RecordedLook(leap, batch)
                 return look, look.system(some)
-        alike = [len(few) for few in some or ()]
-        if self.recordable and way.plain and self.alike == alike:
+        alike = (look.form, *(len(few) for few in some or ()))
+        if self.recordable and way.plain and not self.volatile and self.alike == alike:
             try:
-                self.recorded.append(
-                    RecordedLeap(self._outputs, self.parameters, way, batch, some, self.damping, world)
-                )
+                leap = RecordedLeap(self._outputs, self.parameters, way, batch, some, self.damping, world)
+                self.recorded = [*self.recorded[1 - _MOST_RECORDED :], leap]
                 return self._linearised(look, way, some)
             except Exception as error:
                 if is_out_of_memory(error):
                     raise
-                self.recordable = False  # leaps go on without a graph
+                self._record_no_more()
         self.alike = alike
-        look = self._outputs(batch) if isinstance(look, RecordedLook) else look
+        if isinstance(look, RecordedLook) or look.stale:
+            look = self._outputs(batch)
         return look, system_of(look, way, some, world)
+
+    def _record_no_more(self) -> None:
+        """Leaps go on without graphs."""
+        self.recordable, self.recorded = False, []
+        self.row_count.without_recording()
 
     def _recorded_look(self, batch: Any) -> RecordedLook | None:
         """Replays what `_look_at` would compute; None where nothing is recorded for it."""
         if not self.recorded or not same_form(batch, self.recorded[-1].inputs):
             return None
         self.exact = same_batch(batch, self._batch)
+        if not self.exact and self._check_due:
+            return None
         if not self.exact:
             self._batch = map_tensors(batch, lambda tensor: tensor.clone())
         return RecordedLook(self.recorded[-1], self._batch)
@@ -383,11 +399,21 @@ class LinearisedLeaps(ChainedLeaps):
         """That of the last batch, if this one has the same form."""
         if isinstance(look, RecordedLook):
             return look.leap.way
-        if self.way is None or self.way.form != look.form:
-            self.way = find_way(look)
-            self.prices.note_way(self.way)
+        known = self.way if self.way is not None and self.way.form == look.form else None
+        if known is not None and not self.exact:
+            if self._check_due and not self.volatile:
+                self.volatile = not agrees(look, known)
+            known = None if self.volatile else known
+        if known is None:
+            self.way = known = find_way(look)
+            self.prices.note_way(known)
             self.row_count.limit(self.prices.most_rows(self._memory_mb, self.elements))
-        return self.way
+        return known
+
+    @property
+    def _check_due(self) -> bool:
+        """Which rows belong to which output may be otherwise in another batch of the same form."""
+        return self.made < _ALWAYS_CHECKED or self.made % _CHECKED_EVERY == 0
 
     def _try(self, look: Look, system: System, chosen: Choice, start: list[Tensor], whole: bool) -> Seen | None:
         """Rising dampings until one makes a leap that is good enough; the damping of the next follows from it."""
@@ -400,7 +426,7 @@ class LinearisedLeaps(ChainedLeaps):
         for _ in range(_MOST_TRIES if math.isfinite(before_all) else 0):
             before_it = None if whole or self.last_step is None else _CARRIED_ON * self.last_step
             if isinstance(look, RecordedLook):
-                made = look.attempt(self.damping, before_it, start, bent)
+                made = self._replayed(look, system, chosen, start, before_it, bent)
             else:
                 made = self._attempt(look, system, chosen, start, before_it, bent)
             if made is None:
@@ -429,6 +455,25 @@ class LinearisedLeaps(ChainedLeaps):
             self.damping, self.lift = min(self.damping * self.lift, _MOST_DAMPING), min(2 * self.lift, 64.0)
         self.damping, self.lift = least, 2.0
         return None
+
+    def _replayed(
+        self,
+        look: RecordedLook,
+        system: System,
+        chosen: Choice,
+        start: list[Tensor],
+        before_it: Tensor | None,
+        bent: bool,
+    ) -> Attempt | None:
+        """The same from a graph; computed where it cannot be recorded."""
+        try:
+            return look.attempt(self.damping, before_it, start, bent)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            self._record_no_more()
+            copy_each(self.parameters, start)
+            return self._attempt(self._outputs(look.batch), system, chosen, start, before_it, bent)
 
     def _attempt(
         self,

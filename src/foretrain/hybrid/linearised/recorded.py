@@ -138,18 +138,20 @@ class RecordedLeap:
     def _record_attempt(self, types: Types) -> None:
         """The weights are as before afterwards."""
         now = [p.detach().clone() for p in self.parameters]
-        self._attempts[types] = record(lambda: self._attempt(types))
-        copy_each(self.parameters, now)
+        try:
+            self._attempts[types] = record(lambda: self._attempt(types))
+        finally:
+            copy_each(self.parameters, now)
 
     def _attempt(self, types: Types) -> tuple[Tensor, Tensor, Losses]:
-        step, numbers = self._system.solve(self._damping, types, self._carried_on)
+        system = self.system_now()  # what a try multiplies anew is not to be kept: it would be that of its recording
+        step, numbers = system.solve(self._damping, types, self._carried_on)
         bends = torch.zeros_like(self._bent)
         if self.chosen is None:
             place(self.parameters, self._start, AHEAD * step)
             ahead = self._chosen_outputs(self.outputs(self.inputs, False))
-            bend, bends = bend_of(self._system, step, self._here, ahead)
+            bend, bends = bend_of(system, step, self._here, ahead)
             step = step + self._bent.to(step.dtype) * bend
-        self._system.factor = None  # it is of this graph, and not of that of the system
         place(self.parameters, self._start, step)
         losses = self._losses(self.outputs(self.inputs, False))
         return step, torch.cat([numbers.double(), losses.pair.double(), bends.double().view(1)]), losses

@@ -52,6 +52,10 @@ class Linearisation:
         """Mean loss of each part."""
         self.outputs = [part.outputs.numel() for part in self.parts]
         self._versions = self._versions_now()
+        calls = [(id(call.layer), *use.tap.shape) for call in self.calls for use in call.uses]
+        shapes = [(part.name, *part.outputs.shape) for part in self.parts]
+        self.form: tuple[object, ...] = (*calls, *shapes, *map(id, parameters))
+        """Batches of equal form take their rows the same way."""
 
     @property
     def count(self) -> int:
@@ -83,12 +87,6 @@ class Linearisation:
         with torch.no_grad():
             pairs = zip(self.parts, chosen, strict=True)
             return torch.stack([p.weight * p.losses(p.outputs.detach(), some).mean() for p, some in pairs]).sum()
-
-    @property
-    def form(self) -> tuple[object, ...]:
-        """Batches of equal form take their rows the same way."""
-        calls = [(id(call.layer), *use.tap.shape) for call in self.calls for use in call.uses]
-        return (*calls, *((part.name, *part.outputs.shape) for part in self.parts), *map(id, self.parameters))
 
     @functools.cached_property
     def numbers(self) -> dict[int, int]:
@@ -239,6 +237,7 @@ class Linearisation:
         flat = flat if chosen is None else flat[chosen]
         one = torch.ones_like(flat, requires_grad=True)
         parameters, found = [self.parameters[index] for index in beside], {}
+        uses = [len(call.uses) for call in self.calls]
         with torch.enable_grad():
             gradients = torch.autograd.grad(
                 flat, parameters, one, retain_graph=True, create_graph=True, materialize_grads=True
@@ -250,6 +249,8 @@ class Linearisation:
                         for element in gradient.reshape(-1)
                     ]
                     found[index] = torch.stack(columns, 1).to(self.kind)
+        for call, count in zip(self.calls, uses, strict=True):
+            del call.uses[count:]  # those of the products here
         return found
 
     @functools.cached_property
