@@ -465,7 +465,7 @@ class LinearisedLeaps(ChainedLeaps):
         before_it: Tensor | None,
         bent: bool,
     ) -> Attempt | None:
-        """The same from a graph; computed where it cannot be recorded."""
+        """Replay that from a graph, or compute it where it cannot be recorded."""
         try:
             return look.attempt(self.damping, before_it, start, bent)
         except Exception as error:
