@@ -202,6 +202,29 @@ def test_what_is_recorded_changes_nothing_and_what_is_replayed_does(monkeypatch:
     assert step.changing
 
 
+def test_blocks_of_residuals_are_those_of_the_replayed_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stream:
+        def __init__(self, device: object = None) -> None: ...
+        def wait_stream(self, other: object) -> None: ...
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Recording)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, **settings: nullcontext())
+    config = from_mapping({"device": "cpu", "hybrid.mode": "off"})
+    trainer = HybridTrainer(nn.Linear(3, 1), residuals=lambda m, x: {"a": m(x)}, config=config)
+    step, batch = trainer.engine.full_step, torch.ones(4, 3)
+    graphed = GraphedStep(step)
+    for _ in range(WARMUP_STEPS + 1):
+        graphed(batch)
+    of_step = step.loss_function.latest["a"]
+    trainer.engine.probe(7 * batch)
+    assert step.loss_function.latest["a"] is not of_step
+    graphed(batch)
+    assert step.loss_function.latest["a"] is of_step
+
+
 @pytest.mark.parametrize("wanted", ["auto", True])
 def test_what_cannot_be_recorded_is_told_and_runs_as_it_is(wanted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     class Stream:

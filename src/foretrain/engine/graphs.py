@@ -47,6 +47,8 @@ class GraphedStep:
         before it is recorded."""
         self.step, self.give_up, self.eager_steps = step, give_up, eager_steps
         self._recorded: tuple[torch.cuda.CUDAGraph, Any, StepOutput] | None = None
+        self._blocks: dict[str, Tensor] = {}
+        """Mean losses of the blocks of residuals, which a replay writes anew."""
         self._eager_steps = 0
         self._stream = torch.cuda.Stream(step.device)  # type: ignore[no-untyped-call]
 
@@ -78,6 +80,8 @@ class GraphedStep:
         torch._foreach_copy_(tensors_of(inputs), tensors_of(batch), non_blocking=True)
         self.step.changing = True
         graph.replay()
+        if self._blocks:
+            self.step.loss_function.latest |= self._blocks  # an evaluation may have put its own there
         return StepOutput(
             output.loss.clone(), output.gradient_norm.clone(), output.skipped.clone(), output.gradient_norms
         )
@@ -99,6 +103,7 @@ class GraphedStep:
                 output = self.step(inputs)
         finally:
             self.step.changing = False  # nothing runs while it is recorded
+        self._blocks = dict(getattr(self.step.loss_function, "latest", {}))
         return graph, inputs, output
 
 

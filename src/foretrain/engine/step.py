@@ -76,6 +76,11 @@ class FullStep:
         self._always_good = torch.zeros((), device=self.device)
         self._absent = torch.full((), torch.nan, device=self.device)
 
+    @property
+    def loss_function(self) -> Any:
+        """The loss as it was handed in, or as it was compiled."""
+        return self._loss_function
+
     def loss(self, batch: Any) -> Tensor:
         """The forward pass alone, in the precision of training."""
         with self._attention(), self.precision.autocast(cache=not getattr(self.model, "recomputed", ())):
