@@ -15,6 +15,9 @@ loss has fallen far. Measured over single stretches of six leaps: 0.9 and more w
 independent points 0.4 to 1 at first, save one of -0.1, later -0.4 to 0.7; of a noisy table -0.2 to 0.2."""
 _FAR = 100.0
 """Times. Chosen: noise that cannot be learned keeps the loss from falling so far."""
+_REPEATED = 3
+"""Leaps on the batch of the one before from which on nothing is asked: points stay for a while and are then exchanged,
+and new ones are often chosen where residuals are large. Chosen: the first leap of a chain is one of them."""
 _LONGEST_PAUSE = 64
 """Steps. Chosen: they cost little more than looking at the loss."""
 
@@ -23,7 +26,7 @@ class Holding(Stateful):
     """Follows the logarithm of the loss from batch to batch: it falls by a leap, and rises where the next batch shows
     less of what was won. Where every step sees the same batch nobody asks."""
 
-    saved = ("known", "first", "last", "left_at", "fall", "rise", "leaps", "vain")
+    saved = ("known", "first", "last", "left_at", "fall", "rise", "leaps", "vain", "repeated")
     known: bool | None
 
     def __init__(self) -> None:
@@ -40,6 +43,8 @@ class Holding(Stateful):
         self.fall, self.rise, self.leaps = 0.0, 0.0, 0
         self.vain = 0
         """How often in a row it did not hold."""
+        self.repeated = 0
+        """Leaps of the chain that saw the batch of the one before."""
 
     def leapt(self, before: float, after: float) -> None:
         """A leap took the loss of its batch from here to there."""
@@ -60,7 +65,7 @@ class Holding(Stateful):
 
     @property
     def due(self) -> bool:
-        return self.leaps >= _STRETCH
+        return self.leaps >= _STRETCH and self.repeated < _REPEATED
 
     def ask(self) -> bool:
         """Whether it holds."""

@@ -64,6 +64,9 @@ _ALWAYS_CHECKED, _CHECKED_EVERY = 4, 16
 a check costs a step."""
 _MOST_RECORDED = 3
 """Leaps of different sizes that are recorded at a time. Chosen: rows are doubled and halved, and each takes memory."""
+_FAR_WORSE = 4.0
+"""Times the lowest loss of a chain that leaps by a part of the rows may lead to. Chosen: two such leaps in a row; from
+there on more damping or more rows must lower the loss of all."""
 _LONGEST_HOLD = 64
 """Steps that pass without a try where the last tries were in vain. Chosen: they cost nothing."""
 _LEAST_PROMISE = 1e-4
@@ -328,7 +331,7 @@ class LinearisedLeaps(ChainedLeaps):
         self.idle, self.arrived = 0, False
         self.loss, self.end_point = self._number(found.loss), self._point()
         self._look = found if isinstance(found, Linearisation) and found.calls else None  # else it has no rows
-        if not self.exact and self.holding.due and not self.holding.ask():
+        if self.holding.due and not self.holding.ask():
             self.stopped = not self.low
             self.hold, self.arrived = self.holding.pause, self.low
         return self._count(batch, look, system)
@@ -419,6 +422,7 @@ class LinearisedLeaps(ChainedLeaps):
         """Rising dampings until one makes a leap that is good enough; the damping of the next follows from it."""
         before, before_all = self._numbers(look.loss_of(chosen), look.loss)
         self.holding.met(before_all)
+        self.holding.repeated += bool(self.exact)
         if not before_all >= self.best_loss:  # no leap was made on this batch yet
             self.best_loss, self.best_point = before_all, start
         bends = whole or (self.low and system.rows.dtype is torch.float64)
@@ -438,6 +442,8 @@ class LinearisedLeaps(ChainedLeaps):
                 first, self.promise = False, predicted / before if before > 0 else 0.0
             ratio = (before - after) / predicted if predicted > 0 else -math.inf
             limit = before_all if whole else _WORSE * before_all
+            if self.exact and not whole:
+                limit = min(limit, max(before_all, _FAR_WORSE * self.best_loss))
             if ratio > _ACCEPTED and after_all <= limit:
                 self.row_count.note(_log_fall(before, after), _log_fall(before_all, after_all))
                 self.holding.leapt(before_all, after_all)

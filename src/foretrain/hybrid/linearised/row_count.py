@@ -82,7 +82,7 @@ class RowCount(Stateful):
             return
         now, whole, own = self.now, max(self.whole_fall, 0.0), self.own_fall
         pace = whole / (self.since * price(now))
-        if self.before and pace < _AS_FAST * self.pace_before:
+        if self.before and 0 < pace < _AS_FAST * self.pace_before:
             self.now, self.before = self.before, 0
             self.patience = min(2 * self.patience, _LONGEST_PATIENCE)
         else:
