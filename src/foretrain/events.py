@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -102,7 +101,7 @@ class Moved(Event):
     """What the leaps of a chain are called: "quasi-Newton" or "linearised"."""
     counted_steps: int = 0
     """Steps that it counted: of a linearised leap as many as it costs."""
-    fall_ratio: float = math.nan
+    fall_ratio: float | None = None
     """Real falls of the loss by the linearised leaps of a chain, as a share of the predicted ones, on the average."""
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from rich.markup import escape
 
 from foretrain.config.paths import assignments
@@ -123,7 +121,7 @@ def _move(event: Moved, verbose: bool) -> str:
 def _worth(event: Moved) -> str:
     """Say what a move was worth, in steps; of leaps that cost more than a step, what they were counted as."""
     if event.chained and event.counted_steps > event.horizon:
-        ratio = f", falls {event.fall_ratio:.2f} of the predicted ones" if math.isfinite(event.fall_ratio) else ""
+        ratio = f", falls {event.fall_ratio:.2f} of the predicted ones" if event.fall_ratio is not None else ""
         return f"counted as {event.counted_steps:,} steps{ratio}"
     return f"worth {_whole(event.worth_steps)} steps"
 

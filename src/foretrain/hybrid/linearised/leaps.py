@@ -173,9 +173,9 @@ class LinearisedLeaps(ChainedLeaps):
         return self.row_count.now
 
     @property
-    def fall_ratio(self) -> float:
+    def fall_ratio(self) -> float | None:
         """Real falls of the loss as a share of the predicted ones, on the average of this chain."""
-        return self.ratios / self.good if self.good else math.nan
+        return round(self.ratios / self.good, 3) if self.good else None
 
     @property
     def fewest_rows(self) -> int:

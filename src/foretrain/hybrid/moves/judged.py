@@ -202,9 +202,9 @@ class JudgedMove(Move):
         return self.tools.probes.loss(self, batch)
 
     @property
-    def fall_ratio(self) -> float:
-        """Real falls of the loss as a share of predicted ones; nan where nothing was predicted step by step."""
-        return math.nan
+    def fall_ratio(self) -> float | None:
+        """Real falls of the loss as a share of predicted ones; None where nothing was predicted step by step."""
+        return None
 
     def told(self, verdict: str, reason: str, loss: float = math.nan, worth: float = 0.0) -> Moved:
         """What became of the move, as listeners are told. loss: that it was judged by."""
@@ -224,7 +224,7 @@ class JudgedMove(Move):
             reason=f"{self.plan.reason}; {reason}",
             leaps=self.leaps_name,
             counted_steps=self.counted,
-            fall_ratio=round(self.fall_ratio, 3),
+            fall_ratio=self.fall_ratio,
         )
 
     def after_load(self) -> None:

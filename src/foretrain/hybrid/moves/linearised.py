@@ -33,7 +33,7 @@ class LinearisedChain(Chain):
     leaps: LinearisedLeaps
 
     @property
-    def fall_ratio(self) -> float:
+    def fall_ratio(self) -> float | None:
         return self.leaps.fall_ratio
 
     def look_before(self) -> None:
