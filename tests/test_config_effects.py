@@ -1291,12 +1291,12 @@ def _(bench: Bench) -> None:
     assert not torch.allclose(none.weights, fed.weights, rtol=0, atol=1e-3)
 
 
-def fitted(**changes: Any) -> Hybrid:
+def fitted(points: int = 40, width: int = 4, **changes: Any) -> Hybrid:
     """A line is fitted to residuals of known form."""
-    inputs = torch.linspace(-1, 1, 40).view(-1, 1)
+    inputs = torch.linspace(-1, 1, points).view(-1, 1)
     settings = BASE | {"max_steps": 60} | {name.replace("__", "."): value for name, value in changes.items()}
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 1))
+    model = nn.Sequential(nn.Linear(1, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 1))
     trainer = HybridTrainer(model, config=from_mapping(settings), residuals=lambda model, x: model(x) - x.square())
     result = Hybrid(trainer, [], [], [])
     while trainer.global_step < 60 or trainer.judging:
@@ -1307,7 +1307,7 @@ def fitted(**changes: Any) -> Hybrid:
 @effect("hybrid.linear_rows")
 def _(bench: Bench) -> None:
     """Leaps of the linearised run, by few rows of the Jacobian or by many."""
-    none, few, many = (fitted(hybrid__linear_rows=rows) for rows in (0, 10, 40))
+    none, few, many = (fitted(300, 32, hybrid__linear_rows=rows) for rows in (0, 10, 300))
     assert max(few.losses[-1], many.losses[-1]) < 0.1 * none.losses[-1]
     assert not torch.equal(few.weights, many.weights)
 
