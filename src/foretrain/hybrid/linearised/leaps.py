@@ -114,6 +114,7 @@ class LinearisedLeaps(ChainedLeaps):
             "prices",
             "row_count",
             "tapped",
+            "volatile",
             "room",
             "length",
             "pace",
