@@ -1,10 +1,12 @@
 """What only a CUDA GPU can show, asserted: kernels, graphs, resume, precision, and that no step waits for the device.
 
-python benchmarks/gpu_checks.py [FOLDER FOR THE RESULT] [NAME OF A CHECK...]
+python benchmarks/gpu_checks.py --out result.json
+python benchmarks/gpu_checks.py --only graph_equals_eager resume_is_exact
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import tempfile
@@ -287,8 +289,8 @@ def recorded_leaps_equal_eager() -> str:
     found = {
         recorded: [float(trained.step(batch).loss) for _ in range(5)] for recorded, (trained, batch) in runs.items()
     }
-    assert _leaps(runs[True][0]).recorded
-    assert not _leaps(runs[False][0]).recorded
+    assert _leaps(runs[True][0]).lookout.recorded
+    assert not _leaps(runs[False][0]).lookout.recorded
     worst = max(abs(one / other - 1) for one, other in zip(*found.values(), strict=True))
     assert worst < 0.05, found
     return f"losses after 10 to 15 leaps differ by {worst:.1e} at the most"
@@ -299,7 +301,7 @@ def leaps_resume_exactly() -> str:
     trained, batch = _physics()
     for _ in range(22):
         trained.step(batch)
-    assert _leaps(trained).recorded
+    assert _leaps(trained).lookout.recorded
     state = trained.state_dict()
     state = torch.utils._pytree.tree_map(lambda one: one.clone() if isinstance(one, torch.Tensor) else one, state)
     other, _ = _physics()
@@ -314,34 +316,39 @@ def leaps_resume_exactly() -> str:
     return "10 leaps after it give the same bits"
 
 
+CHECKS = (
+    kernel_equals_torch,
+    fused_loss_equals_plain,
+    graph_equals_eager,
+    recorded_gradient_equals_eager,
+    recorded_loss_equals_eager,
+    precisions_learn,
+    no_step_waits,
+    idle_equals_plain,
+    moves_work,
+    own_rates_are_followed,
+    resume_is_exact,
+    recorded_leaps_equal_eager,
+    leaps_resume_exactly,
+    *MEMORY_CHECKS,
+)
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=[check.__name__ for check in CHECKS], metavar="CHECK")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("this needs a CUDA GPU")
-    checks = (
-        kernel_equals_torch,
-        fused_loss_equals_plain,
-        graph_equals_eager,
-        recorded_gradient_equals_eager,
-        recorded_loss_equals_eager,
-        precisions_learn,
-        no_step_waits,
-        idle_equals_plain,
-        moves_work,
-        own_rates_are_followed,
-        resume_is_exact,
-        recorded_leaps_equal_eager,
-        leaps_resume_exactly,
-        *MEMORY_CHECKS,
-    )
     record: dict[str, Any] = {
         "date": f"{datetime.now().astimezone():%Y-%m-%d}",
-        "command": "python benchmarks/gpu_checks.py",
+        "command": " ".join(["python benchmarks/gpu_checks.py", *sys.argv[1:]]),
     }
     record["environment"] = environment.describe("cuda")
     failed = 0
-    named = set(sys.argv[2:])
-    for check in checks:
-        if named and check.__name__ not in named:
+    for check in CHECKS:
+        if options.only and check.__name__ not in options.only:
             continue
         torch._dynamo.reset()
         torch.manual_seed(1)
@@ -353,8 +360,8 @@ def main() -> None:
             record[check.__name__] = f"FAILED: {type(error).__name__}: {error}"
         taken = time.perf_counter() - started
         print(f"{check.__name__:32} {record[check.__name__]} ({taken:.0f} s)", flush=True)
-    if len(sys.argv) > 1:
-        (Path(sys.argv[1]) / f"{record['date']}-gpu-checks.json").write_text(json.dumps(record, indent=1) + "\n")
+    if options.out:
+        options.out.write_text(json.dumps(record, indent=1) + "\n")
     sys.exit(failed > 0)
 
 

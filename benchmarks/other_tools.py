@@ -163,7 +163,12 @@ def by_foretrain(posed: Posed, clock: str, limit: float) -> Run:
     with watch.aside():
         told = trainer.summary()
         leaps = trainer.hybrid.policy.kinds[0].leaps  # the linearised ones
-        seen = {"leaps": leaps.made, "rows": leaps.rows, "all_rows": leaps.outputs, "damping": leaps.damping}
+        seen = {
+            "leaps": leaps.made,
+            "rows": leaps.rows,
+            "all_rows": leaps.prices.outputs,
+            "damping": leaps.damping.value,
+        }
         seen["price"] = round(leaps.price(leaps.rows), 2)
     steps = {"steps": told["steps"], "moves": told["moves"], "backward_passes": told["backward_passes"]}
     return watch.end(**steps, linearised=seen, loss=float(loss))

@@ -187,7 +187,7 @@ def test_resumed_after_every_step(name: str) -> None:
     assert_same_state(saved(other), saved(straight))
     assert {"predict", "correct"} <= set(phases)
     assert kind_of(straight).leaps.made > 5
-    assert kind_of(straight).leaps.tapped is (name != "rows one by one")
+    assert kind_of(straight).leaps.lookout.tapped is (name != "rows one by one")
 
 
 def test_a_batch_that_is_a_named_tuple_is_one_after_a_resume() -> None:
@@ -333,7 +333,7 @@ def test_memory_that_runs_out_in_a_leap(
 
         def noted(event: Event) -> None:
             if isinstance(event, Recovered):
-                held.append(kind_of(trainer).leaps._look)
+                held.append(kind_of(trainer).leaps.lookout._look)
 
         trainer.bus.subscribe(noted)
         summary = trainer.fit(points, [points.batch(-1)], out=tmp_path, progress=False)

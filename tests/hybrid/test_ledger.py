@@ -51,6 +51,14 @@ def test_a_loss_that_fell_claims_nothing_without_an_audit() -> None:
     assert "saved" not in made.sentence(990.0)
 
 
+def test_a_run_that_was_hardly_anything_but_leaps_claims_no_percentage() -> None:
+    made = ledger(30.0, -20.0, 5.0, exact=12, cost=980.0)
+    assert made.gain(20.0)["gain_percent"] is None
+    told = made.sentence(20.0)
+    assert "too few full steps to compare with; leaps took 98.0 % of the time" in told
+    assert made.gain(100.0)["gain_percent"] is not None
+
+
 def test_an_audited_run_goes_on_from_the_better_fork_so_a_loss_costs_its_time_only() -> None:
     assert ledger(-500.0, -300.0, cost=50.0).gain(950.0)["gain_percent"] == pytest.approx(-5.26)
 

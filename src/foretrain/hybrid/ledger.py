@@ -12,6 +12,9 @@ from foretrain.persist.stateful import Stateful
 
 _TWO_SIDED_95 = 0.975
 """Quantile of Student's distribution for an interval of 95 %. This is mathematics."""
+_LEAST_SHARE = 0.05
+"""Share of full steps in a run below which nothing is said of time saved, where leaps were its steps. Chosen: there is
+hardly a plain run to compare with, and the percentages of a few steps go to thousands."""
 
 
 @dataclass
@@ -85,7 +88,7 @@ class Ledger(Stateful):
         result: dict[str, Any] = {"gain_percent": None, "low": None, "high": None, "n": len(audited)}
         result["exact_moves"] = self.exact_moves
         result["cost_percent"] = round(100 * self.cost / spent, 2) if spent > 0 else 0.0
-        if not audited:
+        if not audited or (self.exact_moves and full_steps < _LEAST_SHARE * spent):
             return result
         # A run goes on from the better fork. That its look was better proves nothing by itself, so every kept move
         # counts what moves gain on average, the lost ones included.
@@ -119,7 +122,8 @@ class Ledger(Stateful):
         gain = self.gain(full_steps)
         cost = f"it cost {gain['cost_percent']:.1f} % of the time"
         if gain["gain_percent"] is None and self.exact_moves:
-            return f"{self.in_words()}, not audited in time; {cost}"
+            known = "too few full steps to compare with" if gain["n"] else "not audited in time"
+            return f"{self.in_words()}, {known}; leaps took {gain['cost_percent']:.1f} % of the time"
         if gain["gain_percent"] is None:
             return f"{unmeasured}; {cost}" if self.cost > 0 else unmeasured
         count = f"{gain['n']} audit" + ("" if gain["n"] == 1 else "s")

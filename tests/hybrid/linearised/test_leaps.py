@@ -556,7 +556,7 @@ def test_rows_are_not_taken_of_a_graph_whose_weights_were_written_to() -> None:
                 parameter.mul_(2).mul_(0.5)
         run.step()
     assert leaps_of(run).failure == ""
-    assert leaps_of(run).tapped
+    assert leaps_of(run).lookout.tapped
 
 
 def test_after_leaps_in_vain_a_run_with_an_unknown_coefficient_goes_on() -> None:
@@ -583,12 +583,13 @@ def test_evaluations_at_averaged_weights_inside_a_chain() -> None:
 
 def test_memory_of_a_chain_is_given_back_at_its_end() -> None:
     run = chaining(world(network(width=6), max_steps=60))
-    assert leaps_of(run)._look is not None
+    lookout = leaps_of(run).lookout
+    assert lookout._look is not None
     run.run()
-    assert leaps_of(run)._look is leaps_of(run).way is leaps_of(run)._batch is None
+    assert lookout._look is lookout.way is lookout._batch is None
     run = chaining(world(network(width=6)))
     run.trainer.policy.move.refuse("the test wants it")
-    assert leaps_of(run)._look is None
+    assert leaps_of(run).lookout._look is None
 
 
 # --- what it costs ---------------------------------------------------------------------------------------------------
@@ -641,7 +642,7 @@ def test_a_table_takes_a_part_of_a_diagonal_where_there_is_no_memory_for_one() -
     leaps._count = lambda batch, look, system: seen.append(len(system.target)) or count(batch, look, system)
     make_room(leaps, 20)
     chaining(run, 5)
-    assert leaps.way.grid is not None
+    assert leaps.lookout.way.grid is not None
     assert set(seen) == {20}
 
 
@@ -796,6 +797,21 @@ def test_noisy_batches_are_trained_as_without_prediction() -> None:
     assert run.trainer.evaluate([(inputs, targets)]) < 1.05 * plain.trainer.evaluate([(inputs, targets)])
 
 
+@pytest.mark.parametrize("handed_in", ["residuals", "a loss"])
+def test_who_hands_in_residuals_is_told_once_that_batches_differ_too_much(handed_in: str) -> None:
+    def some(position: int) -> tuple[Tensor, Tensor]:
+        draw = torch.Generator().manual_seed(position)
+        return torch.randn(8, 6, generator=draw), torch.randn(8, 1, generator=draw)
+
+    def residuals(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        found: Tensor = model(batch[0])
+        return found - batch[1]
+
+    run = world(network(6), some, residuals, nn.MSELoss() if handed_in == "a loss" else None, max_steps=200).run()
+    told = [text for text in notices(run) if "batches differ too much (cosine of their gradients" in text]
+    assert len(told) == (handed_in == "residuals")
+
+
 def in_cells(position: int) -> Tensor:
     """A point in each of 40 cells."""
     inside = torch.rand(40, 1, generator=torch.Generator().manual_seed(position))
@@ -907,6 +923,6 @@ def test_residuals_that_choose_other_rows_in_every_batch_are_noticed() -> None:
 
     run = world(network(width=6), batch, residuals, max_steps=200)
     chaining(run, 8)
-    assert leaps_of(run).volatile
-    look = leaps_of(run)._look_at(run.trainer.engine.to_device(batch(1000)))
+    assert leaps_of(run).lookout.volatile
+    look = leaps_of(run).lookout.look(run.trainer.engine.to_device(batch(1000)))
     assert agrees(look, leaps_of(run)._find_way(look))

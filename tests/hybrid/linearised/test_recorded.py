@@ -63,9 +63,9 @@ def test_replayed_leaps_lead_to_the_same_weights(rows: int, points: Any, replays
     ends = []
     for wanted in (False, True):
         run = world(network(width=6), points, residuals=poisson, hybrid__linear_rows=rows, max_steps=200)
-        leaps_of(run).recordable = wanted
+        leaps_of(run).lookout.recordable = wanted
         chaining(run, 12)
-        assert bool(leaps_of(run).recorded) == wanted
+        assert bool(leaps_of(run).lookout.recorded) == wanted
         ends.append([p.detach().clone() for p in run.trainer.model.parameters()])
     assert replays.recorded >= 2
     assert replays.replayed >= 16
@@ -77,9 +77,9 @@ def test_what_cannot_be_recorded_is_computed(replays: Replays) -> None:
     replays.fails = True
     run = world(network(width=6), LINE, residuals=poisson, max_steps=200)
     leaps = leaps_of(run)
-    leaps.recordable = True
+    leaps.lookout.recordable = True
     chaining(run, 12)
-    assert not leaps.recordable
+    assert not leaps.lookout.recordable
     assert leaps.leaps >= 12
     assert leaps.loss < leaps.start_loss
 
@@ -87,11 +87,11 @@ def test_what_cannot_be_recorded_is_computed(replays: Replays) -> None:
 def test_a_chain_that_ended_holds_no_graph(replays: Replays) -> None:
     run = world(network(width=6), LINE, residuals=poisson, max_steps=200)
     leaps = leaps_of(run)
-    leaps.recordable = True
+    leaps.lookout.recordable = True
     chaining(run, 12)
-    assert leaps.recorded
+    assert leaps.lookout.recorded
     leaps.release()
-    assert not leaps.recorded
+    assert not leaps.lookout.recorded
 
 
 def test_a_later_recording_that_fails_leaves_no_trace(replays: Replays) -> None:
@@ -101,12 +101,12 @@ def test_a_later_recording_that_fails_leaves_no_trace(replays: Replays) -> None:
         replays.fails = False
         run = world(network(width=6), LINE, max_steps=200)
         leaps = leaps_of(run)
-        leaps.recordable = True
+        leaps.lookout.recordable = True
         chaining(run, 3)
-        assert leaps.recorded
+        assert leaps.lookout.recorded
         replays.fails = fails
         chaining(run, 14)
-        assert leaps.recordable is not fails
+        assert leaps.lookout.recordable is not fails
         ends.append([p.detach().clone() for p in run.trainer.model.parameters()])
     for one, other in zip(*ends, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
@@ -115,13 +115,13 @@ def test_a_later_recording_that_fails_leaves_no_trace(replays: Replays) -> None:
 def test_few_recordings_are_kept(replays: Replays) -> None:
     run = world(network(width=6), LINE, max_steps=400)
     leaps = leaps_of(run)
-    leaps.recordable = True
+    leaps.lookout.recordable = True
     chaining(run, 3)
-    look, start = leaps._look_at(LINE), leaps._point()
+    look, start = leaps.lookout.look(LINE), leaps._point()
     for rows in (4, 6, 8, 10, 12):
         leaps.row_count.now = rows
         for _ in range(2):
             some = [torch.arange(rows)]
-            leaps._linearised(look, leaps._find_way(look), some)
+            leaps.lookout.problem(look, leaps._find_way(look), some, damping=1.0)
     leaps._go_to(start)
-    assert len(leaps.recorded) == 3
+    assert len(leaps.lookout.recorded) == 3

@@ -11,41 +11,29 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from foretrain.engine.batch import map_tensors, same_batch
 from foretrain.engine.engine import Engine
 from foretrain.engine.fence import failure_of
-from foretrain.engine.graphs import same_form
 from foretrain.engine.memory.host import copy_each
 from foretrain.engine.objective import Objective, UnknownForm
 from foretrain.engine.precision import full_precision
 from foretrain.engine.step import StepOutput
 from foretrain.errors import is_out_of_memory
-from foretrain.hybrid.linearised.bend import AHEAD, bend_of
-from foretrain.hybrid.linearised.choice import Choice, choose, everything, outputs_of, system_of
+from foretrain.hybrid.linearised.choice import Choice, choose, everything
 from foretrain.hybrid.linearised.conditions import check_size, repeatable
-from foretrain.hybrid.linearised.finding import agrees, find_way
+from foretrain.hybrid.linearised.damping import Damping
 from foretrain.hybrid.linearised.holding import Holding
+from foretrain.hybrid.linearised.lookout import Look, Lookout, Seen
 from foretrain.hybrid.linearised.price import Price
-from foretrain.hybrid.linearised.recorded import Attempt, Losses, RecordedLeap, RecordedLook, place
+from foretrain.hybrid.linearised.recorded import Trial
 from foretrain.hybrid.linearised.row_count import RowCount
-from foretrain.hybrid.linearised.rows import Linearisation
 from foretrain.hybrid.linearised.solve import System
 from foretrain.hybrid.linearised.way import Way
 from foretrain.hybrid.moves.chained import ChainedLeaps
 from foretrain.motion.losses import WindowLosses
 
 Result = TypeVar("Result")
-Look = Linearisation | RecordedLook
-Seen = Linearisation | Losses
-"""What a trial tells."""
-_FIRST_DAMPING = 1e-2
-"""Share of the mean eigenvalue. Chosen: one that is too high costs a few leaps, since it falls fivefold in each."""
-_LEAST_DAMPING, _MOST_DAMPING = 1e-14, 1e8
-"""Chosen: the lowest that fp64 can tell from none, and one at which a step is as good as none."""
 _ACCEPTED = 1e-3
 """Least ratio of the real to the predicted fall. Chosen: any fall that is more than rounding."""
-_SHRINK = 0.2
-"""Share that the damping keeps after a leap as good as predicted. Chosen: Nielsen's rule with a fifth, not a third."""
 _MOST_TRIES = 10
 """Dampings that are tried with some rows. Chosen: they rise by 2, 4, 8 and so on."""
 _CARRIED_ON = 0.5
@@ -57,13 +45,8 @@ _WORSE = 2.0
 wobbles, and the chain ends at the best of its points."""
 _FEWEST_ROWS = 160
 """Rows that there must be memory for, unless all of them or those of `hybrid.linear_rows` are fewer. Measured on 256
-rows of a network of a million weights, 24 s: with memory for 44 rows the loss is 600 times that of Adam alone, with
-memory for 170 it is as low; a network of 260,000 weights has memory for 170 by default, and ends as low as Adam."""
-_ALWAYS_CHECKED, _CHECKED_EVERY = 4, 16
-"""Leaps after which rows of other batches are checked against a true product each time, and then every so many. Chosen:
-a check costs a step."""
-_MOST_RECORDED = 3
-"""Leaps of different sizes that are recorded at a time. Chosen: rows are doubled and halved, and each takes memory."""
+rows of a network of a million weights, 24 s: with 44 of them at a time the loss ended 600 times above that of Adam
+alone, with 170 of them as low."""
 _FAR_WORSE = 4.0
 """Times the lowest loss of a chain that leaps by a part of the rows may lead to. Chosen: two such leaps in a row; from
 there on more damping or more rows must lower the loss of all."""
@@ -93,39 +76,13 @@ class LinearisedLeaps(ChainedLeaps):
 
     name = "linearised"
     saved = (
-        *("damping", "lift", "made", "loss", "start_loss", "leaps", "cost", "returned", "stopped", "lowest"),
-        *("lowest_held_out", "exact", "hold", "idle"),
-        *(
-            "last_step",
-            "promise",
-            "arrived",
-            "stuck",
-            "first_loss",
-            "mark",
-            "best",
-            "end_point",
-            "best_loss",
-            "best_point",
-        ),
-        *(
-            "good",
-            "ratios",
-            "holding",
-            "prices",
-            "row_count",
-            "tapped",
-            "volatile",
-            "room",
-            "length",
-            "pace",
-            "failure",
-            "_batch",
-            "_norms",
-        ),
+        *("damping", "lookout", "row_count", "prices", "holding"),
+        *("made", "first_loss", "length", "pace", "stuck", "failure", "room"),
+        *("leaps", "cost", "start_loss", "loss", "returned", "stopped", "arrived", "hold", "idle", "promise"),
+        *("good", "ratios", "last_step", "_norms"),
+        *("lowest", "lowest_held_out", "mark", "best", "end_point", "best_loss", "best_point"),
     )
-    exact: bool | None
     last_step: Tensor | None
-    _batch: Any
     _norms: Tensor | None
     mark: list[Tensor]
     best: list[Tensor]
@@ -135,7 +92,7 @@ class LinearisedLeaps(ChainedLeaps):
     def __init__(self, engine: Engine, objective: Objective, rows: int, memory_mb: float) -> None:
         self.engine, self.objective = engine, objective
         self.first_rows, self._memory_mb = rows, memory_mb
-        self.damping, self.lift = _FIRST_DAMPING, 2.0
+        self.damping = Damping()
         self.made = 0
         """Leaps of the whole run: they number the draws of rows."""
         self.loss = self.start_loss = math.nan
@@ -144,7 +101,6 @@ class LinearisedLeaps(ChainedLeaps):
         self.returned = self.stopped = False
         self.lowest = self.lowest_held_out = math.nan
         """Losses at the marked point: the lowest end of a chain so far."""
-        self.exact = None
         self.hold, self.idle = 0, 0
         """Steps that are still to pass without a try, and how many passed before the last one."""
         self.best_loss = math.nan
@@ -169,6 +125,10 @@ class LinearisedLeaps(ChainedLeaps):
         self.cover()
 
     @property
+    def exact(self) -> bool | None:
+        return self.lookout.exact
+
+    @property
     def rows(self) -> int:
         """That the next leap takes."""
         return self.row_count.now
@@ -189,18 +149,6 @@ class LinearisedLeaps(ChainedLeaps):
         return self.engine.full_step.parameters
 
     def cover(self) -> None:
-        self.way: Way | None = None
-        self._look: Linearisation | None = None
-        self.recorded: list[RecordedLeap] = []
-        """Leaps of this chain that are replayed."""
-        self.alike: tuple[object, ...] | None = None
-        """Form of the batch and rows of each part that the last leap took without a graph."""
-        self.recordable = self.engine.device.type == "cuda" and self.engine.execution.cuda_graph is not False
-        self._batch = None
-        self.volatile = False
-        """Which rows belong to which output changes from batch to batch: it is found out for each."""
-        self.tapped = True
-        """Rows are taken by taps; else one by one, because taps stand in the way of what the loss is made of."""
         self.mark, self.best, self.end_point, self.best_point = [], [], [], []
         self.last_step = self._norms = None
         """The last leap, and the norms of the last gradient by parameter."""
@@ -209,7 +157,8 @@ class LinearisedLeaps(ChainedLeaps):
         self.prices = Price(self.engine)
         self.prices.expect(self.engine.model, self.parameters)
         most = self.prices.most_rows(self._memory_mb, self.elements)
-        self.row_count = RowCount(self.first_rows, most, self.recordable)
+        self.lookout = Lookout(self.engine, self.objective, self.prices)
+        self.row_count = RowCount(self.first_rows, most, self.lookout.recordable)
 
     # --- points ------------------------------------------------------------------------------------------------------
 
@@ -218,7 +167,7 @@ class LinearisedLeaps(ChainedLeaps):
 
     def _go_to(self, point: list[Tensor]) -> None:
         copy_each(self.parameters, point)
-        self._look = None
+        self.lookout.moved()
 
     @contextmanager
     def at_start(self) -> Iterator[None]:
@@ -255,16 +204,16 @@ class LinearisedLeaps(ChainedLeaps):
         self.last_step, self.arrived = None, False
         self.good, self.ratios = 0, 0.0
         self.holding.begin()
-        self._look = self.way = None
+        self.lookout.begin()
         with repeatable(self.engine.full_step.buffers):
-            look = self._look_at(batch)
+            look = self.lookout.look(batch)
         rows = self.row_count
         rows.now = max(rows.now, check_size(look, self.elements, rows.now, rows.most))
         self.loss = self._number(look.loss)
         if self.mark and not self.stuck:
             here = self._point()
             self._go_to(self.mark)
-            there = self._number(self._look_at(batch).loss)
+            there = self._number(self.lookout.look(batch).loss)
             if there < self.loss:
                 self.loss, self.returned = there, True
             else:
@@ -273,7 +222,7 @@ class LinearisedLeaps(ChainedLeaps):
         if not math.isfinite(self.loss):
             return False
         self.first_loss = self.loss if math.isnan(self.first_loss) else self.first_loss
-        self._find_way(self._look_at(batch))
+        self._find_way(self.lookout.look(batch))
         if rows.most < self.fewest_rows:
             needed, given = self.prices.memory_mb(self.fewest_rows, self.elements), self._memory_mb
             raise UnknownForm(
@@ -285,7 +234,7 @@ class LinearisedLeaps(ChainedLeaps):
 
     def _guarded(self, do: Callable[[Any], Result], batch: Any) -> Result | None:
         """Do it; once more without taps where it fails with them. None where that fails, too: `failure` says why."""
-        start, taps = self._point(), self.tapped
+        start, taps = self._point(), self.lookout.tapped
         try:
             with full_precision():
                 return do(batch)
@@ -295,18 +244,17 @@ class LinearisedLeaps(ChainedLeaps):
             if is_out_of_memory(error):
                 raise
             self.failure = f"the loss cannot be linearised ({failure_of('it', error).error})"
-            self.tapped = False
+            self.lookout.tapped = False
         self._go_to(start)
         self.release()
-        if taps == self.tapped:
+        if taps == self.lookout.tapped:
             return None
         self.failure = ""
         return self._guarded(do, batch)
 
     def release(self) -> None:
         """Give back the memory of the last outputs and their graph."""
-        self._look = self.way = self._batch = None
-        self.recorded, self.alike = [], None
+        self.lookout.release()
 
     def leap(self, batch: Any) -> StepOutput | None:
         """One leap. Where none lowers the loss the weights stay. That is the end of the chain after a while, unless the
@@ -317,9 +265,10 @@ class LinearisedLeaps(ChainedLeaps):
     def _leap(self, batch: Any) -> StepOutput | None:
         if self.hold:
             self.hold -= 1
-            return self._count(batch, self._look_at(batch), None)
+            return self._count(batch, self.lookout.look(batch), None)
         start = self._point()
-        look, found, system = self._search(self._recorded_look(batch) or self._look_at(batch), start)
+        look = self.lookout.recorded_look(batch, self.made) or self.lookout.look(batch)
+        look, found, system = self._search(look, start)
         if found is None:
             self._go_to(start)
             self.arrived = self.promise <= _LEAST_PROMISE or self.low
@@ -331,7 +280,7 @@ class LinearisedLeaps(ChainedLeaps):
             return self._count(batch, look, system)
         self.idle, self.arrived = 0, False
         self.loss, self.end_point = self._number(found.loss), self._point()
-        self._look = found if isinstance(found, Linearisation) and found.calls else None  # else it has no rows
+        self.lookout.moved(found)
         if self.holding.due and not self.holding.ask():
             self.stopped = not self.low
             self.hold, self.arrived = self.holding.pause, self.low
@@ -349,9 +298,11 @@ class LinearisedLeaps(ChainedLeaps):
         while True:
             some = choose(look.parts, self.rows, self.engine.config.seed * 1_000_003 + self.made, way.grid)
             chosen = everything(look.parts) if some is None else some
-            look, system = self._linearised(look, way, some)
+            look, system = self.lookout.problem(look, way, some, self.damping.value)
             spent += self.price(len(system.target))
             found = self._try(look, system, chosen, start, whole=some is None)
+            if not self.lookout.recordable:
+                self.row_count.without_recording()
             if found is not None and some is not None:
                 self.row_count.think_over(self.price)
             dear = spent + self.price(2 * self.rows) > min(max(self.length - self.cost, _FIRST_LENGTH), self.room)
@@ -359,65 +310,13 @@ class LinearisedLeaps(ChainedLeaps):
                 self.cost += spent
                 return look, found, system
             copy_each(self.parameters, start)
-            look = self._outputs(look.batch)  # rows are taken at the weights as they are: trials have moved them
-
-    def _linearised(self, look: Look, way: Way, some: Choice | None) -> tuple[Look, System]:
-        """The problem of these rows, from a recorded graph where there is one, or where one is worth while by now."""
-        batch, world = look.batch, self.engine.world
-        for leap in self.recorded:
-            if leap.fits(batch, some):
-                look = RecordedLook(leap, batch)
-                return look, look.system(some)
-        alike = (look.form, *(len(few) for few in some or ()))
-        if self.recordable and way.plain and not self.volatile and self.alike == alike:
-            try:
-                leap = RecordedLeap(self._outputs, self.parameters, way, batch, some, self.damping, world)
-                self.recorded = [*self.recorded[1 - _MOST_RECORDED :], leap]
-                return self._linearised(look, way, some)
-            except Exception as error:
-                if is_out_of_memory(error):
-                    raise
-                self._record_no_more()
-        self.alike = alike
-        if isinstance(look, RecordedLook) or look.stale:
-            look = self._outputs(batch)
-        return look, system_of(look, way, some, world)
-
-    def _record_no_more(self) -> None:
-        """Leaps go on without graphs."""
-        self.recordable, self.recorded = False, []
-        self.row_count.without_recording()
-
-    def _recorded_look(self, batch: Any) -> RecordedLook | None:
-        """Replays what `_look_at` would compute; None where nothing is recorded for it."""
-        if not self.recorded or not same_form(batch, self.recorded[-1].inputs):
-            return None
-        self.exact = same_batch(batch, self._batch)
-        if not self.exact and self._check_due:
-            return None
-        if not self.exact:
-            self._batch = map_tensors(batch, lambda tensor: tensor.clone())
-        return RecordedLook(self.recorded[-1], self._batch)
+            look = self.lookout.outputs(look.batch)  # rows are taken at the weights as they are: trials have moved them
 
     def _find_way(self, look: Look) -> Way:
-        """That of the last batch, if this one has the same form."""
-        if isinstance(look, RecordedLook):
-            return look.leap.way
-        known = self.way if self.way is not None and self.way.form == look.form else None
-        if known is not None and not self.exact:
-            if self._check_due and not self.volatile:
-                self.volatile = not agrees(look, known)
-            known = None if self.volatile else known
-        if known is None:
-            self.way = known = find_way(look)
-            self.prices.note_way(known)
-            self.row_count.limit(self.prices.most_rows(self._memory_mb, self.elements))
-        return known
-
-    @property
-    def _check_due(self) -> bool:
-        """Which rows belong to which output may be otherwise in another batch of the same form."""
-        return self.made < _ALWAYS_CHECKED or self.made % _CHECKED_EVERY == 0
+        """How rows are taken. How many there is memory for follows from it."""
+        way = self.lookout.find_way(look, self.made)
+        self.row_count.limit(self.prices.most_rows(self._memory_mb, self.elements))
+        return way
 
     def _try(self, look: Look, system: System, chosen: Choice, start: list[Tensor], whole: bool) -> Seen | None:
         """Rising dampings until one makes a leap that is good enough; the damping of the next follows from it."""
@@ -427,31 +326,25 @@ class LinearisedLeaps(ChainedLeaps):
         if not before_all >= self.best_loss:  # no leap was made on this batch yet
             self.best_loss, self.best_point = before_all, start
         bends = whole or (self.low and system.rows.dtype is torch.float64)
-        first, self.promise, least, bent = True, 0.0, self.damping, bends
+        first, self.promise, least, bent = True, 0.0, self.damping.value, bends
         for _ in range(_MOST_TRIES if math.isfinite(before_all) else 0):
-            before_it = None if whole or self.last_step is None else _CARRIED_ON * self.last_step
-            if isinstance(look, RecordedLook):
-                made = self._replayed(look, system, chosen, start, before_it, bent)
-            else:
-                made = self._attempt(look, system, chosen, start, before_it, bent)
+            carried_on = None if whole or self.last_step is None else _CARRIED_ON * self.last_step
+            made = self.lookout.attempt(look, system, Trial(chosen, start, self.damping.value, carried_on, bent))
             if made is None:
                 bent = bends
-                self.damping = min(10 * self.damping, _MOST_DAMPING)
+                self.damping.rise_unsolved()
                 continue
-            predicted, after, after_all = made.predicted, made.after, made.after_all
             if first:
-                first, self.promise = False, predicted / before if before > 0 else 0.0
-            ratio = (before - after) / predicted if predicted > 0 else -math.inf
+                first, self.promise = False, made.predicted / before if before > 0 else 0.0
+            ratio = (before - made.after) / made.predicted if made.predicted > 0 else -math.inf
             limit = before_all if whole else _WORSE * before_all
             if self.exact and not whole:
                 limit = min(limit, max(before_all, _FAR_WORSE * self.best_loss))
-            if ratio > _ACCEPTED and after_all <= limit:
-                self.row_count.note(_log_fall(before, after), _log_fall(before_all, after_all))
-                self.holding.leapt(before_all, after_all)
+            if ratio > _ACCEPTED and made.after_all <= limit:
+                self.row_count.note(_log_fall(before, made.after), _log_fall(before_all, made.after_all))
+                self.holding.leapt(before_all, made.after_all)
                 self.good, self.ratios = self.good + 1, self.ratios + ratio
-                eased = self.damping * max(_SHRINK, 1 - (2 * min(ratio, 1.0) - 1) ** 3)
-                self.damping = min(max(eased, _LEAST_DAMPING), _MOST_DAMPING)
-                self.lift = 2.0
+                self.damping.ease(ratio)
                 self.last_step = made.step
                 return made.seen
             self.cost += 1  # for outputs in vain
@@ -459,73 +352,14 @@ class LinearisedLeaps(ChainedLeaps):
             if made.bent:  # what is seen of bends may be rounding: the same step without
                 continue
             self.last_step = None
-            self.damping, self.lift = min(self.damping * self.lift, _MOST_DAMPING), min(2 * self.lift, 64.0)
-        self.damping, self.lift = least, 2.0
+            self.damping.rise()
+        self.damping.return_to(least)
         return None
-
-    def _replayed(
-        self,
-        look: RecordedLook,
-        system: System,
-        chosen: Choice,
-        start: list[Tensor],
-        before_it: Tensor | None,
-        bent: bool,
-    ) -> Attempt | None:
-        """Replay that from a graph, or compute it where it cannot be recorded."""
-        try:
-            return look.attempt(self.damping, before_it, start, bent)
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise
-            self._record_no_more()
-            copy_each(self.parameters, start)
-            return self._attempt(self._outputs(look.batch), system, chosen, start, before_it, bent)
-
-    def _attempt(
-        self,
-        look: Linearisation,
-        system: System,
-        chosen: Choice,
-        start: list[Tensor],
-        before_it: Tensor | None,
-        bent: bool,
-    ) -> Attempt | None:
-        """Solve for a step, bend it, make it, and look where it leads to. None where it could not be solved."""
-        solved = system.step(self.damping, before_it)
-        if solved is None:
-            return None
-        step, predicted = solved
-        bends = look.loss.new_zeros(())
-        if bent:
-            place(self.parameters, start, AHEAD * step)
-            here, ahead = (outputs_of(one.parts, chosen) for one in (look, self._outputs(look.batch, False)))
-            bend, bends = bend_of(system, step, here, ahead)
-            step = step + bend
-        place(self.parameters, start, step)
-        trial = self._outputs(look.batch, bool(self.exact))
-        after, after_all, anything = self._numbers(trial.loss_of(chosen), trial.loss, bends.to(trial.loss.dtype))
-        return Attempt(step, predicted, after, after_all, trial, anything > 0)
-
-    def _look_at(self, batch: Any) -> Linearisation:
-        """Outputs of this batch at the weights as they are: those of the last trial, if the batch is the same."""
-        known = self._look
-        self.exact = same_batch(batch, self._batch)
-        if known is not None and self.exact and not known.stale:
-            return known
-        self._batch = map_tensors(batch, lambda tensor: tensor.clone())
-        self._look = self._outputs(self._batch)
-        self.prices.note(self._look)
-        return self._look
-
-    def _outputs(self, batch: Any, with_rows: bool = True) -> Linearisation:
-        with_taps = with_rows and self.tapped
-        return Linearisation(self.objective, self.engine.model, self.parameters, batch, with_taps=with_taps)
 
     def stay(self, batch: Any) -> StepOutput | None:
         """A step that leaves the weights where they are, and says what the loss is there. None where `failure` says
         why it cannot."""
-        return self._guarded(lambda batch: self._count(batch, self._look_at(batch), None), batch)
+        return self._guarded(lambda batch: self._count(batch, self.lookout.look(batch), None), batch)
 
     def _count(self, batch: Any, look: Look, system: System | None) -> StepOutput:
         """What follows on a step. system: None where nothing was tried."""
@@ -613,7 +447,6 @@ class LinearisedLeaps(ChainedLeaps):
 
     def after_load(self) -> None:
         device = self.engine.device
-        self._batch = self.engine.to_device(self._batch)
         self.mark, self.best, self.end_point, self.best_point = (
             [tensor.to(device) for tensor in point] for point in (self.mark, self.best, self.end_point, self.best_point)
         )

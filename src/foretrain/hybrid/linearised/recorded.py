@@ -48,6 +48,20 @@ class Losses:
 
 
 @dataclass(frozen=True)
+class Trial:
+    """What is tried."""
+
+    chosen: Choice
+    start: Sequence[Tensor]
+    """Weights that it leads away from."""
+    damping: float
+    carried_on: Tensor | None
+    """What it begins with of the leap before."""
+    bent: bool
+    """How outputs bend along it is to be followed."""
+
+
+@dataclass(frozen=True)
 class Attempt:
     """A step that was solved for and made."""
 
@@ -76,10 +90,6 @@ class RecordedLook(Losses):
         leap.replay()
         self.pair = leap.losses.pair.clone()
         return leap.system_now()
-
-    def attempt(self, damping: float, carried_on: Tensor | None, start: Sequence[Tensor], bent: bool) -> Attempt | None:
-        """Solve for a step, make it, and look where it leads to. None where it could not be solved."""
-        return self.leap.attempt(damping, carried_on, start, bent)
 
 
 class RecordedLeap:
@@ -118,12 +128,13 @@ class RecordedLeap:
         self.replay()
         self._record_attempt(self._system.types(damping))
 
-    def attempt(self, damping: float, carried_on: Tensor | None, start: Sequence[Tensor], bent: bool) -> Attempt | None:
-        types = self._system.types(damping)
-        self._damping.fill_(damping)
-        self._bent.fill_(bent)
-        _copy(self._start, start)
-        self._carried_on.zero_() if carried_on is None else self._carried_on.copy_(carried_on)
+    def attempt(self, trial: Trial) -> Attempt | None:
+        """Solve for a step, make it, and look where it leads to. None where it could not be solved."""
+        types = self._system.types(trial.damping)
+        self._damping.fill_(trial.damping)
+        self._bent.fill_(trial.bent)
+        _copy(self._start, trial.start)
+        self._carried_on.zero_() if trial.carried_on is None else self._carried_on.copy_(trial.carried_on)
         if types not in self._attempts:
             self._record_attempt(types)
         replay, (step, numbers, losses) = self._attempts[types]
@@ -133,7 +144,7 @@ class RecordedLeap:
         if predicted is None:
             return None
         seen = replace(losses, pair=losses.pair.clone())
-        return Attempt(step.clone(), predicted, after, after_all, seen, bent and bends > 0)
+        return Attempt(step.clone(), predicted, after, after_all, seen, trial.bent and bends > 0)
 
     def _record_attempt(self, types: Types) -> None:
         """The weights are as before afterwards."""

@@ -56,8 +56,9 @@ class RowCount(Stateful):
                 return
 
     def without_recording(self) -> None:
-        """Leaps are not recorded after all."""
-        self.recorded, self.least_patience, self.patience = False, _PATIENCE, min(self.patience, _PATIENCE)
+        """Leaps are not recorded, perhaps after all."""
+        if self.recorded:
+            self.recorded, self.least_patience, self.patience = False, _PATIENCE, min(self.patience, _PATIENCE)
 
     def begin_chain(self) -> None:
         self.since, self.own_fall, self.whole_fall = 0, 0.0, 0.0

@@ -34,10 +34,13 @@ class ChainedLeaps(Stateful, ABC):
     """It began at the end of an earlier chain."""
     stopped: bool
     """It is to end with its next leap, whatever that brings."""
-    exact: bool | None
-    """Whether the last two batches gave the same loss."""
     failure: str = ""
     """Why no leap can be made any more; empty while nothing stands against them."""
+
+    @property
+    @abstractmethod
+    def exact(self) -> bool | None:
+        """Whether the last two batches gave the same loss. None until that is known."""
 
     @abstractmethod
     def begin(self, batch: Any) -> bool:

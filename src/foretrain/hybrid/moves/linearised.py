@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from foretrain.engine.graphs import WARMUP_STEPS
-from foretrain.engine.objective import Objective
+from foretrain.engine.objective import Objective, Residuals
 from foretrain.engine.step import StepOutput
 from foretrain.events import Notice
 from foretrain.hybrid.judges.judgement import Judgement
@@ -21,6 +21,9 @@ from foretrain.motion.predictability import LOW_NOISE_COSINE, Predictability
 
 _LONGEST_WAIT = 64
 """Windows. Chosen: a try costs a few steps, so one in 640 steps is not felt."""
+_TELL_AFTER = 3
+"""Windows in which batches differ too much, before that is told. Chosen: batches are called noisy after so
+many."""
 _IN_VAIN, _OFTEN_IN_VAIN = 0.25, 0.1
 """Share of the run that tries in vain may take, at first and later. Chosen: a try with a large model or slow rows can
 cost hundreds of full steps, but what was slow at first may be fast when the optimizer has become slow."""
@@ -74,7 +77,7 @@ class LinearisedKind(ChainedKind):
     """Makes such chains from the first window on, where batches hardly differ."""
 
     name = LinearisedChain.kind
-    saved = (*ChainedKind.saved, "wait", "pause", "off")
+    saved = (*ChainedKind.saved, "wait", "pause", "off", "noisy_windows")
     leaps: LinearisedLeaps
 
     def __init__(self, tools: MoveTools, predictability: Predictability, objective: Objective) -> None:
@@ -84,6 +87,8 @@ class LinearisedKind(ChainedKind):
         self.leaps = LinearisedLeaps(tools.engine, objective, hybrid.linear_rows, hybrid.linear_memory_mb)
         self.wait, self.pause = 0, 1
         """Windows until the next try, and how many follow on a try in vain."""
+        self.noisy_windows = 0
+        """Windows in which batches differed too much for a try."""
         self.off = ""
         """Why no more are made in this run."""
         if self.possible:  # leaps may begin after a window: few steps are not worth a recording
@@ -122,7 +127,10 @@ class LinearisedKind(ChainedKind):
         return self.possible and self.predictability.same_batch
 
     def propose(self, outlook: Outlook) -> Decision | None:
-        if not self.possible or not self._worth_a_try(outlook):
+        if not self.possible:
+            return None
+        if not self._worth_a_try(outlook):
+            self._tell_noise()
             return None
         faster = self.leaps.compare(self.tools.worth.slope)
         if faster:
@@ -144,6 +152,16 @@ class LinearisedKind(ChainedKind):
         if known.same_batch or outlook.low_noise:
             return True
         return known.gradient_cosine > LOW_NOISE_COSINE if holds is None else holds
+
+    def _tell_noise(self) -> None:
+        """Once, to who hands in residuals: the run is then one of the optimizer's own steps."""
+        self.noisy_windows += 1
+        if self.noisy_windows != _TELL_AFTER or not isinstance(self.leaps.objective, Residuals):
+            return
+        cosine = self.predictability.gradient_cosine
+        text = f"no linearised leaps are made for now: batches differ too much (cosine of their gradients {cosine:.2f}"
+        advice = "give more points per batch, or the same ones for a while"
+        self.tools.emit(Notice(f"{text}, {LOW_NOISE_COSINE} and more is needed); {advice}", level="info"))
 
     def applies(self, decision: Decision, batch: Any) -> tuple[bool, float]:
         return decision.kind == self.name, 0.0

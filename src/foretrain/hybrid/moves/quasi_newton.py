@@ -53,6 +53,8 @@ class QuasiNewton(StepHook, ChainedLeaps):
         *("stopped", "_last"),
     )
     name = "quasi-Newton"
+    exact: bool | None = None
+    """Whether two batches gave the same loss at the same weights when they were last compared."""
     _last: Tensor | None
 
     def __init__(self, engine: Engine, pairs: int, memory_mb: float, longest: int) -> None:
@@ -79,7 +81,6 @@ class QuasiNewton(StepHook, ChainedLeaps):
         self.stopped = False
         """It is to end with its next leap, whatever that brings."""
         self.exact = None
-        """Whether two batches gave the same loss at the same weights when they were last compared."""
 
     def cover(self) -> None:
         """Others are trained: pairs and points of before are forgotten."""
