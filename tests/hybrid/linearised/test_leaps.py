@@ -812,6 +812,18 @@ def test_who_hands_in_residuals_is_told_once_that_batches_differ_too_much(handed
     assert len(told) == (handed_in == "residuals")
 
 
+@pytest.mark.parametrize("points", [20, 400])
+def test_many_coupled_rows_are_left_to_others_and_that_is_told(points: int) -> None:
+    def coupled(model: nn.Module, x: Tensor) -> Tensor:
+        found: Tensor = model(x)
+        return found - torch.sin(3 * x) + found.mean()
+
+    run = world(network(width=6), torch.linspace(-1, 1, points).view(-1, 1), coupled, hybrid__linear_rows=160).run()
+    told = [text for text in notices(run) if "rows depend on each other, so that a leap takes as long as" in text]
+    assert len(told) == (points == 400)
+    assert bool(leaps_of(run).made) == (points == 20)
+
+
 def in_cells(position: int) -> Tensor:
     """A point in each of 40 cells."""
     inside = torch.rand(40, 1, generator=torch.Generator().manual_seed(position))

@@ -10,7 +10,7 @@ from torch import Tensor
 from foretrain.hybrid.linearised.grid import Grid, grid_of
 from foretrain.hybrid.linearised.matrix import pair_work, spans
 from foretrain.hybrid.linearised.rows import Linearisation, width_of
-from foretrain.hybrid.linearised.way import PartWay, Table, Way
+from foretrain.hybrid.linearised.way import COUPLED, PartWay, Table, Way
 
 _MOST_COLUMNS = 16
 """Outputs per row up to which each takes a backward pass of all rows; beyond, chosen outputs are taken one by one.
@@ -25,7 +25,6 @@ _AGREES = 1e-3
 _WHOLE = 0.02
 """How far from a whole number the index of a row may be found. Chosen: rounding in fp32 leaves 0.005 at 10,000 rows."""
 
-_COUPLED = "rows depend on each other"
 Maps = list[Tensor | None]
 """For each call the output of a column that each of its rows belongs to, by its row; -1: none. None: untouched."""
 
@@ -47,7 +46,7 @@ def find_way(look: Linearisation) -> Way:
     for index, (part, _) in enumerate(look.columns):
         maps = _maps(look, index)
         if maps is None:
-            return _singly(look, _COUPLED)
+            return _singly(look, COUPLED)
         for number, (columns, known) in enumerate(passes):
             if not any(_meet(one, other) for one, other in zip(known, maps, strict=True)):
                 columns.append(index)
@@ -63,11 +62,11 @@ def find_way(look: Linearisation) -> Way:
         if part_way.tables and elements > _MOST_BESIDE:
             return _singly(look, "there are parameters beside those of linear layers")
         if any(table.rows.numel() > _LARGEST_TABLE * look.calls[table.call].rows for table in part_way.tables):
-            return _singly(look, _COUPLED)
+            return _singly(look, COUPLED)
         for table in part_way.tables:
             table.full, table.run = bool((table.rows >= 0).all()), _run(table.rows)
     way = _priced(look, Way(form, passes=[columns for columns, _ in passes], parts=parts))
-    return way if agrees(look, way) else _singly(look, _COUPLED)
+    return way if agrees(look, way) else _singly(look, COUPLED)
 
 
 def _singly(look: Linearisation, reason: str) -> Way:

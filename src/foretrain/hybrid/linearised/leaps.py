@@ -27,7 +27,7 @@ from foretrain.hybrid.linearised.price import Price
 from foretrain.hybrid.linearised.recorded import Trial
 from foretrain.hybrid.linearised.row_count import RowCount
 from foretrain.hybrid.linearised.solve import System
-from foretrain.hybrid.linearised.way import Way
+from foretrain.hybrid.linearised.way import COUPLED, Way
 from foretrain.hybrid.moves.chained import ChainedLeaps
 from foretrain.motion.losses import WindowLosses
 
@@ -65,6 +65,9 @@ _FEWEST = 32
 _DEAR = 8.0
 """Full steps per leap. Chosen: twice what leaps of small networks cost; where they cost more, as with many classes or
 rows that are taken one by one, the optimizer may well be faster."""
+_MOST_IF_COUPLED = 8.0
+"""Full steps that a leap by coupled rows may cost. Measured with an integral over 512 points, where one costs 26: such
+leaps take twice as long as quasi-Newton ones, and end at 0.08, 0.8 and 51 times their loss."""
 _FIRST_LENGTH = 64.0
 """Full steps that the first chain of dear leaps costs: those of the optimizer after it show who is faster there.
 Chosen: few enough to be lost where leaps are slow, and the next chain is twice as long where they are not."""
@@ -222,12 +225,14 @@ class LinearisedLeaps(ChainedLeaps):
         if not math.isfinite(self.loss):
             return False
         self.first_loss = self.loss if math.isnan(self.first_loss) else self.first_loss
-        self._find_way(self.lookout.look(batch))
+        way = self._find_way(self.lookout.look(batch))
         if rows.most < self.fewest_rows:
             needed, given = self.prices.memory_mb(self.fewest_rows, self.elements), self._memory_mb
             raise UnknownForm(
                 f"hybrid.linear_memory_mb = {given:g} has no room for enough rows; set {math.ceil(needed)} or more"
             )
+        if way.reason == COUPLED and (steps := self.price(min(rows.now, look.count))) > _MOST_IF_COUPLED:
+            raise UnknownForm(f"{COUPLED}, so that a leap takes as long as {steps:.0f} steps or more")
         if not self.made:
             self.row_count.begin(self.price, self.prices.outputs)
         return True

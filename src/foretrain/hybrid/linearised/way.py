@@ -8,6 +8,9 @@ from torch import Tensor
 
 from foretrain.hybrid.linearised.grid import Grid
 
+COUPLED = "rows depend on each other"
+"""Why outputs are taken one by one: an integral over all points is in each."""
+
 
 @dataclass
 class Table:
