@@ -750,6 +750,36 @@ def _(bench: Bench) -> None:
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
+def _blocks_used(bench: Bench, **changes: Any) -> list[int]:
+    """Blocks that are used before each of ten steps."""
+    config = bench.config(model__layers=4, max_steps=10, hybrid__mode="off", growth__layers=2, **changes)
+    trainer = HybridTrainer(bench.make_model(layers=4), config=config)
+    assert trainer.growth is not None
+    used = []
+    for _ in range(10):
+        trainer.step(bench.make_batch())
+        used.append(trainer.growth.depth.layers)
+    return used
+
+
+@effect("growth.layers")
+def _(bench: Bench) -> None:
+    assert _blocks_used(bench) == [2] * 5 + [4] * 5
+    plain = HybridTrainer(bench.make_model(layers=4), config=bench.config(max_steps=10))
+    assert plain.growth is None
+
+
+@effect("growth.at")
+def _(bench: Bench) -> None:
+    assert _blocks_used(bench, growth__at=0.2) == [2] * 2 + [4] * 8
+
+
+@effect("growth.blocks")
+def _(bench: Bench) -> None:
+    with pytest.raises(ConfigError, match=r"growth.blocks = 'layers' names no nn.ModuleList of blocks in GPT2"):
+        _blocks_used(bench, growth__blocks="layers")
+
+
 @effect("engine.activation_checkpointing")
 def _(bench: Bench) -> None:
     calls: list[nn.Module] = []

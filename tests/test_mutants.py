@@ -103,7 +103,7 @@ def test_drawn_changes_are_python_and_the_same_for_a_seed(mutants: Any) -> None:
     project = mutants.Project(BENCHMARKS.parent)
     found = drawing.drawn(project, 12, 5)
     assert found == drawing.drawn(project, 12, 5)
-    assert len({words for *_, words, _ in found}) == 12
+    assert len({(file, words) for _, file, _, _, words, _ in found}) == 12
     for _, file, before, after, _, tests in found:
         assert project.path(file).read_text() == before
         assert ast.dump(ast.parse(before)) != ast.dump(ast.parse(after))

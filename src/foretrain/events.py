@@ -106,6 +106,23 @@ class Moved(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class Grown(Event):
+    """The model goes on with more of its blocks, or that was judged."""
+
+    step: int
+    verdict: str
+    """"made", then "kept" or "undone"; "refused" where it could not be made."""
+    layers: int
+    """Blocks that are used from now on."""
+    of: int
+    loss_before: float | None
+    """Mean loss just before the growth."""
+    loss: float | None
+    """Mean loss at the end of its trial."""
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class RateTrial(Event):
     """A learning rate that is `auto`: one rate is at work. The first is that of the run itself; of others the step
     stands still."""

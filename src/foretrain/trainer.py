@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from foretrain.config import Config
 from foretrain.config.schema import Level
-from foretrain.engine.composed import ComposedState
+from foretrain.engine.composed import ComposedState, Part
 from foretrain.engine.engine import Engine
 from foretrain.engine.explain import KnownLength, first_failure
 from foretrain.engine.memory.usage import MemoryMeter
@@ -29,6 +29,7 @@ from foretrain.health.rescue import Rescue
 from foretrain.hybrid import summary as summaries
 from foretrain.hybrid.assembly import look_ahead_of
 from foretrain.hybrid.freezing import follow_freezing
+from foretrain.hybrid.growth import Growth
 from foretrain.hybrid.hybrid import Hybrid
 from foretrain.hybrid.moves.rate_race import check_race, with_short_warmup
 from foretrain.hybrid.policy import Policy
@@ -82,6 +83,7 @@ class HybridTrainer:
         emit = self.bus.emit
         self.memory = MemoryMeter(engine.device, emit, lambda: engine.progress.global_step, config.memory.timeline)
         self.rescue = Rescue(engine, self.memory, emit)
+        self.growth = Growth(engine, emit) if config.growth.stages else None  # before others see what is trained
         self.look_ahead = look_ahead_of(engine)  # the first of the hooks
         self.checkup = Checkup(engine, emit)
         engine.rate_sources = (self.checkup.health,)
@@ -94,7 +96,12 @@ class HybridTrainer:
         if config.hybrid.mode != "off" and engine.full_step.parameters:
             self.hybrid = hybrid = Hybrid(engine, self.checkup, self.rescue, self.look_ahead, predictor, probe, emit)
             self.policy, self.observer = hybrid.policy, hybrid.observer
-        parts = {"look_ahead": self.look_ahead, "checkup": self.checkup, "hybrid": self.hybrid, "rescue": self.rescue}
+            if self.growth is not None:
+                self.growth.rest, self.growth.undone = hybrid.rest, hybrid.taken_back
+        parts: dict[str, Part | None] = {"look_ahead": self.look_ahead, "checkup": self.checkup}
+        parts |= {"hybrid": self.hybrid, "rescue": self.rescue}
+        if self.growth is not None:
+            parts["growth"] = self.growth
         self._state = ComposedState(engine, parts, emit)
 
     # --- what a loop of one's own asks for ----------------------------------------------------------------------------
@@ -183,12 +190,16 @@ class HybridTrainer:
         engine.fence.obey()
         if engine.trained.changed:
             batch = follow_freezing(engine, self.policy, batch, self.bus.emit)
+        if self.growth is not None and self.phase in (Phase.WARMUP, Phase.FULL):
+            self.growth.follow(batch)
         try:
             result = self.rescue.step(batch, self._advance)
         except (TypeError, AttributeError, RuntimeError) as error:
             if (explained := first_failure(error, engine)) is None:
                 raise
             raise explained from error
+        if self.growth is not None and engine.ended:
+            self.growth.end()
         engine.fence.obey()
         back = position + 1 - engine.progress.position
         return result if back <= 0 else replace(result, rewound=back)
@@ -305,4 +316,7 @@ class HybridTrainer:
     def summary(self) -> dict[str, Any]:
         """What the run did so far."""
         predicted = {} if self.hybrid is None else summaries.of_prediction(self.engine, self.hybrid)
-        return summaries.of_steps(self.engine, self.memory) | predicted | self.checkup.summary() | self.rescue.summary()
+        summary = summaries.of_steps(self.engine, self.memory) | predicted
+        if self.growth is not None:
+            summary["growth"] = self.growth.summary()
+        return summary | self.checkup.summary() | self.rescue.summary()

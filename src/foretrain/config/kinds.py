@@ -15,6 +15,8 @@ UNSEEN_LIMITS = (MOST, LARGEST, 2**12, 2**16, 2**20, 2**24)
 Positive = Annotated[float, Field(gt=0, le=LARGEST, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, le=LARGEST, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
+Inside = Annotated[float, Field(gt=0, lt=1)]
+"""A share that is neither nothing nor all."""
 Count = Annotated[int, Field(ge=1, le=MOST)]
 CountOrZero = Annotated[int, Field(ge=0, le=MOST)]
 Layers = Annotated[int, Field(ge=1, le=2**12)]

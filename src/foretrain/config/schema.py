@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -13,6 +14,7 @@ from foretrain.config.kinds import (
     Count,
     CountOrZero,
     Fraction,
+    Inside,
     Layers,
     NonNegative,
     Positive,
@@ -485,6 +487,38 @@ class LogConfig(Section):
         return [name.strip() for name in value.split(",") if name.strip()] if isinstance(value, str) else value
 
 
+class GrowthConfig(Section):
+    """A run that begins with fewer blocks of its model, and goes on with all of them: the deep model's first weights
+    are predicted from the shallow one's."""
+
+    layers: CountOrZero | tuple[Layers, ...] = 0
+    """Blocks that the run begins with, such as 6 of 12; or those of several stages, such as [3, 6]. 0: all, from the
+    first step on."""
+    at: Inside | tuple[Inside, ...] = 0.5
+    """Share of the run at which it goes on with all blocks; or the end of each stage, such as [0.25, 0.5]. New blocks
+    learn best before the learning rate decays."""
+    blocks: str = "blocks"
+    """Name of the `nn.ModuleList` of blocks in a module of your own, such as "transformer.h"."""
+
+    @property
+    def stages(self) -> list[tuple[int, float]]:
+        """Return the blocks of each stage, and the share of the run at which it ends."""
+        layers = self.layers if isinstance(self.layers, tuple) else (self.layers,)
+        ends = self.at if isinstance(self.at, tuple) else (self.at,)
+        return list(zip(layers, ends, strict=True)) if any(layers) else []
+
+    @model_validator(mode="after")
+    def _stages_follow_each_other(self) -> GrowthConfig:
+        layers = self.layers if isinstance(self.layers, tuple) else (self.layers,)
+        ends = self.at if isinstance(self.at, tuple) else (self.at,)
+        if len(layers) != len(ends):
+            raise ValueError(f"layers names {len(layers)} stages, and at the end of {len(ends)}; give one end for each")
+        for one, what in ((layers, "layers"), (ends, "at")):
+            if any(later <= earlier for earlier, later in pairwise(one)):
+                raise ValueError(f"{what} = {list(one)} must rise from stage to stage")
+        return self
+
+
 class Config(Section):
     """The whole configuration of a run."""
 
@@ -524,6 +558,7 @@ class Config(Section):
     memory: MemoryConfig = MemoryConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    growth: GrowthConfig = GrowthConfig()
     hybrid: HybridConfig = HybridConfig()
     predictor: PredictorConfig = PredictorConfig()
     correction: CorrectionConfig = CorrectionConfig()

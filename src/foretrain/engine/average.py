@@ -47,6 +47,13 @@ class WeightAverage:
         torch._foreach_lerp_(self.average, self.weights, 1 - self.decay)
 
     @torch.no_grad()
+    def copy(self, pairs: Sequence[tuple[str, str]]) -> None:
+        """Give weights the average of those that they were made from. pairs: names, (new, old)."""
+        places = {name: place for place, name in enumerate(self.names)}
+        for new, old in pairs:
+            self.average[places[new]].copy_(self.average[places[old]])
+
+    @torch.no_grad()
     def shift(self, displacement: Sequence[Tensor], share: float) -> None:
         """A move carries the average along, else it would lag behind by the whole move."""
         averages = [real_view(self.average[place]) for place in self._moving]

@@ -77,6 +77,10 @@ class FullStep:
         self._absent = torch.full((), torch.nan, device=self.device)
 
     @property
+    def compiled(self) -> bool:
+        return self._compiled is not None
+
+    @property
     def loss_function(self) -> Any:
         """The loss as it was handed in, or as it was compiled."""
         return self._loss_function

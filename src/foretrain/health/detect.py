@@ -137,6 +137,10 @@ class Detector(Stateful):
         """A move that lowered an exact loss changes what gradients are usual."""
         self.gradients = GradientBaseline()
 
+    def after_growth(self) -> None:
+        """Another depth changes what losses and gradients are usual."""
+        self.losses, self.gradients = LossBaseline(), GradientBaseline()
+
     # --- the signs ---------------------------------------------------------------------------------------------------
 
     def _loss(self, loss: float) -> Iterator[Symptom]:

@@ -267,6 +267,16 @@ class Hybrid:
         """Held-out batches: where the loss is exact, a move must not raise their loss."""
         self.policy.tools.held_out.batches, self.policy.appraiser.judged_on_held_out = held_out, bool(held_out)
 
+    def rest(self, steps: int) -> None:
+        """Nothing is tried for so many full steps: something else is on trial."""
+        self.policy.rest.steps = max(self.policy.rest.steps, steps)
+        self.policy.guard.after_growth()
+
+    def taken_back(self, steps: int) -> None:
+        """Somebody else has gone back by so many full steps."""
+        self.policy.score.counts.undone_steps += steps
+        self.observer.restart()
+
     def start_counting_anew(self) -> None:
         """A run that was given up, and is gone on with, gets as many tries as any other."""
         if self.policy.recovery.rollbacks > self.engine.config.guard.max_rollbacks:

@@ -145,6 +145,13 @@ class Block(nn.Module):
         y: Tensor = x + self.drop(self.feed_forward(self.feed_forward_norm(x)))
         return y
 
+    @torch.no_grad()
+    def silence(self) -> None:
+        """Let the block add nothing to the residual stream."""
+        for layer in (self.attention.out, self.feed_forward.down):
+            for parameter in layer.parameters():
+                parameter.zero_()
+
     def decode(self, x: Tensor, new: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None) -> Tensor:
         x = x + self.attention.decode(self.attention_norm(x), new, keys, values, bias)
         y: Tensor = x + self.feed_forward(self.feed_forward_norm(x))
@@ -251,7 +258,7 @@ class GPT2(nn.Module):
     @property
     def draws_again(self) -> bool:
         """A recomputed block repeats its dropout: its random state is read and set, which no recorded graph can do."""
-        return any(_draws(self.blocks[layer]) for layer in self.recomputed)
+        return any(_draws(block) for layer, block in enumerate(self.blocks) if layer in self.recomputed)
 
     def make_cache(self, batch: int, length: int, padding: Sequence[int] | None = None) -> KeyValueCache:
         """Make room for `length` tokens in each of `batch` rows, for `decode` under the same autocast setting as

@@ -11,6 +11,7 @@ from foretrain.events import (
     CheckpointSaved,
     Evaluated,
     Event,
+    Grown,
     HealthFound,
     HealthMeasured,
     MemoryUsed,
@@ -80,6 +81,8 @@ def line(event: Event, verbose: bool = False) -> str | None:
             return f"[yellow]step {event.step}, {event.action.replace('_', ' ')}:[/] {_told(event.text)}"
         case HealthFound():
             return _finding(event)
+        case Grown():
+            return _growth(event)
         case Tuned():
             return f"[yellow]step {event.step}, tuned:[/] {escape(assignments(event.change))} ({event.ailment})"
         case Notice():
@@ -92,6 +95,20 @@ def line(event: Event, verbose: bool = False) -> str | None:
         case OwnCodeFailed():
             return escape(event.traceback.rstrip()) or None
     return None
+
+
+def _growth(event: Grown) -> str:
+    """Say what the model grew to, and what became of it."""
+    blocks = f"{event.layers} of {event.of} blocks"
+    if event.verdict == "made":
+        before = "" if event.loss_before is None else f", loss {event.loss_before:.4f} before it"
+        return f"step {event.step}: the model grows to {blocks}{before}"
+    loss = "" if event.loss is None or event.loss_before is None else f", {event.loss_before:.4f} -> {event.loss:.4f}"
+    if event.verdict == "kept":
+        return f"step {event.step}: growth to {blocks} kept{loss}"
+    return (
+        f"[yellow]step {event.step}: growth {event.verdict}[/]{loss}; {_told(event.reason)}, it goes on with {blocks}"
+    )
 
 
 def _told(text: str) -> str:

@@ -135,7 +135,16 @@ class RunRecord:
                 self._resume(step)
                 self._reached = self._told_until = step
                 self.decisions.append(Entry(kind, step, self._now(step), {**fields, "done_again": again}))
-            case "PhaseChanged" | "Moved" | "Recovered" | "Tuned" | "RateTried" | "Notice" | "CheckpointRejected":
+            case (
+                "PhaseChanged"
+                | "Moved"
+                | "Grown"
+                | "Recovered"
+                | "Tuned"
+                | "RateTried"
+                | "Notice"
+                | "CheckpointRejected"
+            ):
                 if kind == "Notice":
                     entry = Entry(kind, self.step, self._now(self.step), fields)
                 elif fields.get("action") == "roll_back":  # it tells where to, and is shown where from

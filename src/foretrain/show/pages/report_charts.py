@@ -268,6 +268,9 @@ def marks(record: RunRecord) -> list[list[Any]]:
             found.append((entry, str(entry.fields.get("verdict")), move_words(entry)))
         elif entry.kind == "Recovered":
             found.append((entry, "recovery", recovery_words(entry)))
+        elif entry.kind == "Grown":
+            verdict = "rolled back" if entry.fields.get("verdict") == "undone" else "kept"
+            found.append((entry, verdict, growth_words(entry)))
         elif entry.kind == "Tuned":
             found.append((entry, "recovery", f"tuned: {assignments(entry.fields.get('change'))}"))
         elif entry.kind == "Resumed":
@@ -276,6 +279,12 @@ def marks(record: RunRecord) -> list[list[Any]]:
     found += [(entry, "not finite", "the loss was not finite") for entry in broken]
     found.sort(key=lambda one: one[0].step)
     return thinned_marks([(entry.step, entry.seconds, kind, words) for entry, kind, words in found], record.step)
+
+
+def growth_words(entry: Entry) -> str:
+    """Write: growth to 12 of 12 blocks: kept."""
+    fields = entry.fields
+    return f"growth to {fields.get('layers')} of {fields.get('of')} blocks: {fields.get('verdict')}"
 
 
 def move_words(entry: Entry) -> str:

@@ -13,6 +13,7 @@ from foretrain.events import (
     CheckpointRejected,
     Evaluated,
     Event,
+    Grown,
     HealthFound,
     Moved,
     Notice,
@@ -57,6 +58,9 @@ def entry_of(event: Event, step: int, unit: str = "tokens") -> TrackerEntry | No
             return TrackerEntry(event.step, texts={"recovery": f"{event.action}: {event.text}"})
         case HealthFound():
             return TrackerEntry(event.step, texts={"finding": _finding(event)})
+        case Grown():
+            text = f"to {event.layers} of {event.of} blocks: {event.verdict} ({event.reason})"
+            return TrackerEntry(event.step, texts={"growth": text})
         case Tuned():
             return TrackerEntry(event.step, texts={"recovery": f"{event.ailment}: set {assignments(event.change)}"})
         case Notice(level="warning"):

@@ -1,0 +1,249 @@
+"""Growth: a run begins with fewer blocks, and the deep model's weights are predicted from the shallow one's. It is a
+move like others: made from a snapshot, judged by the loss some steps later, and undone where it did not return."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foretrain.engine.depth import Depth, copy_state, spread
+from foretrain.engine.engine import Engine
+from foretrain.engine.hooks import StepHook
+from foretrain.engine.step import StepOutput
+from foretrain.errors import ConfigError, is_out_of_memory
+from foretrain.events import Event, Grown
+from foretrain.persist.codec import put_together, random_state, restore_random_state, snapshot
+from foretrain.persist.stateful import Stateful
+
+_SHARE_OF_LOOK, _SHORTEST_LOOK, _LONGEST_LOOK = 0.02, 4, 50
+"""Steps whose mean loss is compared, before growth and at the end of its trial. Chosen: a mean of fifty batches is
+known to some thousandths."""
+_SHARE_OF_TRIAL = 0.05
+"""Share of the run after which growth is judged. Measured: new blocks that are copies raise the loss at first, and
+after as many steps it has returned."""
+_RETURNED = 0.01
+"""Share above the loss before growth that counts as returned, beside what is left of noise. Chosen: what growth wins is
+several times as much."""
+_ERRORS = 2.0
+"""Standard errors that the difference of two mean losses may have by chance. Chosen: as usual."""
+
+
+class Growth(StepHook, Stateful):
+    """Follows the stages of `growth.layers`. Nothing is done in between but to note the last losses."""
+
+    saved = ("stage", "grown_at", "before", "error_before", "off", "anchor", "told", "losses")
+    anchor: Any
+    grown_at: int | None
+    told: list[dict[str, Any]]
+
+    def __init__(self, engine: Engine, emit: Callable[[Event], None]) -> None:
+        config = engine.config.growth
+        self.engine, self.emit = engine, emit
+        self.depth = Depth(engine.model, config.blocks)
+        self.stages = config.stages
+        self._check()
+        self.stage = 0
+        self.before, self.error_before = math.nan, 0.0
+        """Mean loss just before the last growth, and its standard error."""
+        self.grown_at = None
+        """Step of a growth that is on trial."""
+        self.anchor = None
+        """The state of the run just before it."""
+        self.off = ""
+        """Why the run does not grow any more."""
+        self.told = []
+        self._recent: deque[Tensor] = deque(maxlen=_LONGEST_LOOK)
+        """The last losses, on the device."""
+        self._prepared = False
+        self.rest: Callable[[int], None] = lambda steps: None
+        """Nothing else is tried for so many steps. Set by the trainer."""
+        self.undone: Callable[[int], None] = lambda steps: None
+        """Is told how many steps were taken back. Set by the trainer."""
+        self.depth.use(self._blocks_of(0))
+        self.depth.silence()
+        engine.follow_trained()
+        engine.add_hook(self)
+
+    def _check(self) -> None:
+        total, layers = self.depth.total, [layers for layers, _ in self.stages]
+        if layers[-1] >= total:
+            raise ConfigError(
+                f"growth.layers = {layers[-1]} is not less than the {total} blocks of the model; begin with fewer, or "
+                "set growth.layers = 0"
+            )
+        for earlier, later in zip(layers, [*layers[1:], total], strict=True):
+            if not set(spread(earlier, total)) <= set(spread(later, total)):
+                raise ConfigError(
+                    f"growth.layers = {layers}: blocks of {earlier} layers are not among those of {later}; let each "
+                    "stage divide the next one"
+                )
+        held = {id(p) for group in self.engine.optimizer.param_groups for p in group["params"]}
+        if any(id(p) not in held for p in self.depth.parameters):
+            raise ConfigError(
+                f"growth.layers: the optimizer does not hold all of {self.depth.name}; give it all of the model"
+            )
+
+    # --- between steps -----------------------------------------------------------------------------------------------
+
+    def follow(self, batch: Any) -> None:
+        """Before a step, while no other move is open: judge the growth that is on trial, and grow where that is due."""
+        if not self._prepared:
+            self._prepare(batch)
+        step = self.engine.progress.global_step
+        if self.grown_at is not None and step >= self.grown_at + self._trial:
+            self._judge()
+        elif self.grown_at is None and self.stage < len(self.stages) and not self.off and step >= self._due:
+            self._grow()
+
+    def end(self) -> None:
+        """The run ends: judge what is still on trial."""
+        if self.grown_at is not None:
+            self._judge()
+
+    @property
+    def _due(self) -> int:
+        return max(1, round(self.stages[self.stage][1] * self._length))
+
+    @property
+    def _trial(self) -> int:
+        return max(2 * self._look, round(_SHARE_OF_TRIAL * self._length))
+
+    @property
+    def _look(self) -> int:
+        return min(max(round(_SHARE_OF_LOOK * self._length), _SHORTEST_LOOK), _LONGEST_LOOK)
+
+    @property
+    def _length(self) -> int:
+        if not self.engine.has_end:
+            raise ConfigError("growth.at is a share of the run, which has no end; set max_steps, or epochs in fit")
+        return self.engine.config.max_steps
+
+    def _blocks_of(self, stage: int) -> tuple[int, ...]:
+        """Which are used in a stage; after the last one all."""
+        layers = self.stages[stage][0] if stage < len(self.stages) else self.depth.total
+        return spread(layers, self.depth.total)
+
+    def after_step(self, output: StepOutput) -> None:
+        self._recent.append(output.loss)
+
+    # --- the move ----------------------------------------------------------------------------------------------------
+
+    def _grow(self) -> None:
+        engine, depth, step = self.engine, self.depth, self.engine.progress.global_step
+        blocks = self._blocks_of(self.stage + 1)
+        self.before, self.error_before = self._mean_loss()
+        try:
+            self.anchor = put_together(snapshot(engine.changing_state_dict()))
+            pairs = depth.copy(depth.sources(blocks))
+            copy_state(engine.optimizer, engine.model, pairs)
+            if engine.average is not None:
+                engine.average.copy(pairs)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            self._give_up("there is not enough memory for it")
+            return
+        self._use(blocks)
+        self.stage, self.grown_at = self.stage + 1, step
+        self._recent.clear()
+        self.rest(self._trial)
+        self._tell("made", math.nan, f"{len(pairs)} parameters of new blocks are copies")
+
+    def _judge(self) -> None:
+        after, error = self._mean_loss()
+        limit = self.before + _RETURNED * abs(self.before) + _ERRORS * math.hypot(self.error_before, error)
+        if after <= limit or not math.isfinite(self.before):
+            self._tell("kept", after, "the loss has returned")
+        else:
+            self._undo(after)
+        self.grown_at = self.anchor = None
+
+    def _undo(self, after: float) -> None:
+        """Go back to the weights before growth, and on with as few blocks. Data goes on."""
+        engine, at = self.engine, self.engine.progress.global_step
+        position, state = engine.progress.position, self.anchor
+        self.stage -= 1
+        self._use(self._blocks_of(self.stage))
+        engine.rewind(state)
+        engine.progress.position = position
+        self._recent.clear()
+        self.off = f"the loss did not return within {self._trial} steps"
+        self.undone(at - engine.progress.global_step)
+        self._tell("undone", after, self.off)
+
+    @torch.no_grad()
+    def _give_up(self, why: str) -> None:
+        """Nothing has changed but blocks that are hidden: they get back what they were."""
+        if self.anchor is not None:
+            for name, parameter in self.engine.model.named_parameters():
+                if name.startswith(f"{self.depth.name}.") and not parameter.requires_grad:
+                    parameter.copy_(self.anchor["model"][name])
+                    self.engine.optimizer.state.pop(parameter, None)
+        self.off, self.anchor = why, None
+        self._tell("refused", math.nan, why)
+
+    def _use(self, blocks: Iterable[int]) -> None:
+        self.depth.use(blocks)
+        self.engine.follow_trained()
+
+    def _mean_loss(self) -> tuple[float, float]:
+        """Return the mean over the last steps whose loss was a number, and its standard error."""
+        losses = [loss for loss in self.losses[-self._look :] if math.isfinite(loss)]
+        if len(losses) < 2:
+            return (losses[0] if losses else math.nan), 0.0
+        return statistics.fmean(losses), statistics.stdev(losses) / math.sqrt(len(losses))
+
+    def _tell(self, verdict: str, loss: float, reason: str) -> None:
+        step, known = self.engine.progress.global_step, None if math.isnan(loss) else loss
+        before = None if math.isnan(self.before) else self.before
+        event = Grown(step, verdict, self.depth.layers, self.depth.total, before, known, reason)
+        self.told.append({"step": step, "verdict": verdict, "layers": event.layers, "before": before, "loss": known})
+        self.emit(event)
+
+    # --- ahead of time -----------------------------------------------------------------------------------------------
+
+    def _prepare(self, batch: Any) -> None:
+        """Where steps are compiled: compile that of the whole model now, not in the middle of the run."""
+        self._prepared = True
+        engine, step = self.engine, self.engine.full_step
+        _ = self._due if self.stage < len(self.stages) else 0  # a run without an end is refused before its first step
+        if not step.compiled or step.in_backward is not None or self.stage == len(self.stages) or self.off:
+            return
+        used, random, buffers = self.depth.active, random_state(), [buffer.clone() for buffer in step.buffers]
+        for stage in range(self.stage + 1, len(self.stages) + 1):
+            self.depth.use(self._blocks_of(stage))
+            step.gradient(engine.to_device(batch))
+        engine.optimizer.zero_grad(set_to_none=True)
+        self.depth.use(used)
+        restore_random_state(random)
+        with torch.no_grad():
+            for buffer, before in zip(step.buffers, buffers, strict=True):
+                buffer.copy_(before)
+
+    # --- state -------------------------------------------------------------------------------------------------------
+
+    @property
+    def losses(self) -> list[float]:
+        """The last losses, as they are saved."""
+        recent = list(self._recent)
+        return self.engine.world.to_host(torch.stack(recent).float()) if recent else []
+
+    @losses.setter
+    def losses(self, values: list[float]) -> None:
+        self._recent = deque((torch.tensor(value, device=self.engine.device) for value in values), _LONGEST_LOOK)
+
+    def after_load(self) -> None:
+        if not 0 <= self.stage <= len(self.stages):
+            raise ValueError(f"stage {self.stage} of {len(self.stages)}")
+        self.depth.use(self._blocks_of(self.stage))
+        self.engine.follow_trained()
+
+    def summary(self) -> dict[str, Any]:
+        """Tell where it began, and what became of every growth."""
+        return {"layers": self.depth.layers, "of": self.depth.total, "moves": [dict(one) for one in self.told]}

@@ -1,0 +1,283 @@
+"""Growth: runs that begin with fewer blocks."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from foretrain import Config, HybridTrainer
+from foretrain.config import from_mapping
+from foretrain.engine import depth as depths
+from foretrain.errors import ConfigError
+from foretrain.events import Event, Grown
+from foretrain.hybrid import growth as growths
+from foretrain.models.gpt2 import GPT2, GPT2Shape
+from foretrain.persist.codec import put_together, snapshot
+
+PLAIN: dict[str, Any] = {"max_steps": 40, "hybrid.mode": "off", "optimizer.learning_rate": 3e-3, "device": "cpu"}
+TEXT = torch.randint(32, (70_000,), generator=torch.Generator().manual_seed(0)) // 2
+
+
+def model_of(layers: int = 4, **changes: Any) -> GPT2:
+    return GPT2(GPT2Shape(layers=layers, heads=2, width=16, context=16, vocab_size=32, **changes), seed=1)
+
+
+def batch(position: int) -> tuple[Tensor, Tensor]:
+    rows = TEXT[position * 68 : position * 68 + 68].view(4, 17)
+    return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+
+def config_of(**changes: Any) -> Config:
+    return from_mapping(
+        PLAIN | {"growth.layers": 2} | {name.replace("__", "."): value for name, value in changes.items()}
+    )
+
+
+class Run:
+    def __init__(self, model: nn.Module | None = None, optimizer: Any = None, **changes: Any) -> None:
+        self.trainer = HybridTrainer(model or model_of(), optimizer, config=config_of(**changes))
+        self.events: list[Event] = []
+        self.trainer.bus.subscribe(self.events.append)
+
+    def to(self, step: int) -> Run:
+        while self.trainer.global_step < step:
+            self.trainer.step(batch(self.trainer.position))
+        return self
+
+    @property
+    def layers(self) -> int:
+        assert self.trainer.growth is not None
+        return self.trainer.growth.depth.layers
+
+    @property
+    def verdicts(self) -> list[tuple[str, int]]:
+        return [(event.verdict, event.step) for event in self.events if isinstance(event, Grown)]
+
+    def weights(self) -> list[Tensor]:
+        return [p.detach().clone() for p in self.trainer.model.parameters()]
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_a_run_begins_shallow_and_ends_deep() -> None:
+    run = Run().to(20)
+    assert run.layers == 2
+    before = run.weights()
+    run.to(21)
+    assert run.layers == 4
+    assert run.verdicts == [("made", 20)]
+    assert not same(before, run.weights())
+    run.to(40)
+    assert [verdict for verdict, _ in run.verdicts] == ["made", "kept"]
+    summary = run.trainer.summary()["growth"]
+    assert (summary["layers"], summary["of"]) == (4, 4)
+    assert [move["verdict"] for move in summary["moves"]] == ["made", "kept"]
+
+
+def test_until_it_grows_it_is_the_run_of_a_shallow_model() -> None:
+    deep = model_of()
+    shallow = model_of(layers=2)
+    for number, source in ((0, 0), (1, 2)):
+        shallow.blocks[number].load_state_dict(deep.blocks[source].state_dict())
+    for part in ("token_embedding", "position_embedding", "final_norm"):
+        getattr(shallow, part).load_state_dict(getattr(deep, part).state_dict())
+    grown = Run(deep).to(20)
+    plain = Run(shallow, growth__layers=0)
+    while plain.trainer.global_step < 20:
+        plain.trainer.step(batch(plain.trainer.position))
+    assert torch.equal(deep(batch(900)[0]), shallow(batch(900)[0]))
+    assert grown.trainer.growth is not None
+    grown.trainer.growth.depth.use(range(4))
+    torch.testing.assert_close(deep(batch(900)[0]), shallow(batch(900)[0])), "as the whole model, too"
+
+
+def test_new_blocks_begin_as_copies_with_the_state_of_their_sources(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(optimizer__type="adamw", evaluation__ema_decay=0.9).to(20)
+    growth, engine = run.trainer.growth, run.trainer.engine
+    assert growth is not None
+    growth.follow(batch(20))
+    assert growth.depth.layers == 4
+    named = dict(run.trainer.model.named_parameters())
+    averages = dict(zip(engine.average.names, engine.average.average, strict=True))  # type: ignore[union-attr]
+    for name, parameter in named.items():
+        if name.startswith(("blocks.1.", "blocks.3.")):
+            source = name.replace("blocks.1.", "blocks.0.").replace("blocks.3.", "blocks.2.")
+            assert torch.equal(parameter, named[source])
+            assert torch.equal(averages[name], averages[source])
+            states = engine.optimizer.state
+            assert torch.equal(states[parameter]["exp_avg"], states[named[source]]["exp_avg"])
+
+
+def test_several_stages() -> None:
+    run = Run(growth__layers=[1, 2], growth__at=[0.25, 0.5])
+    seen = [run.to(step).layers for step in (9, 11, 19, 22, 40)]
+    assert seen == [1, 2, 2, 4, 4]
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "adamw": {"optimizer__type": "adamw"},
+    "8-bit states": {"optimizer__type": "adamw", "optimizer__state_type": "8bit"},
+    "average": {"evaluation__ema_decay": 0.9},
+    "accumulation": {"accumulation_steps": 2, "batch_size": 4},
+    "recomputed blocks": {"engine__activation_checkpointing": True},
+    "updates in the backward pass": {"engine__update_in_backward": True, "optimizer__gradient_clip_norm": 0.0},
+    "prediction": {"hybrid__mode": "leap"},
+    "two stages": {"growth__layers": [1, 2], "growth__at": [0.3, 0.5]},
+    "a depth that does not divide": {"growth__layers": 3},
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_resumed_around_the_moment_of_growth_to_the_bit(name: str) -> None:
+    whole = Run(**OTHERS[name])
+    states = {}
+    for step in range(1, 41):
+        whole.to(step)
+        if step in (12, 13, 19, 20, 21, 25, 28, 29, 35):
+            states[step] = put_together(snapshot(whole.trainer.state_dict()))
+    assert whole.layers == 4
+    for step, state in states.items():
+        other = Run(**OTHERS[name])
+        other.trainer.load_state_dict(state)
+        assert other.trainer.global_step == step
+        other.to(40)
+        assert same(whole.weights(), other.weights()), f"resumed at step {step}"
+        assert other.layers == 4
+
+
+def test_a_growth_whose_loss_does_not_return_is_undone_and_leaves_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The new blocks are made of noise."""
+    plain = Run(growth__at=0.99).to(20)
+
+    def noise(self: depths.Depth, sources: dict[int, int]) -> depths.Pairs:
+        with torch.no_grad():
+            for number in sources:
+                for parameter in self.blocks[number].parameters():
+                    parameter.normal_(std=30.0)
+        return []
+
+    monkeypatch.setattr(depths.Depth, "copy", noise)
+    run = Run().to(20)
+    before = run.weights()
+    assert same(before, plain.weights())
+    while run.trainer.growth.off == "":  # type: ignore[union-attr]
+        run.trainer.step(batch(run.trainer.position))
+    assert run.verdicts[0] == ("made", 20)
+    assert run.verdicts[1][0] == "undone"
+    assert run.layers == 2
+    assert run.trainer.global_step == 21
+    assert run.trainer.position > 21, "data goes on"
+    run.to(40)
+    assert run.layers == 2
+    assert math.isfinite(run.trainer.evaluate([batch(800)]))
+
+
+@pytest.mark.parametrize("mode", ["off", "leap"])
+def test_weights_after_an_undone_growth_are_those_before_it(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(growths, "_RETURNED", -10.0)
+    run = Run(hybrid__mode=mode).to(20)
+    growth, before = run.trainer.growth, run.weights()
+    assert growth is not None
+    run.to(28)
+    state = put_together(snapshot(run.trainer.state_dict()))
+    growth.follow(batch(run.trainer.position))
+    assert run.trainer.global_step == 20
+    assert same(before, run.weights())
+    other = Run(hybrid__mode=mode)
+    other.trainer.load_state_dict(state)
+    other.trainer.growth.follow(batch(0))  # type: ignore[union-attr]
+    assert same(before, other.weights()), "also where it is resumed in between"
+
+
+def test_without_memory_the_run_goes_on_shallow(monkeypatch: pytest.MonkeyPatch) -> None:
+    def short(*arguments: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(growths, "copy_state", short)
+    run = Run().to(40)
+    assert run.verdicts == [("refused", 20)]
+    assert run.layers == 2
+    plain = Run(growth__at=0.99).to(39)
+    rest = Run()
+    monkeypatch.setattr(growths, "copy_state", short)
+    assert same(rest.to(39).weights(), plain.weights())
+
+
+class Own(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 1)
+        self.stack = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.stack:
+            x = x + block(x)
+        return self.last(x)
+
+
+def test_a_module_of_ones_own_with_ones_own_optimizer() -> None:
+    model = Own()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    config = from_mapping({"max_steps": 60, "growth.layers": 2, "growth.blocks": "stack", "hybrid.mode": "off"})
+    trainer = HybridTrainer(model, optimizer, nn.MSELoss(), config)
+    draw = torch.Generator().manual_seed(0)
+    losses = []
+    for _ in range(60):
+        x = torch.randn(64, 4, generator=draw)
+        losses.append(float(trainer.step((x, x[:, :1] * x[:, 1:2])).loss))
+    assert trainer.growth is not None
+    assert trainer.growth.depth.layers == 4
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"growth__layers": 4}, "is not less than the 4 blocks of the model"),
+        (
+            {"model": model_of(8), "growth__layers": [3, 4], "growth__at": [0.2, 0.4]},
+            "let each stage divide the next one",
+        ),
+        ({"growth__layers": [2, 3]}, "give one end for each"),
+        ({"growth__layers": [3, 2], "growth__at": [0.2, 0.4]}, "must rise from stage to stage"),
+        ({"growth__layers": [1, 2], "growth__at": [0.4, 0.4]}, "must rise from stage to stage"),
+        ({"growth__blocks": "layers"}, "it has 'blocks'"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_the_run(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        Run(**changes)
+
+
+@pytest.mark.filterwarnings("ignore:.*will not change")
+def test_an_optimizer_of_a_part_of_the_blocks_is_refused() -> None:
+    model = model_of()
+    config = from_mapping({"max_steps": 40, "growth.layers": 2, "hybrid.mode": "off"})
+    with pytest.raises(ConfigError, match="the optimizer does not hold all of blocks"):
+        HybridTrainer(model, torch.optim.SGD(model.blocks[0].parameters(), lr=0.1), config=config)
+
+
+def test_a_run_without_an_end_is_refused_before_its_first_step() -> None:
+    config = from_mapping({"growth.layers": 2, "hybrid.mode": "off"})
+    trainer = HybridTrainer(model_of(), config=config)
+    with pytest.raises(ConfigError, match=r"growth.at is a share of the run, which has no end; set max_steps"):
+        trainer.step(batch(0))
+
+
+def test_the_whole_model_is_saved_and_read_from_both_sides(tmp_path: Path) -> None:
+    """A checkpoint of the shallow part is one of the whole model, and says the same."""
+    run = Run().to(15)
+    shallow = run.trainer.evaluate([batch(700)])
+    whole = model_of()
+    whole.load_state_dict(run.trainer.model.state_dict())
+    with torch.no_grad():
+        assert float(whole(*batch(700))) == pytest.approx(shallow, rel=1e-6)
