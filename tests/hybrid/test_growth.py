@@ -258,6 +258,11 @@ def test_what_cannot_be_is_refused_before_the_run(changes: dict[str, Any], words
         Run(**changes)
 
 
+def test_what_was_learned_is_not_thrown_away() -> None:
+    with pytest.raises(ConfigError, match=r"would throw away what the others of model.weights have learned"):
+        from_mapping({"growth.layers": 2, "model.weights": "some/run"})
+
+
 @pytest.mark.filterwarnings("ignore:.*will not change")
 def test_an_optimizer_of_a_part_of_the_blocks_is_refused() -> None:
     model = model_of()

@@ -584,6 +584,11 @@ class Config(Section):
                 "engine.cuda_graph = true and memory.offload = true exclude each other: a recorded step needs the "
                 "optimizer's state where it was. Set engine.cuda_graph = 'auto', or memory.offload = false"
             )
+        if self.growth.stages and self.model.weights:
+            raise ValueError(
+                "growth.layers begins with a part of the blocks, and would throw away what the others of model.weights "
+                "have learned; set growth.layers = 0"
+            )
         if self.guard.auto_tune and not self.health.interval:
             raise ValueError(
                 "guard.auto_tune = true does what looks advise, and health.interval = 0 means none: set "
