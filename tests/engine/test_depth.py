@@ -52,6 +52,15 @@ def test_a_model_whose_blocks_are_passed_over_computes_like_a_shallow_one() -> N
     assert all(p.requires_grad for p in deep.parameters())
 
 
+def test_a_model_can_be_shown_whole_again() -> None:
+    model = tiny()
+    Depth(model, "blocks").use((0,))
+    assert len(model.blocks) == 1
+    again = Depth(model, "blocks")
+    assert len(model.blocks) == again.layers == 4
+    assert all(p.requires_grad for p in model.parameters())
+
+
 def test_a_new_block_is_the_last_one_before_it_with_its_state() -> None:
     model = tiny()
     optimizer = torch.optim.Adam(model.parameters())

@@ -39,6 +39,14 @@ class _Some(nn.ModuleList):
         return nn.ModuleList(shown) if isinstance(shown, list) else shown
 
 
+def show_all(model: nn.Module) -> None:
+    """Give a model back the blocks that a run has hidden: it may have ended before they were wanted."""
+    hidden: list[Any] = [module for module in model.modules() if isinstance(module, _Some)]
+    for blocks in hidden:
+        blocks.__class__ = nn.ModuleList
+        blocks.requires_grad_(True)
+
+
 class Depth:
     """Hides blocks of a `ModuleList` from the model, and makes them from others when they are wanted. A block that is
     hidden stays in the model under its name, and is not trained."""
@@ -46,6 +54,7 @@ class Depth:
     def __init__(self, model: nn.Module, name: str) -> None:
         """name: of the list of blocks, such as "blocks" or "transformer.h"."""
         self.model, self.name = model, name
+        show_all(model)
         self._list = _blocks(model, name)
         self.blocks = list(self._list)
         self.total = len(self.blocks)

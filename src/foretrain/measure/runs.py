@@ -79,11 +79,11 @@ def carry_out(
     _warm_up(task, config, warmed)
     gc.collect()
     job = task.job(config)
+    weights = _checksum([p.detach() for p in job.model.parameters() if p.requires_grad])
     trainer, recorder = _trainer(job, spec, config)
     if listener is not None:
         trainer.bus.subscribe(listener)
     drawn = _DrawnBatches(job.loader, count if trainer.engine.unit == "tokens" else rows_of)
-    weights = _checksum([p.detach() for p in trainer.engine.full_step.parameters])
     if trainer.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(trainer.device)
     updates = _count_updates(trainer)
@@ -155,7 +155,7 @@ def _warm_up(task: Task, config: Config, warmed: set[str]) -> None:
     if code not in warmed:  # a task keeps one model with its compiled code: what was compiled before is gone
         warmed.clear()
         warmed.add(code)
-    sizes = (config.optimizer.type, config.batch_size, config.accumulation_steps)
+    sizes = (config.optimizer.type, config.batch_size, config.accumulation_steps, config.growth)
     key = f"{code} {sizes} {config.hybrid.mode != 'off'}"
     if key in warmed:
         return

@@ -11,6 +11,7 @@ from torch import nn
 
 from foretrain.config import Config
 from foretrain.data import tokens
+from foretrain.engine.depth import show_all
 from foretrain.engine.precision import choose_device
 from foretrain.engine.step import LossFunction
 from foretrain.errors import DataError
@@ -114,5 +115,6 @@ class ModelShelf:
             torch.compiler.reset()  # it keeps a few versions per function and would then stop compiling
             self._key, self._model = key, fresh
             return fresh
+        show_all(self._model)
         self._model.load_state_dict(fresh.state_dict())
         return self._model
