@@ -211,6 +211,26 @@ def test_without_memory_the_run_goes_on_shallow(monkeypatch: pytest.MonkeyPatch)
     assert same(rest.to(39).weights(), plain.weights())
 
 
+def test_both_depths_are_compiled_ahead_and_not_in_the_middle_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = 0
+
+    def counting(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        nonlocal graphs
+        graphs += 1
+        return graph.forward
+
+    plain = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda loss, dynamic: plain(loss, dynamic=dynamic, backend=counting))
+    run = Run(engine__compile=True).to(1)
+    ahead = graphs
+    assert ahead >= 2
+    assert run.to(40).layers == 4
+    assert graphs == ahead
+    eager = Run().to(40)
+    for one, other in zip(run.weights(), eager.weights(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
+
+
 class Own(nn.Module):
     def __init__(self) -> None:
         super().__init__()
