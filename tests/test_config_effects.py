@@ -481,6 +481,14 @@ def _(bench: Bench) -> None:
     bench.changes_training("optimizer__muon_scale", "original", "match_rms_adamw", optimizer__type="muon")
 
 
+@effect("optimizer.split_fused")
+def _(bench: Bench) -> None:
+    bench.changes_training("optimizer__split_fused", True, False, optimizer__type="muon")
+    adamw = {"optimizer__type": "adamw"}
+    together = bench.weights_after_steps(optimizer__split_fused=False, **adamw)
+    assert torch.equal(together, bench.weights_after_steps(**adamw))
+
+
 @effect("optimizer.state_type")
 def _(bench: Bench) -> None:
     types = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.int8}

@@ -10,11 +10,12 @@ from tests.planning import observed
 
 from foretrain.config import OptimizerConfig
 from foretrain.engine import precision
+from foretrain.engine.optim.build import build
 from foretrain.engine.optim.in_backward import waiting_bytes
 from foretrain.engine.optim.muon import Muon
 from foretrain.models import lora
 from foretrain.models import loss as loss_module
-from foretrain.models.gpt2 import GPT2Shape
+from foretrain.models.gpt2 import GPT2, GPT2Shape
 from foretrain.planning.activations import Pass
 from foretrain.planning.parameters import parameters_of
 from foretrain.planning.timeline import moments, muon_bytes, update_buffers
@@ -158,6 +159,25 @@ def test_muon_needs_what_is_planned_for_its_largest_batch_of_matrices(
     with live:
         optimizer.step()
     near(muon_bytes(shape, cuda=False) * sum(p.numel() for p in matrices), live.peak)
+
+
+@pytest.mark.parametrize("bf16_products", [True, False])
+@pytest.mark.parametrize("split", [True, False])
+def test_muon_needs_what_is_planned_for_the_attention_of_all_blocks(
+    split: bool, bf16_products: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(precision, "cpu_has_bf16_products", lambda: bf16_products)
+    shape = GPT2Shape(3, 2, 80, 8, 64)
+    model, settings = GPT2(shape), OptimizerConfig(type="muon", split_fused=split)
+    optimizer = build(model, settings)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    live = observed.Live()
+    live.ignore([t for p in model.parameters() for t in (p, p.grad, *optimizer.state[p].values())])
+    with live:
+        optimizer.step()
+    near(update_buffers(settings, parameters_of(shape), cuda=False), live.peak)
 
 
 def test_updates_in_the_backward_pass_hold_few_gradients_at_once() -> None:

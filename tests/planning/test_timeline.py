@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 
 from foretrain.config import OptimizerConfig
@@ -40,7 +38,7 @@ def test_gradients_that_wait_for_their_update_are_counted(optimizer: str) -> Non
     in_backward, at_the_end = of(optimizer, True), of(optimizer, False)
     together = 0
     if optimizer == "muon":  # matrices of one shape, as many as wait with the last one
-        sizes = [min(size, math.prod(shape) + waiting // 4) for shape, size in parameters.by_shape.items()]
+        sizes = [min(one.elements, one.largest + waiting // 4) for one in parameters.batches(split_fused=True)]
         together = MUON_BYTES * max(sizes)
     assert {moment.buffers for moment in in_backward["backward"]} == {largest + waiting + together}
     assert {moment.buffers for moment in at_the_end["backward"]} == {largest}

@@ -152,6 +152,8 @@ class OptimizerConfig(Section):
     muon_scale: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
     """How `muon` scales its step by matrix shape: 0.2 sqrt(max(rows, columns)), which makes AdamW's learning rates fit,
     or sqrt(max(1, rows/columns)), which wants about ten times higher ones."""
+    split_fused: bool = True
+    """Orthogonalise the parts of a fused matrix, such as queries, keys and values, each by itself, in `muon`."""
     gradient_clip_norm: NonNegative = 1.0
     """Largest allowed global gradient norm. 0: no clipping."""
     state_type: Literal["fp32", "bf16", "8bit"] = "fp32"

@@ -93,6 +93,7 @@ class Attention(nn.Module):
         self.heads = shape.heads
         self.dropout = shape.dropout
         self.qkv = nn.Linear(shape.width, 3 * shape.width, bias=shape.bias)
+        self.qkv.fused_parts = 3  # type: ignore[assignment]  # Muon takes them apart
         self.out = nn.Linear(shape.width, shape.width, bias=shape.bias)
 
     def forward(self, x: Tensor) -> Tensor:

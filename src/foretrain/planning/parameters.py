@@ -24,6 +24,8 @@ class Parameter:
     name: str
     shape: tuple[int, ...]
     trained: bool = True
+    parts: int = 1
+    """Matrices that a fused one is made of."""
 
     @property
     def numel(self) -> int:
@@ -37,6 +39,18 @@ class Parameter:
     def block(self) -> int | None:
         """Return the block it belongs to."""
         return int(self.name.split(".")[1]) if self.name.startswith("blocks.") else None
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixBatch:
+    """Hidden matrices that Muon updates together."""
+
+    shape: tuple[int, ...]
+    """Shape of each one; of a fused one, of its parts."""
+    elements: int
+    """Elements of all of them."""
+    largest: int
+    """Elements of the largest parameter among them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,14 +98,10 @@ class Parameters:
         """Return the elements of the largest trained parameter."""
         return max((p.numel for p in self.trained), default=0)
 
-    @cached_property
-    def by_shape(self) -> dict[tuple[int, ...], int]:
-        """Return the elements of all hidden matrices of one shape, which Muon updates together."""
-        found: dict[tuple[int, ...], int] = {}
-        for p in self.trained:
-            if by_muon(p):
-                found[p.shape] = found.get(p.shape, 0) + p.numel
-        return found
+    def batches(self, split_fused: bool) -> tuple[MatrixBatch, ...]:
+        """Return the hidden matrices by their shape, which Muon updates together. split_fused: parts of fused ones
+        count as matrices."""
+        return _batches(self, split_fused)
 
     def optimizer_state(self, config: OptimizerConfig) -> int:
         """Bytes of the averages of all trained parameters, and of the step counts."""
@@ -118,7 +128,7 @@ def _all(shape: GPT2Shape) -> tuple[Parameter, ...]:
     for index in range(shape.layers):
         block = f"blocks.{index}"
         found += _norm(shape, f"{block}.attention_norm")
-        found += _linear(shape, f"{block}.attention.qkv", 3 * width, width)
+        found += _linear(shape, f"{block}.attention.qkv", 3 * width, width, parts=3)
         found += _linear(shape, f"{block}.attention.out", width, width)
         found += _norm(shape, f"{block}.feed_forward_norm")
         found += _linear(shape, f"{block}.feed_forward.up", 4 * width, width)
@@ -132,8 +142,8 @@ def _norm(shape: GPT2Shape, name: str) -> list[Parameter]:
     return [weight, Parameter(f"{name}.bias", (shape.width,))] if has_bias else [weight]
 
 
-def _linear(shape: GPT2Shape, name: str, rows: int, columns: int) -> list[Parameter]:
-    weight = Parameter(f"{name}.weight", (rows, columns))
+def _linear(shape: GPT2Shape, name: str, rows: int, columns: int, parts: int = 1) -> list[Parameter]:
+    weight = Parameter(f"{name}.weight", (rows, columns), parts=parts)
     return [weight, Parameter(f"{name}.bias", (rows,))] if shape.bias else [weight]
 
 
@@ -156,6 +166,16 @@ def _adapted(shape: GPT2Shape, rank: int, targets: tuple[str, ...], bias: str) -
 def by_muon(p: Parameter) -> bool:
     """Return whether Muon updates it: hidden matrices; it leaves all else to AdamW."""
     return len(p.shape) == 2 and not p.embedding
+
+
+@lru_cache(maxsize=256)
+def _batches(parameters: Parameters, split_fused: bool) -> tuple[MatrixBatch, ...]:
+    sizes: dict[tuple[int, ...], list[int]] = {}
+    for p in parameters.trained:
+        if by_muon(p):
+            rows, columns = p.shape
+            sizes.setdefault((rows // p.parts if split_fused else rows, columns), []).append(p.numel)
+    return tuple(MatrixBatch(shape, sum(found), max(found)) for shape, found in sizes.items())
 
 
 @lru_cache(maxsize=256)

@@ -17,8 +17,8 @@ from foretrain.planning.activations import Pass
 from foretrain.planning.parameters import FP32, Parameters
 
 MUON_BYTES = 12
-"""Bytes per element of all matrices of one shape: gradient, momentum and update in fp32. The iteration that follows
-needs no more in bf16, as `engine/optim/muon.py` has them at once."""
+"""Bytes per element of all matrices of one shape, parts of fused ones among them: gradient, momentum and update in
+fp32. The iteration that follows needs no more in bf16, as `engine/optim/muon.py` has them at once."""
 
 
 class StepMoment(NamedTuple):
@@ -102,10 +102,11 @@ def update_buffers(optimizer: OptimizerConfig, parameters: Parameters, cuda: boo
     narrow = 5 * FP32 * widened
     if optimizer.type != "muon":
         return narrow  # fused updates work in place; narrow averages are widened, a piece at a time
-    sizes = parameters.by_shape
-    if waiting is not None:
-        sizes = {shape: min(size, math.prod(shape) + waiting // FP32) for shape, size in sizes.items()}
-    return max(narrow, *(muon_bytes(shape, cuda) * size for shape, size in sizes.items()), 0)
+    found = [narrow]
+    for batch in parameters.batches(optimizer.split_fused):
+        size = batch.elements if waiting is None else min(batch.elements, batch.largest + waiting // FP32)
+        found.append(muon_bytes(batch.shape, cuda) * size)
+    return max(found)
 
 
 def muon_bytes(shape: tuple[int, ...], cuda: bool) -> int:

@@ -27,6 +27,8 @@ def add(optimizer: Optimizer, model: nn.Module, unfrozen: dict[str, nn.Parameter
         rate = group["lr"]
         optimizer.add_param_group({**group, "lr": rate.clone() if isinstance(rate, Tensor) else rate})
     optimizer.state.update(other.state)
+    if isinstance(optimizer, Muon) and isinstance(other, Muon):
+        optimizer.parts.update(other.parts)
 
 
 def _build(model: nn.Module, trained: dict[str, nn.Parameter], config: OptimizerConfig) -> Optimizer:
@@ -86,7 +88,25 @@ def _build_muon(
         betas=betas,
         eps=config.epsilon,
         state_type=config.state_type,
+        parts=_fused_parts(model, hidden) if config.split_fused else None,
     )
+
+
+def _fused_parts(model: nn.Module, matrices: list[nn.Parameter]) -> dict[Tensor, int]:
+    """Of how many matrices each fused one is made: linear layers may say so by an attribute `fused_parts`."""
+    wanted, found = set(matrices), dict[Tensor, int]()
+    for name, layer in model.named_modules():
+        weight = layer._parameters.get("weight") if isinstance(layer, nn.Linear) else None
+        parts = getattr(layer, "fused_parts", 1)
+        if weight is None or weight not in wanted or parts == 1:
+            continue
+        if not isinstance(parts, int) or parts < 1 or len(weight) % parts:
+            raise ConfigError(
+                f"{name}.fused_parts = {parts!r}: the {len(weight)} rows of its weight cannot be split so; give a "
+                "number that divides them, or set optimizer.split_fused = false"
+            )
+        found[weight] = parts
+    return found
 
 
 def supports_device_skip(optimizer: Optimizer) -> bool:

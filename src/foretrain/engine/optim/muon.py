@@ -1,10 +1,14 @@
-"""Muon: momentum whose update is orthogonalised. All matrices of one shape go through one batched call."""
+"""Muon: momentum whose update is orthogonalised. All matrices of one shape go through one batched call.
+
+A fused matrix, such as that of queries, keys and values, counts as the matrices it is made of. Only its orthogonalised
+update does: weights, gradients and momentum keep the fused shape.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -49,7 +53,10 @@ def orthogonalize(matrices: Tensor) -> Tensor:
 
 
 class Muon(SkippingOptimizer):
-    """Muon for groups with `algorithm = "muon"`, AdamW for groups with `algorithm = "adamw"`."""
+    """Muon for groups with `algorithm = "muon"`, AdamW for groups with `algorithm = "adamw"`.
+
+    parts: of how many equal matrices, one above the other, a fused one is made. They are orthogonalised apart.
+    """
 
     def __init__(
         self,
@@ -62,8 +69,10 @@ class Muon(SkippingOptimizer):
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         state_type: str = "fp32",
+        parts: Mapping[Tensor, int] | None = None,
     ) -> None:
         self.state_type = state_type
+        self.parts = dict(parts or {})  # it follows from the model and is no part of the state
         defaults = {
             "lr": lr,
             "weight_decay": weight_decay,
@@ -87,35 +96,49 @@ class Muon(SkippingOptimizer):
             self._adamw(group, params)
 
     def _muon(self, group: dict[str, Any], params: list[Tensor]) -> None:
-        by_shape: dict[tuple[torch.Size, bool], list[Tensor]] = defaultdict(list)
+        batches: dict[Any, dict[torch.Size, list[Tensor]]] = defaultdict(lambda: defaultdict(list))
         for p in params:
             if "momentum_buffer" not in self.state[p]:
                 moments.make_moment(self.state[p], "momentum_buffer", p, self.state_type)
-            by_shape[p.shape, moments.is_narrow(p, self.state_type)].append(p)
-        for same_shaped in by_shape.values():
-            self._muon_batch(group, same_shaped)
+            batches[self._part_shape(p), moments.is_narrow(p, self.state_type)][p.shape].append(p)
+        for by_shape in batches.values():
+            self._muon_batch(group, list(by_shape.values()))
 
-    def _muon_batch(self, group: dict[str, Any], params: list[Tensor]) -> None:
-        gradient = torch.stack([p.grad for p in params if p.grad is not None])
-        if self.grad_scale is not None:
-            gradient = gradient / self.grad_scale
+    def _part_shape(self, p: Tensor) -> tuple[int, int]:
+        rows, columns = p.shape
+        return rows // self.parts.get(p, 1), columns
+
+    def _muon_batch(self, group: dict[str, Any], same_shaped: list[list[Tensor]]) -> None:
+        """Update matrices of several shapes whose parts all have one shape."""
         rate, weight = group["lr"], 1 - group["momentum"]
         if self.found_inf is not None:
             # A bad step moves nothing: no gradient, the momentum stays, the step length is zero.
             bad = self.found_inf > 0
-            gradient = torch.where(bad, 0.0, gradient)
             rate, weight = torch.where(bad, 0.0, rate), torch.where(bad, 0.0, weight)
-        momentum = self._momentum(params, gradient, weight)
-        update = gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
-        del gradient, momentum  # the iteration needs the room
-        rows, columns = params[0].shape
+        updates = [self._part_updates(group, params, weight) for params in same_shaped]
+        update = torch.cat(updates) if len(updates) > 1 else updates[0]
+        del updates  # the iteration needs the room
+        params = [p for some in same_shaped for p in some]
+        rows, columns = update.shape[1:]
         if group["scale"] == "match_rms_adamw":
             ratio = 0.2 * math.sqrt(max(rows, columns))
         else:
             ratio = math.sqrt(max(1, rows / columns))
         step = orthogonalize(update).float().mul_(rate * ratio)
         torch._foreach_mul_(params, 1 - rate * group["weight_decay"])
-        torch._foreach_sub_(params, list(step.unbind(0)))
+        steps = step.split_with_sizes([self.parts.get(p, 1) for p in params])
+        torch._foreach_sub_(params, [parts.flatten(0, 1) for parts in steps])
+
+    def _part_updates(self, group: dict[str, Any], params: list[Tensor], weight: float | Tensor) -> Tensor:
+        """[parts of all, rows, columns]: the updates of `params`, which are of one shape, before orthogonalisation."""
+        gradient = torch.stack([p.grad for p in params if p.grad is not None])
+        if self.grad_scale is not None:
+            gradient = gradient / self.grad_scale
+        if self.found_inf is not None:
+            gradient = torch.where(self.found_inf > 0, 0.0, gradient)
+        momentum = self._momentum(params, gradient, weight)
+        update = gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
+        return update.view(-1, *self._part_shape(params[0]))
 
     def _momentum(self, params: list[Tensor], gradient: Tensor, weight: float | Tensor) -> Tensor:
         """The momentum of all `params`, which are of one shape, after it has taken in the gradient."""
