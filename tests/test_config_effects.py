@@ -445,6 +445,8 @@ def _(bench: Bench) -> None:
 @effect("optimizer.beta2")
 def _(bench: Bench) -> None:
     bench.changes_training("optimizer__beta2", 0.95, 0.5)
+    _, _, out = bench.train(optimizer__beta2="auto", max_steps=1)
+    assert load(out / "config.toml").config.optimizer.beta2 == 0.999  # few tokens per step
 
 
 @effect("optimizer.epsilon")

@@ -28,6 +28,8 @@ from foretrain.errors import ConfigError
 Level = Literal["quiet", "normal", "verbose"]
 FIRST_RATE = 1e-3
 """Where `optimizer.learning_rate = "auto"` begins."""
+UNKNOWN_BETA2 = 0.95
+"""What `optimizer.beta2 = "auto"` is where the tokens of a step are not known."""
 
 
 class Section(BaseModel):
@@ -139,8 +141,10 @@ class OptimizerConfig(Section):
     0 for `adam` and `sgd`, where it is not."""
     beta1: Fraction = 0.9
     """Averaging of the gradient in Adam and AdamW."""
-    beta2: Fraction = 0.95
-    """Averaging of the squared gradient in Adam and AdamW."""
+    beta2: Fraction | Literal["auto"] = 0.95
+    """Averaging of the squared gradient in Adam and AdamW. `auto` (`foretrain train`, `finetune` and `compare`): a
+    squared gradient counts half after 2 million tokens, 0.5 ** (tokens per step / 2e6), from 0.9 to 0.999; the run
+    writes the number down. For a model of your own `auto` is 0.95."""
     epsilon: Positive = 1e-8
     """Added to the denominator in Adam and AdamW."""
     momentum: Fraction | None = None
@@ -175,6 +179,11 @@ class OptimizerConfig(Section):
         if self.learning_rate == "auto":
             return FIRST_RATE
         return self.learning_rate or (6e-3 if self.type == "muon" else 2e-3)
+
+    @property
+    def second_beta(self) -> float:
+        """Return `beta2`, also where it is `auto` and nobody knows how many tokens a step has."""
+        return UNKNOWN_BETA2 if self.beta2 == "auto" else self.beta2
 
     @property
     def decay(self) -> float:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from foretrain.config import Config, given
+from foretrain.config import Config, given, with_beta2
 from foretrain.engine import own, state
 from foretrain.engine.average import WeightAverage
 from foretrain.engine.batch import count, map_tensors, rows_of
@@ -55,6 +55,7 @@ class Engine:
     ) -> None:
         self.world = world or ALONE
         optimizer, config = own.with_named_optimizer(optimizer, config)
+        config = with_beta2(config) if optimizer is None else config
         self.config = config
         self.max_steps_given = "max_steps" in config.model_fields_set
         self.has_end = bool({"max_steps", "schedule"} & config.model_fields_set) and config.epochs is None

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from foretrain.config import Config, changed, to_mapping
+from foretrain.config import Config, changed, to_mapping, with_beta2
 from foretrain.engine.batch import count, rows_of, tensors_of
 from foretrain.errors import CheckpointError, ConfigError, DataError, ForetrainError, SaveError
 from foretrain.events import Bus, Evaluated, Event, Listener, Moved, Notice, PhaseChanged, Progress
@@ -80,6 +80,7 @@ def carry_out(
     gc.collect()
     job = task.job(config)
     weights = _checksum([p.detach() for p in job.model.parameters() if p.requires_grad])
+    config = with_beta2(config, job.length)
     trainer, recorder = _trainer(job, spec, config)
     if listener is not None:
         trainer.bus.subscribe(listener)

@@ -36,6 +36,8 @@ class Job:
     loss_fn: LossFunction | None = None
     probe: list[Any] = field(default_factory=list)
     """What judges leaps of adapters; no arm trains on it."""
+    length: int | None = None
+    """Tokens in each sequence of a batch; None where there are no tokens."""
 
 
 class Task(Protocol):
@@ -69,7 +71,7 @@ class TextTask:
                 "result; use more text, a smaller batch_size or a larger data.held_out"
             )
         loader = run.build_loader(config, corpus, model, device)
-        return Job(model, loader, held_out=batches[0::2], test=batches[1::2])
+        return Job(model, loader, held_out=batches[0::2], test=batches[1::2], length=model.shape.context)
 
 
 class FinetuneTask:
@@ -97,7 +99,8 @@ class FinetuneTask:
                 "and one for the result; use more examples, a smaller batch_size or a larger data.held_out"
             )
         model, loader = self._models.with_weights_of(config, build), tuning.build_loader(config, data)
-        return Job(model, loader, batches[0::2], batches[1::2], probe=tuning.probe_batches(data, config))
+        probe = tuning.probe_batches(data, config)
+        return Job(model, loader, batches[0::2], batches[1::2], probe=probe, length=data.train.length)
 
 
 class ModelShelf:

@@ -175,6 +175,7 @@ def build_loader(config: Config, data: ExampleSplit) -> Loader:
 
 def build_trainer(config: Config, model: GPT2, data: ExampleSplit, bus: Bus | None = None) -> HybridTrainer:
     """Attaches the adapter; leaps are judged on the probe examples."""
+    config = configuration.with_beta2(config, data.train.length)
     lora.attach(model, settings_of(config), config.seed)
     probe = probe_batches(data, config) if config.hybrid.mode != "off" else []
     return HybridTrainer(model, config=config, probe=probe, bus=bus)

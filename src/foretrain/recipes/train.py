@@ -131,7 +131,7 @@ def _job(config: Config, path: Path, say: Callable[[str], None], bus: Bus) -> Tr
     config = within_budget(config, target_of(config, gpt2.shape_from_config(config.model)), named, say)
     model = build_model(config)
     loader = build_loader(config, corpus, model, device)
-    config = with_steps(config, loader)
+    config = with_steps(configuration.with_beta2(config, model.shape.context), loader)
     trainer = HybridTrainer(model, config=config, bus=bus)
     held_out = build_held_out(config, corpus, model)
 

@@ -42,7 +42,7 @@ def _build(model: nn.Module, trained: dict[str, nn.Parameter], config: Optimizer
         {"params": vectors, "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
-    betas = (config.beta1, config.beta2)
+    betas = (config.beta1, config.second_beta)
     if config.type == "sgd":
         momentum = 0.9 if config.momentum is None else config.momentum
         sgd = SGD(groups, rate, momentum=momentum, nesterov=config.nesterov and momentum > 0, fused=True)

@@ -1,0 +1,147 @@
+"""`optimizer.beta2 = "auto"` becomes a number before anything is trained, saved or shown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.finetuning import config_for, write_base, write_colors
+from torch import nn
+
+from foretrain import HybridTrainer
+from foretrain.config import OptimizerConfig, completing, from_mapping, load, parse_override, to_toml, with_beta2
+from foretrain.engine.optim import build as optim
+from foretrain.errors import ConfigError
+from foretrain.events import Notice
+from foretrain.measure import runs
+from foretrain.measure.tasks import TextTask
+from foretrain.recipes import finetune as tuning
+from foretrain.recipes import train as run
+from foretrain.trainer import HybridTrainer as Trainer
+
+Make = Callable[..., Any]
+AUTO = {"optimizer.beta2": "auto"}
+
+
+@pytest.fixture
+def short_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half after a thousand tokens: the tiny batches of tests reach no limit."""
+    monkeypatch.setattr(completing, "HALF_LIFE", 1000)
+
+
+@pytest.mark.parametrize(
+    ("rows", "length", "wanted"),
+    [(64, 1024, 0.5 ** (65536 / 2e6)), (256, 1024, 0.5 ** (262144 / 2e6)), (1, 16, 0.999), (4096, 1024, 0.9)],
+)
+def test_it_follows_from_the_tokens_of_a_step(rows: int, length: int, wanted: float) -> None:
+    config = from_mapping({**AUTO, "batch_size": rows, "accumulation_steps": 1})
+    assert with_beta2(config, length).optimizer.beta2 == pytest.approx(wanted)
+    parts = from_mapping({**AUTO, "batch_size": rows, "accumulation_steps": rows})
+    assert with_beta2(parts, length).optimizer.beta2 == pytest.approx(wanted), "parts of a batch are one step"
+
+
+def test_a_number_stays() -> None:
+    config = from_mapping({"optimizer.beta2": 0.7})
+    assert with_beta2(config, 1024) is config
+    assert from_mapping({}).optimizer.beta2 == 0.95
+
+
+def test_other_words_are_refused_with_what_is_allowed(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r'beta2.*fast.*allowed: number ≥ 0, < 1 or "auto"'):
+        from_mapping({"optimizer.beta2": "fast"})
+    with pytest.raises(ConfigError, match=r'allowed: number ≥ 0, < 1 or "auto"'):
+        from_mapping({"optimizer.beta2": 1.5})
+    assert parse_override("optimizer.beta2=auto") == ("optimizer.beta2", "auto")
+    (tmp_path / "auto.toml").write_text(to_toml(from_mapping(AUTO)), encoding="utf-8")
+    assert load(tmp_path / "auto.toml").config.optimizer.beta2 == "auto"
+
+
+# --- runs ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Seen:
+    """What runs used and said."""
+
+    betas: list[float] = field(default_factory=list)
+    configured: list[Any] = field(default_factory=list)
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
+    """Notes every trainer's second beta, and what its configuration says of it."""
+    seen, fit = Seen(), Trainer.fit
+
+    def noted(trainer: Trainer, *arguments: Any, **options: Any) -> Any:
+        result = fit(trainer, *arguments, **options)
+        (beta,) = {group["betas"][1] for group in trainer.optimizer.param_groups}
+        seen.betas.append(beta)
+        seen.configured.append(trainer.config.optimizer.beta2)
+        return result
+
+    monkeypatch.setattr(Trainer, "fit", noted)
+    return seen
+
+
+@pytest.mark.usefixtures("short_memory")
+@pytest.mark.parametrize("rows", [4, 8])
+def test_a_run_writes_the_number_down_and_goes_on_with_it(
+    rows: int, seen: Seen, make_config: Make, text_file: Path, tmp_path: Path
+) -> None:
+    wanted = 0.5 ** (rows * 16 / 1000)
+    settings = {**AUTO, "data.path": str(text_file), "batch_size": rows, "max_steps": 2}
+    events: list[Any] = []
+    summary = run.train(make_config(settings), tmp_path / "run", progress=False)
+    assert summary["config"]["optimizer"]["beta2"] == pytest.approx(wanted)
+    written = load(tmp_path / "run" / "config.toml").config
+    assert written.optimizer.beta2 == pytest.approx(wanted)
+    for resumed in (written, make_config(settings)):  # as it was written, and as the user wrote it
+        longer = resumed.model_copy(update={"max_steps": resumed.max_steps + 2})
+        run.train(longer, tmp_path / "run", resume=True, progress=False, listeners=[events.append])
+    assert not [event for event in events if isinstance(event, Notice) and "beta2" in str(event)]
+    assert seen.betas == seen.configured == [pytest.approx(wanted)] * 3
+
+
+@pytest.mark.usefixtures("short_memory")
+def test_fine_tuning_counts_the_length_of_its_rows(seen: Seen, tmp_path: Path) -> None:
+    base, data = write_base(tmp_path / "base"), write_colors(tmp_path / "colors.jsonl")
+    tuning.finetune(
+        config_for(base, data, optimizer__beta2="auto", max_steps=2, batch_size=4), tmp_path / "run", progress=False
+    )
+    length = tuning.prepare(config_for(base, data), tuning.base_of(config_for(base, data))).train.length
+    assert seen.betas == seen.configured == [pytest.approx(0.5 ** (4 * length / 1000))]
+
+
+@pytest.mark.usefixtures("short_memory")
+def test_a_compared_run_has_it_too(seen: Seen, make_config: Make, text_file: Path) -> None:
+    config = make_config({**AUTO, "data.path": str(text_file), "hybrid.mode": "off", "evaluation.batches": 1})
+    runs.carry_out(TextTask(config), runs.Spec("plain", 1, 1.0, 3), config, set())
+    assert seen.betas == [pytest.approx(0.5 ** (4 * 16 / 1000))]
+
+
+# --- models of the user's own ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adam", "muon"])
+def test_an_own_module_gets_the_usual_number(kind: str) -> None:
+    config = from_mapping({**AUTO, "optimizer.type": kind, "device": "cpu"})
+    trainer = HybridTrainer(nn.Linear(3, 3), None, nn.MSELoss(), config)
+    assert {group["betas"][1] for group in trainer.optimizer.param_groups} == {0.95}
+    assert trainer.config.optimizer.beta2 == 0.95
+
+
+def test_an_optimizer_that_is_handed_in_makes_it_useless_and_that_is_said() -> None:
+    model = nn.Linear(3, 3)
+    own = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.7))
+    with pytest.warns(UserWarning, match=r"optimizer\.beta2 of the Config: no effect"):
+        trainer = HybridTrainer(model, own, nn.MSELoss(), from_mapping({**AUTO, "device": "cpu"}))
+    assert trainer.optimizer.param_groups[0]["betas"] == (0.9, 0.7)
+
+
+def test_an_optimizer_can_be_built_before_the_number_is_known() -> None:
+    built = optim.build(nn.Linear(3, 3), OptimizerConfig(type="adamw", beta2="auto"))
+    assert built.param_groups[0]["betas"] == (0.9, 0.95)
