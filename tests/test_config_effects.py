@@ -478,6 +478,14 @@ def _(bench: Bench) -> None:
     assert torch.equal(unset, bench.weights_after_steps(optimizer__rest_learning_rate=2e-3, **muon))
 
 
+@effect("optimizer.rest_rate_factor")
+def _(bench: Bench) -> None:
+    muon = {"optimizer__type": "muon", "optimizer__learning_rate": 2e-3}
+    bench.changes_training("optimizer__rest_rate_factor", 1.0, 5.0, **muon)
+    multiple = bench.weights_after_steps(optimizer__rest_rate_factor=5.0, **muon)
+    assert torch.equal(multiple, bench.weights_after_steps(optimizer__rest_learning_rate=5 * 2e-3, **muon))
+
+
 @effect("optimizer.muon_scale")
 def _(bench: Bench) -> None:
     bench.changes_training("optimizer__muon_scale", "original", "match_rms_adamw", optimizer__type="muon")

@@ -196,6 +196,9 @@ def test_both_learning_rates_of_muon_are_swept_together(base: Config) -> None:
     config = Spec("plain", 1, 2.0, base.max_steps).config(muon)
     assert config.optimizer.learning_rate == 0.02
     assert config.optimizer.rest_learning_rate == 0.002
+    muon = changed(base, {"optimizer.type": "muon", "optimizer.rest_rate_factor": 0.5})
+    config = Spec("plain", 1, 2.0, base.max_steps).config(muon)
+    assert (config.optimizer.peak_rate, config.optimizer.rest_rate) == (0.02, 0.01)
 
 
 def test_runs_that_compute_the_same_have_one_key(base: Config) -> None:

@@ -152,7 +152,9 @@ class OptimizerConfig(Section):
     nesterov: bool = True
     """Nesterov momentum in `sgd` and `muon`."""
     rest_learning_rate: Positive | None = None
-    """Peak learning rate of the AdamW part of `muon`. Unset: `learning_rate`."""
+    """Peak learning rate of the AdamW part of `muon`. Unset: `rest_rate_factor` times `learning_rate`."""
+    rest_rate_factor: Positive = 1.0
+    """Peak rate of the AdamW part of `muon` as a multiple of `learning_rate`, where `rest_learning_rate` is unset."""
     muon_scale: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
     """How `muon` scales its step by matrix shape: 0.2 sqrt(max(rows, columns)), which makes AdamW's learning rates fit,
     or sqrt(max(1, rows/columns)), which wants about ten times higher ones."""
@@ -179,6 +181,11 @@ class OptimizerConfig(Section):
         if self.learning_rate == "auto":
             return FIRST_RATE
         return self.learning_rate or (6e-3 if self.type == "muon" else 2e-3)
+
+    @property
+    def rest_rate(self) -> float:
+        """Return the learning rate of the AdamW part of `muon`, also where none is set."""
+        return self.rest_learning_rate or self.peak_rate * self.rest_rate_factor
 
     @property
     def second_beta(self) -> float:

@@ -12,6 +12,7 @@ from torch import nn
 
 from foretrain import HybridTrainer
 from foretrain.config import OptimizerConfig
+from foretrain.config.schema import FIRST_RATE
 from foretrain.engine.optim import build as optim
 from foretrain.engine.optim.muon import Muon
 from foretrain.errors import ConfigError
@@ -90,6 +91,24 @@ def test_a_model_of_vectors_only_has_one_group() -> None:
 
 
 # --- Muon's groups -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "rate", "rest"),
+    [
+        ({}, 6e-3, 6e-3),
+        ({"rest_rate_factor": 0.25}, 6e-3, 1.5e-3),
+        ({"rest_rate_factor": 0.25, "learning_rate": 0.02}, 0.02, 5e-3),
+        ({"rest_rate_factor": 0.25, "rest_learning_rate": 1e-3}, 6e-3, 1e-3),
+        ({"rest_rate_factor": 2.0, "learning_rate": "auto"}, FIRST_RATE, 2 * FIRST_RATE),
+    ],
+)
+def test_the_rest_of_muon_has_its_own_rate_or_a_multiple(settings: Any, rate: float, rest: float) -> None:
+    optimizer = optim.build(nn.Linear(3, 3), OptimizerConfig(type="muon", **settings))
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([rate, rest])
+    control = optim.RateControl(optimizer)
+    control.set(3 * rate)  # as a schedule or a race does
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([3 * rate, 3 * rest])
 
 
 def names_by_group(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[set[str]]:

@@ -30,7 +30,7 @@ def batches(scale: float) -> list[tuple[Tensor, Tensor]]:
     return [(rows, scale * rows @ TARGET) for rows in INPUTS]
 
 
-def make(scale: float, **settings: Any) -> HybridTrainer:
+def make(scale: float, bias: bool = False, **settings: Any) -> HybridTrainer:
     """The answer is `scale` long, so that many steps of Adam, or long ones, are needed where it is large."""
     torch.manual_seed(1)
     values = {
@@ -44,7 +44,7 @@ def make(scale: float, **settings: Any) -> HybridTrainer:
         "hybrid.warmup_steps": 1000,
     }
     probe = [(torch.ones(4, 8), scale * torch.ones(4, 8) @ TARGET)]
-    model = nn.Linear(8, 1, bias=False)
+    model = nn.Linear(8, 1, bias=bias)
     nn.init.zeros_(model.weight)
     return HybridTrainer(model, loss_fn=loss, config=from_mapping(values | settings), probe=probe)
 
@@ -139,3 +139,13 @@ def test_a_race_sees_twice_the_warmup(steps: int, warmup: int) -> None:
     assert with_short_warmup(config).schedule.warmup_steps == warmup
     assert with_short_warmup(changed(config, {"schedule.warmup_steps": 7})).schedule.warmup_steps == 7
     assert with_short_warmup(changed(config, {"optimizer.learning_rate": 1e-3})).schedule.warmup_steps is None
+
+
+def test_a_race_scales_both_rates_of_muon() -> None:
+    trainer = make(1.0, bias=True, **{"optimizer.type": "muon", "optimizer.rest_rate_factor": 0.5})
+    train(trainer, 1.0)
+    assert trainer.hybrid is not None
+    factor = trainer.hybrid.race.factor
+    assert factor != 1.0
+    rates = [group["lr"] for group in trainer.optimizer.param_groups]
+    assert rates == pytest.approx([FIRST_RATE * factor, 0.5 * FIRST_RATE * factor])

@@ -71,9 +71,9 @@ def _build_muon(
     hidden = [p for p in trained.values() if p.ndim == 2 and id(p) not in embeddings]
     others = [p for p in trained.values() if p.ndim >= 2 and (p.ndim > 2 or id(p) in embeddings)]
     vectors = [p for p in trained.values() if p.ndim < 2]
-    rest: Any = config.rest_learning_rate or config.peak_rate
+    rest: Any = config.rest_rate
     if isinstance(rate, Tensor):
-        rest = torch.full_like(rate, float(rest))
+        rest = torch.full_like(rate, config.rest_rate)
     groups = [
         {"params": hidden, "algorithm": "muon", "lr": rate, "weight_decay": config.decay},
         {"params": others, "algorithm": "adamw", "lr": rest, "weight_decay": config.decay},
