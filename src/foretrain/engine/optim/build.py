@@ -93,7 +93,7 @@ def _build_muon(
 
 
 def _fused_parts(model: nn.Module, matrices: list[nn.Parameter]) -> dict[Tensor, int]:
-    """Of how many matrices each fused one is made: linear layers may say so by an attribute `fused_parts`."""
+    """Return of how many matrices each fused one is made; linear layers say so by an attribute `fused_parts`."""
     wanted, found = set(matrices), dict[Tensor, int]()
     for name, layer in model.named_modules():
         weight = layer._parameters.get("weight") if isinstance(layer, nn.Linear) else None
