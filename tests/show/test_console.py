@@ -566,3 +566,16 @@ def test_a_chain_has_no_confidence() -> None:
 
 def test_a_resumed_run_that_has_tried_moves_goes_on_saying_so() -> None:
     assert "3 kept, 1 refused" in shown([started(1000), replace(idle(300, "full"), kept=3, refused=1)])
+
+
+@pytest.mark.parametrize(
+    ("moves", "words"),
+    [
+        (["made", "kept"], "to 12 blocks at step 150: kept; 12 of 12 are used"),
+        (["refused"], "not made: refused; 12 of 12 are used"),
+        ([], "not made; 12 of 12 are used"),
+    ],
+)
+def test_the_table_says_what_the_model_grew_to(moves: list[str], words: str) -> None:
+    told = [{"step": 150, "verdict": verdict, "layers": 12, "before": 3.0, "loss": None} for verdict in moves]
+    assert words in table(growth={"layers": 12, "of": 12, "moves": told})

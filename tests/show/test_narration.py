@@ -9,6 +9,7 @@ from foretrain.events import (
     CheckpointRejected,
     CheckpointSaved,
     Evaluated,
+    Grown,
     HealthMeasured,
     MemoryUsed,
     Moved,
@@ -81,3 +82,13 @@ def test_a_chain_says_how_many_leaps_it_is_and_what_they_count() -> None:
 
 def test_small_held_out_losses_keep_their_digits() -> None:
     assert line(Evaluated(5, 3.2e-5, 0.1, False, True)) == "step 5: held-out loss 3.200e-5 (best so far)"
+
+
+def test_growth_is_told_when_it_is_made_and_when_it_is_judged() -> None:
+    made = Grown(150, "made", 12, 12, 3.25, None, "")
+    kept = Grown(165, "kept", 12, 12, 3.25, 3.2, "the loss has returned")
+    undone = Grown(150, "undone", 6, 12, 3.25, 4.0, "the loss did not return within 15 steps")
+    assert line(made) == "step 150: the model grows to 12 of 12 blocks, loss 3.2500 before it"
+    assert line(kept) == "step 165: growth to 12 of 12 blocks kept, 3.2500 -> 3.2000"
+    assert "growth undone" in (line(undone) or "")
+    assert "the loss did not return within 15 steps, it goes on with 6 of 12 blocks" in (line(undone) or "")

@@ -46,6 +46,7 @@ def summary_table(summary: Mapping[str, Any], verbose: bool = False) -> Table:
         "training time": f"{duration(summary['seconds'])} ({summary['seconds']:.1f} s)",
         "total time": _total(summary.get("total_seconds")),
         "speed": format_speed(pace, unit) if (pace := summary.get("tokens_per_second")) else None,
+        "growth": _growth(summary.get("growth")),
         "skipped steps": str(summary["skipped_steps"]) if summary.get("skipped_steps") else None,
         "recoveries": rollbacks_in_words(summary),
         "findings": findings_in_words(summary),
@@ -67,6 +68,18 @@ def _number(value: float | None) -> str | None:
 def _found_rate(found: Mapping[str, Any] | None) -> str | None:
     """Say which rate was found, where the learning rate was `auto`."""
     return f"{found['chosen']:.3g}, the best of {len(found['tried'])} that were tried" if found else None
+
+
+def _growth(found: Mapping[str, Any] | None) -> str | None:
+    """Say what the model grew to, and when, or why it did not."""
+    if not found:
+        return None
+    told = [f"{move['layers']} blocks at step {move['step']:,}" for move in found["moves"] if move["verdict"] == "made"]
+    ends = [move["verdict"] for move in found["moves"] if move["verdict"] != "made"]
+    verdict = f": {', '.join(ends)}" if ends else ""
+    return (
+        f"{'to ' if told else ''}{', '.join(told) or 'not made'}{verdict}; {found['layers']} of {found['of']} are used"
+    )
 
 
 def _total(seconds: float | None) -> str | None:
