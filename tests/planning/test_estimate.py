@@ -106,6 +106,25 @@ def test_directions_and_snapshots_are_exact(
     assert planned["average"] == size_of(trainer.engine.average.average)
 
 
+@pytest.mark.parametrize("average", [0.0, 0.9])
+def test_the_state_that_undoes_growth_is_exact(average: float, make_batch: Any, make_config: Any) -> None:
+    shape = GPT2Shape(4, 2, 16, 16, 64)
+    changes = {"growth.layers": 2, "hybrid.mode": "off", "max_steps": 10, "evaluation.ema_decay": average}
+    config = make_config({**changes, "optimizer.type": "adamw"})
+    trainer = HybridTrainer(GPT2(shape), config=config)
+    tokens = torch.zeros(2, 16, dtype=torch.long)
+    while trainer.global_step < 6:
+        trainer.step((tokens, tokens))
+    assert trainer.growth is not None
+    anchor = trainer.growth.anchor
+    kept = [*anchor["model"].values(), *(anchor["average"]["average"] if average else ())]
+    kept += [value for state in anchor["optimizer"]["state"].values() for value in state.values()]
+    planned = estimate(config, PlanTarget(shape, False, "fp32", 16)).phases["full"]
+    assert planned["state before growth"] == size_of(kept)
+    without = estimate(make_config(), PlanTarget(shape, False, "fp32", 16)).phases["full"]
+    assert "state before growth" not in without
+
+
 def test_the_row_of_directions_is_the_layout_s_own(make_model: Callable[..., GPT2]) -> None:
     model = make_model()
     from foretrain.motion.trajectory import Layout

@@ -9,6 +9,7 @@ from functools import lru_cache
 import torch
 
 from foretrain.config import Config
+from foretrain.engine.depth import spread
 from foretrain.engine.graphs import LAUNCH_BOUND_FLOPS
 from foretrain.engine.precision import choose_device, choose_precision
 from foretrain.hybrid.gate import no_audit_is_affordable
@@ -158,6 +159,8 @@ def estimate(config: Config, target: PlanTarget) -> Estimate:
         always["average"] = learned
     if config.predictor.beta > 0:
         always["look-ahead"] = 2 * learned
+    if config.growth.stages:
+        always["state before growth"] = _before_growth(config, target, parameters)
     if hybrid:
         always["basis"] = _basis(config, target, parameters, tries)
         always["snapshot"] = 0 if pinned else snapshot
@@ -204,6 +207,15 @@ def _snapshot(config: Config, learned: int, state: int) -> int:
     size = learned + state
     size += learned if config.evaluation.ema_decay else 0
     return size + (2 * learned if config.predictor.beta > 0 else 0)
+
+
+def _before_growth(config: Config, target: PlanTarget, parameters: Parameters) -> int:
+    """Return the bytes of the state that undoes the last growth, kept while that is on trial beside the whole model."""
+    layers, _ = config.growth.stages[-1]
+    used = set(spread(layers, target.shape.layers)) if layers < target.shape.layers else set()
+    shallow = Parameters(tuple(p for p in parameters.all if p.block is None or p.block in used))
+    averages = parameters.learned if config.evaluation.ema_decay else 0
+    return parameters.learned + averages + shallow.optimizer_state(config.optimizer)
 
 
 def _host(config: Config, parameters: Parameters, snapshot: int, state: int, tries: bool) -> int:
