@@ -47,7 +47,8 @@ def test_it_follows_from_the_tokens_of_a_step(rows: int, length: int, wanted: fl
 def test_a_number_stays() -> None:
     config = from_mapping({"optimizer.beta2": 0.7})
     assert with_beta2(config, 1024) is config
-    assert from_mapping({}).optimizer.beta2 == 0.95
+    assert from_mapping({}).optimizer.beta2 == "auto"
+    assert from_mapping({"preset": "finetune"}).optimizer.beta2 == 0.95, "nobody has measured another one there"
 
 
 def test_other_words_are_refused_with_what_is_allowed(tmp_path: Path) -> None:
@@ -138,7 +139,7 @@ def test_an_optimizer_that_is_handed_in_makes_it_useless_and_that_is_said() -> N
     model = nn.Linear(3, 3)
     own = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.7))
     with pytest.warns(UserWarning, match=r"optimizer\.beta2 of the Config: no effect"):
-        trainer = HybridTrainer(model, own, nn.MSELoss(), from_mapping({**AUTO, "device": "cpu"}))
+        trainer = HybridTrainer(model, own, nn.MSELoss(), from_mapping({"optimizer.beta2": 0.8, "device": "cpu"}))
     assert trainer.optimizer.param_groups[0]["betas"] == (0.9, 0.7)
 
 

@@ -196,6 +196,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "optimizer.type": "adamw",
         "optimizer.learning_rate": 2e-3,
         "optimizer.weight_decay": 0.0,
+        "optimizer.beta2": 0.95,
         "hybrid.warmup_steps": 6,
         "hybrid.full_steps": 6,
         "hybrid.window_steps": 3,

@@ -141,14 +141,14 @@ class OptimizerConfig(Section):
     0 for `adam` and `sgd`, where it is not."""
     beta1: Fraction = 0.9
     """Averaging of the gradient in Adam and AdamW."""
-    beta2: Fraction | Literal["auto"] = 0.95
+    beta2: Fraction | Literal["auto"] = "auto"
     """Averaging of the squared gradient in Adam and AdamW. `auto` (`foretrain train`, `finetune` and `compare`): a
     squared gradient counts half after 2 million tokens, 0.5 ** (tokens per step / 2e6), from 0.9 to 0.999; the run
     writes the number down. For a model of your own `auto` is 0.95."""
     epsilon: Positive = 1e-8
     """Added to the denominator in Adam and AdamW."""
     momentum: Fraction | None = None
-    """Momentum of `sgd` (0.9 if unset) and `muon` (0.95 if unset)."""
+    """Momentum of `sgd` and `muon`. Unset: 0.9."""
     nesterov: bool = True
     """Nesterov momentum in `sgd` and `muon`."""
     rest_learning_rate: Positive | None = None

@@ -82,7 +82,7 @@ def _build_muon(
     return Muon(
         [group for group in groups if group["params"]],
         lr=rate,
-        momentum=0.95 if config.momentum is None else config.momentum,
+        momentum=0.9 if config.momentum is None else config.momentum,
         nesterov=config.nesterov,
         scale=config.muon_scale,
         betas=betas,
