@@ -306,3 +306,24 @@ def test_the_whole_model_is_saved_and_read_from_both_sides(tmp_path: Path) -> No
     whole.load_state_dict(run.trainer.model.state_dict())
     with torch.no_grad():
         assert float(whole(*batch(700))) == pytest.approx(shallow, rel=1e-6)
+
+
+@pytest.mark.parametrize("returned", [10.0, -10.0])
+def test_an_emergency_goes_back_to_weights_of_the_same_depth(
+    returned: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a growth that is kept, in its trial, and after one that was undone."""
+    monkeypatch.setattr(growths, "_RETURNED", returned)
+    run = Run(hybrid__mode="leap", max_steps=200).to(104)
+    hybrid, seen = run.trainer.hybrid, []
+    assert hybrid is not None
+    hybrid.policy.recover()
+    seen.append((run.layers, run.trainer.global_step))
+    while run.trainer.growth.grown_at is not None:  # type: ignore[union-attr]
+        run.trainer.step(batch(run.trainer.position))
+    run.to(run.trainer.global_step + 2)
+    before = run.trainer.global_step
+    hybrid.policy.recover()
+    assert run.trainer.global_step <= before
+    seen.append((run.layers, run.trainer.global_step))
+    assert seen == [(4, 100), (4 if returned > 0 else 2, 100)]

@@ -270,12 +270,22 @@ class Hybrid:
     def rest(self, steps: int) -> None:
         """Nothing is tried for so many full steps: something else is on trial."""
         self.policy.rest.steps = max(self.policy.rest.steps, steps)
-        self.policy.guard.after_growth()
+        self._other_depth()
 
     def taken_back(self, steps: int) -> None:
         """Somebody else has gone back by so many full steps."""
         self.policy.score.counts.undone_steps += steps
         self.observer.restart()
+        self._other_depth()
+
+    def _other_depth(self) -> None:
+        """The model has another depth: what was usual is not any more, and an emergency must not go back to weights of
+        the one before."""
+        self.policy.guard.after_growth()
+        snapshots = self.policy.tools.snapshots
+        snapshots.forget()
+        if snapshots.on:
+            self.rescue.aside(lambda: snapshots.take(for_move=False))
 
     def start_counting_anew(self) -> None:
         """A run that was given up, and is gone on with, gets as many tries as any other."""
