@@ -22,6 +22,7 @@ from foretrain.engine.memory.usage import MemoryMeter
 from foretrain.engine.objective import ResidualFunction, objective_given
 from foretrain.engine.own import Measure, OptimizerLike, check_processes
 from foretrain.engine.result import StepResult
+from foretrain.engine.state import as_checkpoint_error
 from foretrain.engine.world import World
 from foretrain.events import Bus, Listener, Phase
 from foretrain.health.checkup import Checkup
@@ -29,7 +30,7 @@ from foretrain.health.rescue import Rescue
 from foretrain.hybrid import summary as summaries
 from foretrain.hybrid.assembly import look_ahead_of
 from foretrain.hybrid.freezing import follow_freezing
-from foretrain.hybrid.growth import Growth
+from foretrain.hybrid.growth import Growth, check_depths
 from foretrain.hybrid.hybrid import Hybrid
 from foretrain.hybrid.moves.rate_race import check_race, with_short_warmup
 from foretrain.hybrid.policy import Policy
@@ -267,6 +268,10 @@ class HybridTrainer:
 
     def load_state_dict(self, state: dict[str, Any], origin: str = "the given state") -> None:
         """Put a state back, in place: afterwards every step is, bit for bit, what it would have been."""
+        with as_checkpoint_error(origin):
+            check_depths(self.growth, state.get("growth"), origin)
+            if self.growth is not None:
+                self.growth.expect(state["growth"])
         self._state.load_state_dict(state, origin)
 
     # --- a whole run -------------------------------------------------------------------------------------------------

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from foretrain import Config, HybridTrainer
 from foretrain.config import from_mapping
 from foretrain.engine import depth as depths
-from foretrain.errors import ConfigError
-from foretrain.events import Event, Grown
+from foretrain.errors import CheckpointError, ConfigError
+from foretrain.events import Event, Grown, Notice
 from foretrain.hybrid import growth as growths
 from foretrain.models.gpt2 import GPT2, GPT2Shape
 from foretrain.persist.codec import put_together, snapshot
@@ -309,9 +309,7 @@ def test_the_whole_model_is_saved_and_read_from_both_sides(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("returned", [10.0, -10.0])
-def test_an_emergency_goes_back_to_weights_of_the_same_depth(
-    returned: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_emergency_goes_back_to_weights_of_the_same_depth(returned: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a growth that is kept, in its trial, and after one that was undone."""
     monkeypatch.setattr(growths, "_RETURNED", returned)
     run = Run(hybrid__mode="leap", max_steps=200).to(104)
@@ -327,3 +325,35 @@ def test_an_emergency_goes_back_to_weights_of_the_same_depth(
     assert run.trainer.global_step <= before
     seen.append((run.layers, run.trainer.global_step))
     assert seen == [(4, 100), (4 if returned > 0 else 2, 100)]
+
+
+@pytest.mark.parametrize(
+    ("saved_at", "then", "now"),
+    [
+        (10, {}, {"growth__layers": 1}),
+        (10, {}, {"growth__layers": 3}),
+        (10, {}, {"growth__layers": 0}),
+        (10, {"growth__layers": 0}, {}),
+        (35, {}, {"growth__layers": [1, 2], "growth__at": [0.2, 0.4]}),
+        (35, {"growth__layers": [1, 2], "growth__at": [0.2, 0.4]}, {}),
+    ],
+)
+def test_a_run_goes_on_with_the_depths_that_it_began_with(
+    saved_at: int, then: dict[str, Any], now: dict[str, Any]
+) -> None:
+    """Else blocks that learned nothing would be used, or those that have learned overwritten."""
+    first = Run(**then)
+    while first.trainer.global_step < saved_at:
+        first.trainer.step(batch(first.trainer.position))
+    state = put_together(snapshot(first.trainer.state_dict()))
+    with pytest.raises(CheckpointError, match=r"it was saved with growth.layers = .*, and now it is .*; go on with"):
+        Run(**now).trainer.load_state_dict(state)
+
+
+def test_a_run_that_has_grown_goes_on_without_growth_and_with_nothing_to_say() -> None:
+    state = put_together(snapshot(Run().to(35).trainer.state_dict()))
+    for changes in ({"growth__layers": 0}, {}):
+        other = Run(**changes)
+        other.trainer.load_state_dict(state)
+        assert not [event for event in other.events if isinstance(event, Notice)]
+        assert len(other.trainer.model.blocks) == 4  # type: ignore[arg-type]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from foretrain.engine.depth import Depth, copy_state, spread
 from foretrain.engine.engine import Engine
 from foretrain.engine.hooks import StepHook
 from foretrain.engine.step import StepOutput
-from foretrain.errors import ConfigError, is_out_of_memory
+from foretrain.errors import CheckpointError, ConfigError, is_out_of_memory
 from foretrain.events import Event, Grown
 from foretrain.persist.codec import put_together, random_state, restore_random_state, snapshot
 from foretrain.persist.stateful import Stateful
@@ -37,8 +37,9 @@ _ERRORS = 2.0
 class Growth(StepHook, Stateful):
     """Follows the stages of `growth.layers`. Nothing is done in between but to note the last losses."""
 
-    saved = ("stage", "grown_at", "before", "error_before", "off", "anchor", "told", "losses")
+    saved = ("depths", "stage", "grown_at", "before", "error_before", "off", "anchor", "told", "losses")
     anchor: Any
+    depths: list[int]
     grown_at: int | None
     told: list[dict[str, Any]]
 
@@ -48,6 +49,8 @@ class Growth(StepHook, Stateful):
         self.depth = Depth(engine.model, config.blocks)
         self.stages = config.stages
         self._check()
+        self.depths = [*(layers for layers, _ in self.stages), self.depth.total]
+        """Blocks of all stages."""
         self.stage = 0
         self.before, self.error_before = math.nan, 0.0
         """Mean loss just before the last growth, and its standard error."""
@@ -238,6 +241,10 @@ class Growth(StepHook, Stateful):
     def losses(self, values: list[float]) -> None:
         self._recent = deque((torch.tensor(value, device=self.engine.device) for value in values), _LONGEST_LOOK)
 
+    def expect(self, state: Mapping[str, Any]) -> None:
+        """A state follows that fits (`check_depths`): use as many blocks as it has."""
+        self._use(self._blocks_of(min(max(0, int(state["stage"])), len(self.stages))))
+
     def after_load(self) -> None:
         if not 0 <= self.stage <= len(self.stages):
             raise ValueError(f"stage {self.stage} of {len(self.stages)}")
@@ -247,3 +254,17 @@ class Growth(StepHook, Stateful):
     def summary(self) -> dict[str, Any]:
         """Tell where it began, and what became of every growth."""
         return {"layers": self.depth.layers, "of": self.depth.total, "moves": [dict(one) for one in self.told]}
+
+
+def check_depths(growth: Growth | None, saved: Any, origin: str) -> None:
+    """Refuse a state whose run went through other depths: its hidden blocks would be used as if they had learned, or
+    blocks that have learned would be thrown away. saved: the state of its growth, None: it had none."""
+    now = [] if growth is None else growth.depths[:-1]
+    then = list(saved["depths"])[:-1] if isinstance(saved, Mapping) and "depths" in saved else []
+    if then == now or (not now and saved["stage"] == len(then)):  # it has all its blocks
+        return
+    before, after = (layers if len(layers) > 1 else (layers or [0])[0] for layers in (then, now))
+    raise CheckpointError(
+        f"{origin}: it was saved with growth.layers = {before}, and now it is {after}; go on with growth.layers = "
+        f"{before}, or start a new run"
+    )
