@@ -99,6 +99,7 @@ class HybridTrainer:
             self.policy, self.observer = hybrid.policy, hybrid.observer
             if self.growth is not None:
                 self.growth.rest, self.growth.undone = hybrid.rest, hybrid.taken_back
+                self.growth.healthy = hybrid.is_usual
         parts: dict[str, Part | None] = {"look_ahead": self.look_ahead, "checkup": self.checkup}
         parts |= {"hybrid": self.hybrid, "rescue": self.rescue}
         if self.growth is not None:

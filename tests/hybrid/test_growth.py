@@ -357,3 +357,67 @@ def test_a_run_that_has_grown_goes_on_without_growth_and_with_nothing_to_say() -
         other.trainer.load_state_dict(state)
         assert not [event for event in other.events if isinstance(event, Notice)]
         assert len(other.trainer.model.blocks) == 4  # type: ignore[arg-type]
+
+
+def ruin(model: nn.Module) -> None:
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=draw) * 3)
+
+
+@pytest.mark.parametrize("at", [98, 109])
+def test_a_loss_that_explodes_just_before_growth_or_its_judgement_is_not_taken_for_usual(at: int) -> None:
+    run = Run(hybrid__mode="leap", max_steps=200).to(at)
+    ruin(run.trainer.model)
+    run.to(200)
+    assert run.trainer.evaluate([batch(800)]) < 3.0
+    judged = [event for event in run.events if isinstance(event, Grown) and event.verdict == "kept"]
+    assert all(event.loss is not None and event.loss < 4.0 for event in judged)
+
+
+def test_a_run_that_is_stopped_in_the_trial_is_judged_and_keeps_the_best_of_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(growths, "_RETURNED", -10.0)
+    run = Run(evaluation__interval=1, log__interval=1)
+    run.trainer.bus.subscribe(lambda event: run.trainer.stop() if run.trainer.global_step == 26 else None)
+    loader = [batch(position) for position in range(60)]
+    summary = run.trainer.fit(loader, [batch(800)], out=tmp_path / "run", progress=False, load_best=True)
+    assert [move["verdict"] for move in summary["growth"]["moves"]] == ["made", "undone"]
+    assert (summary["reason"], summary["global_step"], summary["best_step"], run.layers) == ("stopped early", 20, 20, 2)
+    assert summary["best_checkpoint"] == "checkpoints/best-step-00000020"
+    assert run.trainer.evaluate([batch(800)]) == pytest.approx(summary["best_val_loss"])
+    assert run.trainer.growth is not None
+    assert run.trainer.growth.anchor is None
+
+
+def test_evaluations_in_the_trial_use_up_no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(evaluation__interval=1, evaluation__early_stopping_patience=2)
+    engine = run.trainer.engine
+    plain = type(engine.forward).evaluate
+
+    def worse(forward: Any, *arguments: Any) -> Any:
+        loss = plain(forward, *arguments)
+        return loss + 5.0 if run.trainer.growth.on_trial else loss  # type: ignore[union-attr]
+
+    monkeypatch.setattr(type(engine.forward), "evaluate", worse)
+    summary = run.trainer.fit([batch(position) for position in range(60)], [batch(800)], progress=False)
+    assert (summary["reason"], summary["global_step"]) == ("finished", 40)
+
+
+def test_hidden_blocks_of_ones_own_module_are_not_taken_for_trained_ones(tmp_path: Path) -> None:
+    """The best weights are those of before growth: the model shows the blocks that they belong to."""
+    draw = torch.Generator().manual_seed(0)
+    data = [(x, x[:, :1] * x[:, 1:2]) for x in (torch.randn(64, 4, generator=draw) for _ in range(80))]
+    torch.manual_seed(5)
+    model, events = Own(), []
+    given = {"max_steps": 60, "growth.layers": 2, "growth.blocks": "stack", "growth.at": 0.9, "hybrid.mode": "off"}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    trainer = HybridTrainer(model, optimizer, nn.MSELoss(), from_mapping(given | {"device": "cpu"}))
+    trainer.bus.subscribe(events.append)
+    summary = trainer.fit(data[:70], data[70:], out=tmp_path / "run", progress=False, load_best=True)
+    assert summary["best_step"] == 54
+    assert trainer.evaluate(data[70:]) == pytest.approx(summary["best_val_loss"])
+    told = [event.message for event in events if isinstance(event, Notice)]
+    assert any("ends with 2 of 4 blocks of stack" in text for text in told)

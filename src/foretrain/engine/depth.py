@@ -86,6 +86,11 @@ class Depth:
             for parameter in () if used else block.parameters():
                 parameter.grad = None
 
+    @property
+    def can_be_silent(self) -> bool:
+        """Blocks that are hidden add nothing, so that it makes no difference whether they are shown."""
+        return all(hasattr(block, "silence") for block in self.blocks)
+
     @torch.no_grad()
     def silence(self) -> None:
         """Let blocks that are hidden add nothing where they can: then the whole model, wherever it is read, gives

@@ -137,6 +137,12 @@ class Detector(Stateful):
         """A move that lowered an exact loss changes what gradients are usual."""
         self.gradients = GradientBaseline()
 
+    def is_usual(self, loss: float) -> bool:
+        """Whether a loss is no more above the average than noise explains, and losses are sound; True while that is not
+        known."""
+        losses, threshold = self.losses, self.hybrid.divergence_threshold
+        return losses.count < ENOUGH or (losses.sound and not loss > losses.fast + threshold * losses.sigma)
+
     def after_growth(self) -> None:
         """Another depth changes what losses and gradients are usual."""
         self.losses, self.gradients = LossBaseline(), GradientBaseline()

@@ -17,7 +17,7 @@ from foretrain.engine.engine import Engine
 from foretrain.engine.hooks import StepHook
 from foretrain.engine.step import StepOutput
 from foretrain.errors import CheckpointError, ConfigError, is_out_of_memory
-from foretrain.events import Event, Grown
+from foretrain.events import Event, Grown, Notice
 from foretrain.persist.codec import put_together, random_state, restore_random_state, snapshot
 from foretrain.persist.stateful import Stateful
 
@@ -66,6 +66,8 @@ class Growth(StepHook, Stateful):
         self._prepared = False
         self.rest: Callable[[int], None] = lambda steps: None
         """Nothing else is tried for so many steps. Set by the trainer."""
+        self.healthy: Callable[[float], bool] = lambda loss: True
+        """Whether a mean loss is a usual one in this run. Set by the trainer."""
         self.undone: Callable[[int], None] = lambda steps: None
         """Is told how many steps were taken back. Set by the trainer."""
         self.depth.use(self._blocks_of(0))
@@ -110,6 +112,31 @@ class Growth(StepHook, Stateful):
             self._judge()
 
     @property
+    def on_trial(self) -> bool:
+        """A growth is neither kept nor undone yet."""
+        return self.grown_at is not None
+
+    def suit(self, step: int) -> None:
+        """The model has its weights of an earlier step: show the blocks that were used then, where others would add
+        what they never learned."""
+        if self.depth.can_be_silent:
+            return
+        changes = {"made": 1, "undone": -1}
+        stage = sum(changes.get(one["verdict"], 0) for one in self.told if one["step"] < step)
+        self._use(self._blocks_of(stage))
+
+    def warn_of_hidden(self) -> None:
+        """Tell at the end of a run that weights of hidden blocks are saved with all others, but were not trained."""
+        depth = self.depth
+        if depth.layers < depth.total and not depth.can_be_silent:
+            self.emit(
+                Notice(
+                    f"the model ends with {depth.layers} of {depth.total} blocks of {depth.name}; the others are saved "
+                    f"with them, but were never trained: whoever reads the weights must use {list(depth.active)} only"
+                )
+            )
+
+    @property
     def _due(self) -> int:
         return max(1, round(self.stages[self.stage][1] * self._length))
 
@@ -140,7 +167,10 @@ class Growth(StepHook, Stateful):
     def _grow(self) -> None:
         engine, depth, step = self.engine, self.depth, self.engine.progress.global_step
         blocks = self._blocks_of(self.stage + 1)
-        self.before, self.error_before = self._mean_loss()
+        before, error = self._mean_loss()
+        if not self.healthy(before):
+            return  # recovery comes first: the step after it is early enough
+        self.before, self.error_before = before, error
         try:
             self.anchor = put_together(snapshot(engine.changing_state_dict()))
             pairs = depth.copy(depth.sources(blocks))
@@ -160,9 +190,12 @@ class Growth(StepHook, Stateful):
 
     def _judge(self) -> None:
         after, error = self._mean_loss()
+        error = min(error, max(self.error_before, _RETURNED * abs(self.before)))  # a loss that explodes is no noise
         limit = self.before + _RETURNED * abs(self.before) + _ERRORS * math.hypot(self.error_before, error)
         if after <= limit or not math.isfinite(self.before):
             self._tell("kept", after, "the loss has returned")
+            progress, patience = self.engine.progress, self.anchor["progress"]["evaluations_without_best"]
+            progress.evaluations_without_best = min(progress.evaluations_without_best, patience)
         else:
             self._undo(after)
         self.grown_at = self.anchor = None

@@ -267,6 +267,10 @@ class Hybrid:
         """Held-out batches: where the loss is exact, a move must not raise their loss."""
         self.policy.tools.held_out.batches, self.policy.appraiser.judged_on_held_out = held_out, bool(held_out)
 
+    def is_usual(self, loss: float) -> bool:
+        """Whether a mean loss is about what the guard knows; else the run may have to go back first."""
+        return self.policy.guard.is_usual(loss)
+
     def rest(self, steps: int) -> None:
         """Nothing is tried for so many full steps: something else is on trial."""
         self.policy.rest.steps = max(self.policy.rest.steps, steps)

@@ -123,7 +123,7 @@ def fit(
                 bus.emit,
                 state=trainer.state_dict,
                 load=lambda state, origin: load(trainer, state, origin),
-                judging=lambda: trainer.judging,
+                judging=lambda: trainer.judging or (trainer.growth is not None and trainer.growth.on_trial),
             )
         evaluator = Evaluator(
             engine,

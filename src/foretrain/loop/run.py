@@ -80,6 +80,10 @@ class Loop:
             self.engine.clock.stop()
             if load_best and reason != "interrupted" and self.saver is not None:
                 self.saver.load_best()
+                if self.trainer.growth is not None and self.progress.best_step is not None:
+                    self.trainer.growth.suit(self.progress.best_step)
+            if self.trainer.growth is not None and reason != "interrupted":
+                self.trainer.growth.warn_of_hidden()
             summary = self._summary(reason)
         except BaseException as error:
             failure = self._fail(error)
@@ -190,7 +194,11 @@ class Loop:
     def _reason_to_stop(self) -> str | None:
         if self._interrupted:
             return "interrupted"
-        if (self.trainer.stopping or self.evaluator.patience_is_over) and not self.trainer.judging:
+        growth = self.trainer.growth
+        impatient = self.evaluator.patience_is_over and (growth is None or not growth.on_trial)
+        if (self.trainer.stopping or impatient) and not self.trainer.judging:
+            if growth is not None:
+                growth.end()
             return "stopped early"
         return None
 
