@@ -167,10 +167,10 @@ class Growth(StepHook, Stateful):
     def _grow(self) -> None:
         engine, depth, step = self.engine, self.depth, self.engine.progress.global_step
         blocks = self._blocks_of(self.stage + 1)
-        before, error = self._mean_loss()
+        before, noise = self._mean_loss()
         if not self.healthy(before):
             return  # recovery comes first: the step after it is early enough
-        self.before, self.error_before = before, error
+        self.before, self.error_before = before, noise
         try:
             self.anchor = put_together(snapshot(engine.changing_state_dict()))
             pairs = depth.copy(depth.sources(blocks))
