@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from foretrain import CheckpointStore, Config, HybridTrainer, InputError, supervised
+from foretrain.config import with_beta2
 from foretrain.data.loader import Loader, TokenWindows
 from foretrain.errors import CheckpointError, ConfigError
 from foretrain.persist.codec import take_apart
