@@ -106,6 +106,18 @@ def test_where_linearised_leaps_do_not_help() -> None:
             assert no_help_row(problem, plain) in page
 
 
+def test_settings_of_muon_and_adamw_and_growth() -> None:
+    page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    runs = raw("2026-11-18-muon-stack-cuda")["runs"]
+    table = page[page.index("**Muon's and AdamW's settings") : page.index("The default run (`foretrain train`")]
+    left_out = {"as it was, lower", "all, growth .65"}
+    for run in runs:
+        shorter = run["max_steps"] < 1200
+        assert (f"{run['loss']:.3f}" in table) == (run["arm"] not in left_out and not shorter), run["arm"]
+    for run in raw("2026-11-18-muon-stack-cpu")["runs"][:5]:
+        assert f"{run['held_out_loss']:.3f}" in page
+
+
 def test_muon_on_124_million_parameters(readme: str) -> None:
     muon = [
         run

@@ -168,8 +168,9 @@ def test_dropout_that_is_drawn_again_is_not_recorded(
         assert chosen == {"auto": "recorded", True: "recorded"}
 
 
-def test_what_is_recorded_changes_nothing_and_what_is_replayed_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A failure while recording can be taken back; one after a replay cannot."""
+@pytest.fixture
+def recordings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stands for CUDA streams and graphs where there is no GPU."""
 
     class Stream:
         def __init__(self, device: object = None) -> None: ...
@@ -180,6 +181,11 @@ def test_what_is_recorded_changes_nothing_and_what_is_replayed_does(monkeypatch:
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Recording)
     monkeypatch.setattr(torch.cuda, "graph", lambda graph, **settings: nullcontext())
+
+
+@pytest.mark.usefixtures("recordings")
+def test_what_is_recorded_changes_nothing_and_what_is_replayed_does() -> None:
+    """A failure while recording can be taken back; one after a replay cannot."""
     fails = [False]
 
     def loss(model: nn.Module, batch: Tensor) -> Tensor:
@@ -202,16 +208,8 @@ def test_what_is_recorded_changes_nothing_and_what_is_replayed_does(monkeypatch:
     assert step.changing
 
 
-def test_blocks_of_residuals_are_those_of_the_replayed_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Stream:
-        def __init__(self, device: object = None) -> None: ...
-        def wait_stream(self, other: object) -> None: ...
-
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Recording)
-    monkeypatch.setattr(torch.cuda, "graph", lambda graph, **settings: nullcontext())
+@pytest.mark.usefixtures("recordings")
+def test_blocks_of_residuals_are_those_of_the_replayed_step() -> None:
     config = from_mapping({"device": "cpu", "hybrid.mode": "off"})
     trainer = HybridTrainer(nn.Linear(3, 1), residuals=lambda m, x: {"a": m(x)}, config=config)
     step, batch = trainer.engine.full_step, torch.ones(4, 3)

@@ -95,7 +95,7 @@ def test_until_it_grows_it_is_the_run_of_a_shallow_model() -> None:
     assert torch.equal(deep(batch(900)[0]), shallow(batch(900)[0]))
     assert grown.trainer.growth is not None
     grown.trainer.growth.depth.use(range(4))
-    torch.testing.assert_close(deep(batch(900)[0]), shallow(batch(900)[0])), "as the whole model, too"
+    torch.testing.assert_close(deep(batch(900)[0]), shallow(batch(900)[0]))  # as the whole model, too
 
 
 def test_new_blocks_begin_as_copies_with_the_state_of_their_sources(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,6 +130,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "recomputed blocks": {"engine__activation_checkpointing": True},
     "updates in the backward pass": {"engine__update_in_backward": True, "optimizer__gradient_clip_norm": 0.0},
     "prediction": {"hybrid__mode": "leap"},
+    "fp16": {"precision__type": "fp16"},
     "two stages": {"growth__layers": [1, 2], "growth__at": [0.3, 0.5]},
     "a depth that does not divide": {"growth__layers": 3},
 }

@@ -521,14 +521,17 @@ class GrowthConfig(Section):
     @property
     def stages(self) -> list[tuple[int, float]]:
         """Return the blocks of each stage, and the share of the run at which it ends."""
-        layers = self.layers if isinstance(self.layers, tuple) else (self.layers,)
-        ends = self.at if isinstance(self.at, tuple) else (self.at,)
+        layers, ends = self._given
         return list(zip(layers, ends, strict=True)) if any(layers) else []
+
+    @property
+    def _given(self) -> tuple[tuple[int, ...], tuple[float, ...]]:
+        layers = self.layers if isinstance(self.layers, tuple) else (self.layers,)
+        return layers, self.at if isinstance(self.at, tuple) else (self.at,)
 
     @model_validator(mode="after")
     def _stages_follow_each_other(self) -> GrowthConfig:
-        layers = self.layers if isinstance(self.layers, tuple) else (self.layers,)
-        ends = self.at if isinstance(self.at, tuple) else (self.at,)
+        layers, ends = self._given
         if len(layers) != len(ends):
             raise ValueError(f"layers names {len(layers)} stages, and at the end of {len(ends)}; give one end for each")
         for one, what in ((layers, "layers"), (ends, "at")):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from foretrain.errors import ConfigError
@@ -125,15 +126,7 @@ def copy_state(optimizer: Optimizer, model: nn.Module, pairs: Pairs) -> None:
     named = dict(model.named_parameters())
     for new, old in pairs:
         if (state := optimizer.state.get(named[old])) is not None:
-            optimizer.state[named[new]] = {name: _own(value) for name, value in state.items()}
-
-
-def _own(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if isinstance(value, (list, tuple)):
-        return type(value)(_own(one) for one in value)
-    return {name: _own(one) for name, one in value.items()} if isinstance(value, dict) else value
+            optimizer.state[named[new]] = copy.deepcopy(state)
 
 
 def _blocks(model: nn.Module, name: str) -> nn.ModuleList:

@@ -25,8 +25,8 @@ _SHARE_OF_LOOK, _SHORTEST_LOOK, _LONGEST_LOOK = 0.02, 4, 50
 """Steps whose mean loss is compared, before growth and at the end of its trial. Chosen: a mean of fifty batches is
 known to some thousandths."""
 _SHARE_OF_TRIAL = 0.05
-"""Share of the run after which growth is judged. Measured: new blocks that are copies raise the loss at first, and
-after as many steps it has returned."""
+"""Share of the run after which growth is judged. Chosen: new blocks that are copies raise the loss at first, and in all
+runs that were looked at it had returned by then."""
 _RETURNED = 0.01
 """Share above the loss before growth that counts as returned, beside what is left of noise. Chosen: what growth wins is
 several times as much."""
@@ -150,9 +150,11 @@ class Growth(StepHook, Stateful):
 
     @property
     def _length(self) -> int:
-        if not self.engine.has_end:
-            raise ConfigError("growth.at is a share of the run, which has no end; set max_steps, or epochs in fit")
         return self.engine.config.max_steps
+
+    def _check_end(self) -> None:
+        if self.stage < len(self.stages) and not self.engine.has_end:
+            raise ConfigError("growth.at is a share of the run, which has no end; set max_steps, or epochs in fit")
 
     def _blocks_of(self, stage: int) -> tuple[int, ...]:
         """Which are used in a stage; after the last one all."""
@@ -193,7 +195,10 @@ class Growth(StepHook, Stateful):
         error = min(error, max(self.error_before, _RETURNED * abs(self.before)))  # a loss that explodes is no noise
         limit = self.before + _RETURNED * abs(self.before) + _ERRORS * math.hypot(self.error_before, error)
         if after <= limit or not math.isfinite(self.before):
-            self._tell("kept", after, "the loss has returned")
+            known = math.isfinite(self.before)
+            self._tell(
+                "kept", after, "the loss has returned" if known else "no loss before it is known to compare with"
+            )
             progress, patience = self.engine.progress, self.anchor["progress"]["evaluations_without_best"]
             progress.evaluations_without_best = min(progress.evaluations_without_best, patience)
         else:
@@ -248,7 +253,7 @@ class Growth(StepHook, Stateful):
         """Where steps are compiled: compile that of the whole model now, not in the middle of the run."""
         self._prepared = True
         engine, step = self.engine, self.engine.full_step
-        _ = self._due if self.stage < len(self.stages) else 0  # a run without an end is refused before its first step
+        self._check_end()
         if not step.compiled or step.in_backward is not None or self.stage == len(self.stages) or self.off:
             return
         used, random, buffers = self.depth.active, random_state(), [buffer.clone() for buffer in step.buffers]
@@ -281,8 +286,7 @@ class Growth(StepHook, Stateful):
     def after_load(self) -> None:
         if not 0 <= self.stage <= len(self.stages):
             raise ValueError(f"stage {self.stage} of {len(self.stages)}")
-        self.depth.use(self._blocks_of(self.stage))
-        self.engine.follow_trained()
+        self._use(self._blocks_of(self.stage))
 
     def summary(self) -> dict[str, Any]:
         """Tell where it began, and what became of every growth."""

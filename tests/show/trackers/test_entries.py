@@ -9,6 +9,7 @@ from foretrain.events import (
     CheckpointSaved,
     Evaluated,
     Event,
+    Grown,
     HealthFound,
     Moved,
     Notice,
@@ -80,3 +81,8 @@ def test_the_summary_without_settings_and_machine() -> None:
 def test_settings_by_their_dotted_names() -> None:
     settings = {"seed": 1, "log": {"trackers": ["wandb"], "report": True}}
     assert hyperparameters(settings) == {"seed": 1, "log.trackers": '["wandb"]', "log.report": True}
+
+
+def test_growth_is_a_text() -> None:
+    found = entry_of(Grown(150, "kept", 12, 12, 3.2, 3.1, "the loss has returned"), 7, "tokens")
+    assert found == TrackerEntry(150, texts={"growth": "to 12 of 12 blocks: kept (the loss has returned)"})
