@@ -190,3 +190,13 @@ def test_a_frame_goes_by_what_came() -> None:
     assert set(frame([[-1.0, 0.0]])) == {"linear"}
     low, high = frame([[2.0, 2.0]])["linear"]
     assert low < 2.0 < high
+
+
+@pytest.mark.parametrize(
+    ("verdict", "mark"), [("made", "kept"), ("kept", "kept"), ("undone", "rolled back"), ("refused", "refused")]
+)
+def test_growth_has_the_mark_of_a_move(verdict: str, mark: str) -> None:
+    record = RunRecord("run")
+    record.decisions.append(Entry("Grown", 150, 3.0, {"verdict": verdict, "layers": 6, "of": 12}))
+    assert [(kind, words) for _, _, kind, words, _ in marks(record)] == [(mark, f"growth to 6 of 12 blocks: {verdict}")]
+    assert mark in MARKS

@@ -269,8 +269,7 @@ def marks(record: RunRecord) -> list[list[Any]]:
         elif entry.kind == "Recovered":
             found.append((entry, "recovery", recovery_words(entry)))
         elif entry.kind == "Grown":
-            verdict = "rolled back" if entry.fields.get("verdict") == "undone" else "kept"
-            found.append((entry, verdict, growth_words(entry)))
+            found.append((entry, growth_mark(entry), growth_words(entry)))
         elif entry.kind == "Tuned":
             found.append((entry, "recovery", f"tuned: {assignments(entry.fields.get('change'))}"))
         elif entry.kind == "Resumed":
@@ -279,6 +278,11 @@ def marks(record: RunRecord) -> list[list[Any]]:
     found += [(entry, "not finite", "the loss was not finite") for entry in broken]
     found.sort(key=lambda one: one[0].step)
     return thinned_marks([(entry.step, entry.seconds, kind, words) for entry, kind, words in found], record.step)
+
+
+def growth_mark(entry: Entry) -> str:
+    """Tell which mark of a move stands for what became of a growth."""
+    return {"undone": "rolled back", "refused": "refused"}.get(str(entry.fields.get("verdict")), "kept")
 
 
 def growth_words(entry: Entry) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 from foretrain.config.paths import assignments
 from foretrain.config.units import clock, counted, loss_text, rate_text
 from foretrain.show.numbers import finite
-from foretrain.show.pages.report_charts import growth_words, move_words, recovery_words
+from foretrain.show.pages.report_charts import growth_mark, growth_words, move_words, recovery_words
 from foretrain.show.record import Entry, RunRecord
 
 ROWS = 4000
@@ -99,11 +99,8 @@ def _said(entry: Entry) -> tuple[str, str, str]:
         case "Recovered":
             return "mark recovery", recovery_words(entry), str(fields.get("text", ""))
         case "Grown":
-            return (
-                "mark kept" if fields.get("verdict") != "undone" else "mark rolled-back",
-                growth_words(entry),
-                str(fields.get("reason", "")),
-            )
+            mark = growth_mark(entry).replace(" ", "-")
+            return f"mark {mark}", growth_words(entry), str(fields.get("reason", ""))
         case "Tuned":
             words = assignments(fields.get("change"))
             return "mark recovery", f"tuned: {words}", str(fields.get("ailment", ""))
