@@ -26,7 +26,7 @@ help: ## say what each target does
 
 .venv/.test: .venv/.core
 	@echo "Installing the pinned test tools into .venv (once) ..."
-	$(PIP) --editable '.[parquet,tensorboard,wandb,mlflow,trackio]' $$($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml","rb"))["dependency-groups"]["test"])')
+	$(PIP) --editable '.[parquet,tensorboard,wandb,mlflow,trackio,sweep]' $$($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml","rb"))["dependency-groups"]["test"])')
 	@touch $@
 
 setup: .venv/.core ## install foretrain into .venv

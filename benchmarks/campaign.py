@@ -4,8 +4,8 @@ python benchmarks/campaign.py lm30m-adamw --data FOLDER --out FOLDER --ladder   
 python benchmarks/campaign.py lm124m-muon --data FOLDER --out FOLDER --grid grid.json   # single runs
 
 FOLDER of --data holds `enwiki_train.bin` (GPT-2 tokens of English Wikipedia, little-endian uint16) for the language
-models and `fashion_mnist.npz` (`images` uint8 [60000, 28, 28], `labels`) for the images. What --out holds is not run
-again, so calls add up.
+models, `enwiki_bytes.bin` (the same text, a byte as a token) for those of bytes, and `fashion_mnist.npz` (`images`
+uint8 [60000, 28, 28], `labels`) for the images. What --out holds is not run again, so calls add up.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from foretrain.measure.ladder import rungs
 from foretrain.measure.plan import Arm, Options
 from foretrain.measure.runs import Spec, carry_out
 from foretrain.measure.tasks import Job, ModelShelf, Task, TextTask
+from foretrain.models import gpt2
 from foretrain.show.comparison import ComparisonConsole, print_comparison
 
 LANGUAGE: dict[str, Any] = {
@@ -56,6 +57,20 @@ LARGE: dict[str, Any] = {
     "schedule.warmup_steps": 80,
     "optimizer.learning_rate": 1e-3,
 }
+BYTES: dict[str, Any] = {
+    "data.tokenizer": "byte",
+    "model.vocab_size": 256,
+    "model.layers": 12,
+    "model.context": 256,
+    "batch_size": 64,
+    "optimizer.learning_rate": 6e-3,
+}
+"""Nearly all arithmetic of these models is in their blocks. Their lengths are so many tokens per parameter."""
+DEEP: dict[str, dict[str, Any]] = {
+    "bytes-2": {"model.width": 256, "model.heads": 4, "max_steps": 1160, "schedule.warmup_steps": 100},
+    "bytes-5": {"model.width": 192, "model.heads": 3, "max_steps": 1640, "schedule.warmup_steps": 100},
+    "bytes-20": {"model.width": 128, "model.heads": 2, "max_steps": 2900, "schedule.warmup_steps": 100},
+}
 IMAGES: dict[str, Any] = {
     "batch_size": 256,
     "max_steps": 1500,
@@ -65,7 +80,12 @@ IMAGES: dict[str, Any] = {
 }
 SETTINGS: dict[str, dict[str, Any]] = {
     f"{name}-{optimizer}": settings | {"optimizer.type": optimizer}
-    for name, settings in (("lm30m", LANGUAGE | SMALL), ("lm124m", LANGUAGE | LARGE), ("images", IMAGES))
+    for name, settings in (
+        ("lm30m", LANGUAGE | SMALL),
+        ("lm124m", LANGUAGE | LARGE),
+        *((name, LANGUAGE | BYTES | size) for name, size in DEEP.items()),
+        ("images", IMAGES),
+    )
     for optimizer in ("adamw", "muon")
 }
 AHEAD: dict[str, Any] = {"predictor.beta": 0.3}
@@ -194,17 +214,19 @@ def main() -> None:
     options = parser.parse_args()
     values = SETTINGS[options.task] | {"device": options.device, "evaluation.interval": 0}
     values |= {key: json.loads(value) for key, value in (text.split("=", 1) for text in options.set)}
-    if options.task.startswith("lm"):
-        values |= {"data.path": str(options.data / "enwiki_train.bin"), "data.cache": str(options.data)}
+    if not options.task.startswith("images"):
+        text = "enwiki_bytes.bin" if options.task.startswith("bytes") else "enwiki_train.bin"
+        values |= {"data.path": str(options.data / text), "data.cache": str(options.data)}
         values["evaluation.interval"] = values["max_steps"] // 3
     base = from_mapping(values)
     task: Task = ImageTask(options.data) if options.task.startswith("images") else TextTask(base)
+    blocks = 0 if options.task.startswith("images") else gpt2.shape_from_config(base.model).layers
     plan = Options(
         options.seeds,
         tuple(options.rates),
         tuple(options.budgets),
         tuple(arm for arm in ARMS if options.arms is None or arm.name in options.arms)
-        + (rungs(base) if options.ladder else ()),
+        + (rungs(base, blocks) if options.ladder else ()),
         not options.no_controls,
     )
     comparison = ComparisonRunner(task, base, plan, options.out / options.task)

@@ -42,6 +42,7 @@ def run(options: argparse.Namespace, arm: str, rate: float | str, seed: int) -> 
         {
             "preset": "finetune",
             "device": options.device,
+            "engine.compile": options.device == "cuda",  # its time is not measured, so "auto" must not weigh it
             "model.weights": options.base,
             "data.path": options.data,
             "data.max_length": options.length,
@@ -85,7 +86,7 @@ def run(options: argparse.Namespace, arm: str, rate: float | str, seed: int) -> 
         "probe_tokens": trainer.engine.progress.probe_tokens,
         "tokens": trainer.engine.progress.tokens,
         "moves": moves,
-        "final_rate": (trainer.hybrid.race.factor if trainer.hybrid is not None else 1.0) * config.optimizer.peak_rate,
+        "final_rate": config.optimizer.peak_rate if trainer.race is None else trainer.race.rate,
         "curve": [*curve, (trainer.global_step, seconds, loss)],
     }
 

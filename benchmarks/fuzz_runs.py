@@ -62,6 +62,34 @@ def report(make: Maker) -> Input:
     return Input(["report", *runs, *out, *make.json()], writes=("page.html", f"{runs[0]}/report.html"))
 
 
+def forecast(make: Maker) -> Input:
+    run = run_folder(make, "run", "killed", "tuned")
+    return Input(["forecast", run, *forecast_options(make), *make.json()])
+
+
+def forecast_options(make: Maker) -> list[str]:
+    shares = make.rng.choice(["0.5", "0.01", "0.99", "1", "-1", "nan", "x"])
+    chosen = [["--at", shares], ["--total-steps", make.rng.choice(["100", "0", "1", str(2**70)])]]
+    chosen += [["--schedule", make.rng.choice(["wsd", "cosine", "linear", "constant", "x"])], ["--decay-share", shares]]
+    return [word for words in chosen if make.chance(0.4) for word in words]
+
+
+def forecast_log(make: Maker) -> Input:
+    """A log as other tools write it, with something wrong in it."""
+    rng, path = make.rng, Path("log")
+    rows = [(step, 2 + 3 / step, 1e-3) for step in range(1, 60)]
+    if make.chance(0.5):
+        names = rng.choice([("step", "val_loss", "lr"), ("iter", "eval/loss", "learning_rate"), ("a", "b", "c")])
+        content = "\n".join(json.dumps(dict(zip(names, row, strict=True))) for row in rows).encode()
+        path.write_bytes(spoil.spoil_lines(rng, content))
+    else:
+        text = "step,val_loss,lr\n" + "\n".join(",".join(map(str, row)) for row in rows)
+        path.write_bytes(spoil.spoil_bytes(rng, text.encode()))
+    if make.chance(0.2):
+        path = path.rename("events.out.tfevents.1")
+    return Input(["forecast", str(path), *forecast_options(make), *make.json()])
+
+
 def watch(make: Maker) -> Input:
     run = make.name(run_folder(make, "run", "killed", "tuned"), "none", "text.txt")
     port = make.rng.choice(["0", "0", "0", "0", "0", "0", "0", "0", "0", "-1", "70000", "x", "1e3", str(2**70)])

@@ -94,6 +94,7 @@ COMMANDS = tuple(
         "adapters merge",
         "adapters export",
         "report",
+        "forecast",
         "watch",
         "",
     ]
@@ -284,6 +285,24 @@ def compare(make: Maker, by_file: bool) -> Input:
         "0",
     ]
     return Input(arguments, writes=("out", "cache", "text"))
+
+
+def sweep(make: Maker) -> Input:
+    """A space file; what is legal ends at the number of workers, before any is started."""
+    import tomlkit
+
+    drawn = [setting(make, False) for _ in range(make.rng.choice([1, 2, 4]))]
+    ranges = [{"low": value, "high": spoil.value(make.rng), "log": True} for _, value in drawn]
+    values = [make.rng.choice([value, [value], one]) for (_, value), one in zip(drawn, ranges, strict=True)]
+    space = {name: value for (name, _), value in zip(drawn, values, strict=True)}
+    how = {make.rng.choice(["trials", "rungs", "sampler", "storage", "x"]): spoil.value(make.rng)}
+    content = {"base": {**TINY, "max_steps": 2}, "space": space, "sweep": how if make.chance(0.3) else {}}
+    try:
+        text = tomlkit.dumps(content).encode("utf-8", "surrogatepass")
+    except (ValueError, TypeError, AttributeError):  # None, which TOML does not have, or names that are no keys
+        text = b"[space]\nbatch_size = [1, 2]\n"
+    Path("space.toml").write_bytes(spoil.spoil_bytes(make.rng, text) if make.chance(0.3) else text)
+    return Input(["sweep", make.name("space.toml"), "--out", "out", "--workers", "0", *make.json()], writes=("out",))
 
 
 def command_line(make: Maker) -> Input:

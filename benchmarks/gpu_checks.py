@@ -28,6 +28,7 @@ from foretrain.models import kernels
 from foretrain.models.loss import linear_cross_entropy
 from foretrain.trainer import HybridTrainer
 from gpu_memory_checks import MEMORY_CHECKS
+from gpu_muon_checks import MUON_CHECKS
 from gpu_trainer import TOKENS, losses, trainer
 from low_noise_problems import Settings, burgers
 
@@ -330,6 +331,7 @@ CHECKS = (
     resume_is_exact,
     recorded_leaps_equal_eager,
     leaps_resume_exactly,
+    *MUON_CHECKS,
     *MEMORY_CHECKS,
 )
 

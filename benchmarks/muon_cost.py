@@ -2,6 +2,7 @@
 
 python benchmarks/muon_cost.py                    # the demo's model, one thread, a minute; writes benchmarks/results
 python benchmarks/muon_cost.py --threads 2
+python benchmarks/muon_cost.py --device cuda      # the matrices of GPT-2 124M: with kernels, in torch, AdamW; seconds
 
 CPU time hardly depends on other programs beside it. "Emulated" is what Muon cost before it chose its number format by
 what the CPU can do.
@@ -87,11 +88,38 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, help="default: a dated file in benchmarks/results")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work:
         print(json.dumps(work(options.steps, options.rounds)))
         return
+    results, told = (on_cuda if options.device == "cuda" else on_cpu)(options)
+    now = datetime.now().astimezone()
+    report = {
+        "benchmark": "Muon's cost",
+        "command": " ".join(["python", "benchmarks/muon_cost.py", *sys.argv[1:]]),
+        "date": now.isoformat(timespec="seconds"),
+        **told,
+        "results": results,
+    }
+    name = f"{now.date().isoformat()}-muon-cost-{options.device}.json"
+    out = options.out or Path(__file__).parent / "results" / name
+    out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    print(f"wrote {out}")
+
+
+def on_cuda(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Measure updates alone, in this process."""
+    import muon_cost_cuda
+
+    result = muon_cost_cuda.measure(options.steps, options.rounds)
+    muon_cost_cuda.tell(result)
+    return result, {}
+
+
+def on_cpu(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Measure whole steps in a process for each kind of CPU."""
     results = {}
     for name, variables in (("this CPU", {}), ("without bf16 instructions", WITHOUT_BF16)):
         command = [sys.executable, __file__, "--work", "--steps", str(options.steps), "--rounds", str(options.rounds)]
@@ -104,17 +132,7 @@ def main() -> None:
             print(f"  {arm:<9} {step:8.1f} ms a step, {update:7.1f} ms of it the update, {ratio:.2f} x AdamW's step")
     ratio = results["without bf16 instructions"]["ratio_to_adamw"]["muon"]
     print(f"without bf16 instructions Muon's step is {ratio:.2f} x AdamW's (aim: at most {AIM})")
-    now = datetime.now().astimezone()
-    report = {
-        "benchmark": "Muon's cost",
-        "command": " ".join(["python", "benchmarks/muon_cost.py", *sys.argv[1:]]),
-        "date": now.isoformat(timespec="seconds"),
-        "aim": AIM,
-        "results": results,
-    }
-    out = options.out or Path(__file__).parent / "results" / f"{now.date().isoformat()}-muon-cost-cpu.json"
-    out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    print(f"wrote {out}")
+    return results, {"aim": AIM}
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ def engine(size: Size, batch: int, device: str, data: np.ndarray, **settings: An
         "hybrid.mode": "off",
         "batch_size": batch,
         "device": device,
+        "engine.compile": device == "cuda",  # its time is not measured, so "auto" must not weigh it
         "model.layers": size.layers,
         "model.heads": size.heads,
         "model.width": size.width,

@@ -34,9 +34,11 @@ from foretrain.events import (
     Event,
     HealthFound,
     HealthMeasured,
+    LossForecasted,
     MemoryUsed,
     Moved,
     PhaseChanged,
+    Planned,
     Progress,
     Recovered,
     Tuned,
@@ -168,6 +170,26 @@ def _(bench: Bench) -> None:
     trained = 0.9 * len(bench.text_file.read_bytes())  # the rest is held out
     assert steps[1] == pytest.approx(trained / (8 * 16), abs=1)
     assert steps[0.5] == pytest.approx(steps[1] / 2, abs=1)
+
+
+@effect("max_time")
+def _(bench: Bench) -> None:
+    done = []
+    for seconds in (2, 5):
+        trainer = bench.trainer(max_time=seconds, max_steps=1000, log__interval=1000)
+        assert trainer.targets is not None
+        looks = itertools.count()
+        trainer.targets.clock = lambda looks=looks: next(looks) / 100  # it goes on when it is looked at
+        done.append(trainer.fit([bench.make_batch()], progress=False)["global_step"])
+    assert done[0] < done[1] < 1000
+
+
+@effect("until_loss")
+def _(bench: Bench) -> None:
+    summary, events, _ = bench.train(max_steps=40, until_loss=3.9, schedule__warmup_steps=2)
+    assert summary["global_step"] < 40
+    assert any(isinstance(event, Planned) and event.what == "met" for event in events)
+    assert bench.train(max_steps=8, until_loss=0.1)[0]["global_step"] == 8
 
 
 @effect("batch_size")
@@ -767,12 +789,12 @@ def _(bench: Bench) -> None:
 
 
 def _blocks_used(bench: Bench, **changes: Any) -> list[int]:
-    """Blocks that are used before each of ten steps."""
-    config = bench.config(model__layers=4, max_steps=10, hybrid__mode="off", growth__layers=2, **changes)
+    """Blocks that are used before each of twenty steps."""
+    config = bench.config(model__layers=4, max_steps=20, hybrid__mode="off", growth__layers=2, **changes)
     trainer = HybridTrainer(bench.make_model(layers=4), config=config)
     assert trainer.growth is not None
     used = []
-    for _ in range(10):
+    for _ in range(20):
         trainer.step(bench.make_batch())
         used.append(trainer.growth.depth.layers)
     return used
@@ -780,20 +802,63 @@ def _blocks_used(bench: Bench, **changes: Any) -> list[int]:
 
 @effect("growth.layers")
 def _(bench: Bench) -> None:
-    assert _blocks_used(bench) == [2] * 5 + [4] * 5
+    assert _blocks_used(bench) == [2] * 10 + [4] * 10
     plain = HybridTrainer(bench.make_model(layers=4), config=bench.config(max_steps=10))
     assert plain.growth is None
 
 
 @effect("growth.at")
 def _(bench: Bench) -> None:
-    assert _blocks_used(bench, growth__at=0.2) == [2] * 2 + [4] * 8
+    assert _blocks_used(bench, growth__at=0.2) == [2] * 4 + [4] * 16
 
 
 @effect("growth.blocks")
 def _(bench: Bench) -> None:
     with pytest.raises(ConfigError, match=r"growth.blocks = 'layers' names no nn.ModuleList of blocks in GPT2"):
         _blocks_used(bench, growth__blocks="layers")
+
+
+def _copies_of(bench: Bench, **changes: Any) -> list[tuple[int, int]]:
+    """Steps at which copies of a run of forty steps are taken, and their lengths."""
+    config = bench.config(max_steps=40, hybrid__mode="off", **changes)
+    trainer = HybridTrainer(bench.make_model(), config=config, probe=[bench.make_batch()])
+    for _ in range(40):
+        trainer.step(bench.make_batch())
+    return [(point.step, point.steps) for point in trainer.copies.points]
+
+
+@effect("forecast.copies")
+def _(bench: Bench) -> None:
+    assert _copies_of(bench) == []
+    assert _copies_of(bench, forecast__copies=[0.5, 0.25]) == [(10, 1), (20, 1)]
+
+
+@effect("forecast.copy_steps")
+def _(bench: Bench) -> None:
+    assert _copies_of(bench, forecast__copies=[0.25], forecast__copy_steps=0.1) == [(10, 4)]
+
+
+def _forecasts(bench: Bench, **changes: Any) -> list[LossForecasted]:
+    """What is forecast of a run of a hundred steps whose held-out losses are known."""
+    trainer, events = bench.trainer(max_steps=100, **changes), list[Event]()
+    trainer.bus.subscribe(events.append)
+    for step in range(2, 60, 2):
+        trainer.engine.progress.global_step = step
+        trainer.evaluated(2 + 2 * step**-0.5 + 0.01 * (-1) ** (step // 2))
+    return [event for event in events if isinstance(event, LossForecasted)]
+
+
+@effect("forecast.enabled")
+def _(bench: Bench) -> None:
+    assert _forecasts(bench, forecast__enabled=False) == []
+    assert _forecasts(bench)[0].step >= 10
+
+
+@effect("forecast.level")
+def _(bench: Bench) -> None:
+    narrow, wide = (_forecasts(bench, forecast__level=level)[-1] for level in (0.5, 0.9))
+    assert (narrow.level, wide.level) == (0.5, 0.9)
+    assert wide.high - wide.low > narrow.high - narrow.low
 
 
 @effect("engine.activation_checkpointing")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from pathlib import Path
 from typing import Any
@@ -226,3 +227,75 @@ def test_what_attack_finds() -> None:
         verdict = arm["verdict"]
         assert f"| {verdict['memory_mb_per_1000_steps']} MB |" in pages
         assert f"| {verdict['log_bytes_per_step']:.0f} bytes |" in pages
+
+
+def test_muon_and_growth_on_124_million_parameters(readme: str) -> None:
+    """AdamW's seconds to the loss of Muon with growth, by the slope between its own budgets of 700 and 850 steps."""
+    now = [run for run in raw("2026-11-18-growth-and-stack-cuda")["runs"] if run["task"] == "lm124m"]
+    budgets = {run["max_steps"]: run["loss"] for run in now if (run["arm"], run["seed"]) == ("adamw", 1)}
+    slope = (budgets[850] - budgets[700]) / math.log(850 / 700)
+    ratios = []
+    for seed in (1, 2):
+        mine = next(run for run in now if (run["arm"], run["seed"]) == ("grown at 50 %", seed))
+        theirs = next(
+            run
+            for run in raw("2026-11-15-campaign-lm124m-adamw")["runs"]
+            if (run["arm"], run["seed"], run["max_steps"]) == ("plain", seed, 700)
+        )
+        longer = math.exp((mine["loss"] - theirs["loss"]) / slope)
+        ratios.append(longer * theirs["seconds"] / mine["seconds"])
+    assert "growth {:.2f}x and {:.2f}x over the same AdamW".format(*sorted(ratios)) in readme
+
+
+LANGUAGE_FAMILIES = ("track_1_short", "track_2_medium", "track_3_optimization", "multipowerlaw")
+
+
+def test_forecasts_of_public_runs(readme: str) -> None:
+    found = raw("2026-11-18-forecast-runs")
+    rows = [json.loads(row) for row in found["errors: method, family, cut, runs, median %, 90th percentile %"]]
+
+    def errors(method: str) -> str:
+        """At 25, 50 and 75 %, the mean over families of their medians."""
+        at = [
+            statistics.mean(
+                median for name, family, cut, _, median, _ in rows if (name, cut) == (method, share) and family in known
+            )
+            for share in (0.25, 0.5, 0.75)
+        ]
+        return "{:.1f}, {:.1f} and {:.1f} %".format(*at)
+
+    known = LANGUAGE_FAMILIES
+    assert f"language models: {errors('cold')} error at 25, 50 and 75 % of the run" in readme
+    assert f"{errors('sibling')} with one finished run beside it" in readme
+
+
+def test_rates_that_are_found(readme: str) -> None:
+    above = {}
+    for task, found in raw("2026-11-18-auto-rate-cpu")["tasks"].items():
+        runs = [run for run in found["runs"] if run["seed"] == 1]
+        best = min(run["test"] for run in runs if run["rate"] != "auto")
+        (auto,) = [run for run in runs if run["rate"] == "auto"]
+        above[task] = 100 * (auto["test"] / best - 1)
+        assert auto["backward_passes"] <= 1.155 * auto["steps"]
+    text = [above[task] for task in above if task.startswith(("bytes", "other"))]
+    assert f"{-min(text):.1f} % below to {max(text):.1f} % above the best of seven rates for 1.15 runs" in readme
+    assert f"{above['digits']:.1f} % above on a classifier" in readme
+    assert above["diabetes"] > 5, "it fails where a run overfits"
+
+
+def test_sweeps_of_public_runs(readme: str) -> None:
+    found = raw("2026-11-18-sweeps-taskset-more-cpu")["100 configurations"]["foretrain"]
+    without = found["without_audits"]
+    price = f"{100 * without['cost']:.0f} runs ({100 * found['cost']:.0f} with its audit)"
+    within = min(found["within_1_percent"], without["within_1_percent"])
+    assert (
+        f"100 configurations for the price of {price}, within 1 % of the best in {math.floor(100 * within)} %" in readme
+    )
+    assert f"of {found['sweeps']} sweeps on TaskSet" in readme
+
+
+def test_targets_that_were_met(readme: str) -> None:
+    found = raw("2026-11-18-targets-cpu")
+    assert all(len(found[what]) == 10 for what in ("until_loss", "max_time"))
+    assert all(abs(run["off_percent"]) <= 2 for what in ("until_loss", "max_time") for run in found[what])
+    assert "ten of ten small runs each ended within 2 % of that" in readme

@@ -30,7 +30,7 @@ def commands(group: App = app, path: Path_ = ()) -> Iterator[tuple[Path_, App]]:
 
 
 COMMANDS = dict(commands())
-LONG = [("train",), ("finetune",), ("compare",), ("bench", "run")]
+LONG = [("train",), ("finetune",), ("compare",), ("sweep",), ("bench", "run")]
 
 
 def options(command: App) -> set[str]:
@@ -48,10 +48,12 @@ def test_every_command_has_it(path: Path_) -> None:
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A text, examples, a trained run, a fine-tuned one, and results of benchmarks."""
+    """A text, examples, a trained run, a fine-tuned one, a sweep, and results of benchmarks."""
     from foretrain import config
     from foretrain.recipes import finetune as tuning
     from foretrain.recipes import train as run
+    from foretrain.sweep.run import open_sweep
+    from foretrain.sweep.worker import Worker
 
     folder = tmp_path_factory.mktemp("world")
     with pytest.MonkeyPatch.context() as patch:
@@ -63,10 +65,14 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
         text = "\n".join([*lines, f"data.path = {json.dumps(str(folder / 'tiny.txt'))}"])
         (folder / "tiny.toml").write_text(text, encoding="utf-8")
         run.train(config.load(folder / "tiny.toml").config, folder / "run", progress=False)
+        (folder / "space.toml").write_text(f"base = '{folder / 'tiny.toml'}'\n[space]\nbatch_size = [4]\n")
+        Worker(*open_sweep(folder / "space.toml", folder / "sweep")).work()
         base, data = write_base(folder / "base"), write_colors(folder / "colors.jsonl")
         tuning.finetune(config_for(base, data, max_steps=1, evaluation__answers=2), folder / "tuned", progress=False)
     for name in ("a", "b"):
         (folder / f"{name}.json").write_text('{"step": [1.0, 1.1, 1.2, 1.3, 1.4]}', encoding="utf-8")
+    rows = [f"{step},{2 + 3 * step**-0.5}" for step in range(5, 101, 5)]
+    (folder / "log.csv").write_text("step,val_loss\n" + "\n".join(rows), encoding="utf-8")
     return folder
 
 
@@ -92,6 +98,7 @@ CALLS: dict[Path_, tuple[list[str], Callable[[Any], object]]] = {
         lambda found: found["files"]["adapter"] == "new/adapter" and found["reason"] == "finished",
     ),
     ("compare",): (["tiny.toml", "--minutes", "0"], lambda found: Path(found["page"]).is_file() and found["missing"]),
+    ("sweep",): (["--out", "sweep"], lambda found: found["complete"] and found["best"]["number"] == 0),
     ("bench", "run"): (
         ["--only", "confidence estimate", "--processes", "1", "--out", "x.json"],
         lambda found: found["written"] == "x.json" and found["benchmarks"],
@@ -120,6 +127,10 @@ CALLS: dict[Path_, tuple[list[str], Callable[[Any], object]]] = {
     ("adapters", "export"): (["tuned", "exported"], lambda found: found == {"written": "exported"}),
     ("export",): (["run", "exported"], lambda found: found == {"written": "exported"}),
     ("plan",): (["tiny.toml"], lambda found: found["estimate"]),
+    ("forecast",): (
+        ["log.csv", "--at", "0.5"],
+        lambda found: found[0]["run"] == "log.csv" and found[0]["seen_steps"] == 50 and found[0]["held"] is not None,
+    ),
     ("report",): (["run"], lambda found: found["page"] == "run/report.html"),
     ("watch",): (["run"], lambda found: found["address"].startswith("http://127.0.0.1:")),
     ("doctor",): ([], lambda found: {"device", "disk"} <= {row["name"] for row in found}),
@@ -161,7 +172,9 @@ BAD = {
     ("config", "check"): ["nowhere.toml"],
     ("bench", "compare"): ["nowhere.json", "a.json"],
     ("report",): ["nowhere"],
+    ("forecast",): ["nowhere"],
     ("export",): [],
+    ("sweep",): ["nowhere.toml"],
     ("nothing like it",): [],
 }
 

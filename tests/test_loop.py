@@ -109,10 +109,12 @@ def test_a_run_tells_its_story_in_order(make_trainer: Make, tmp_path: Path) -> N
     summary = trainer.fit(batches(), batches(1), out=tmp_path / "run", progress=False, title="small")
     assert [type(event).__name__ for event in events if not isinstance(event, MemoryUsed)] == [
         "RunStarted",
+        "RatesPlanned",
         "HealthMeasured",
         "Progress",
         "Progress",
         "Evaluated",
+        "LossForecasted",
         "Progress",
         "CheckpointSaved",
         "Progress",
@@ -213,7 +215,7 @@ def test_a_run_folder_of_any_module(make_trainer: Make, tmp_path: Path) -> None:
     summary = trainer.fit(batches(), batches(1), out=tmp_path / "run", progress=False)
     assert json.loads((tmp_path / "run" / "summary.json").read_text(encoding="utf-8")) == summary
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["event"] for line in lines][:4] == ["RunStarted", "MemoryUsed", "HealthMeasured", "Progress"]
+    assert [line["event"] for line in lines][:4] == ["RunStarted", "RatesPlanned", "MemoryUsed", "HealthMeasured"]
     state = checkpoint.read(tmp_path / "run" / "checkpoints" / "step-00000004")
     assert torch.equal(state["model"]["weight"], trainer.model.weight)
     assert state["meta"]["config"]["max_steps"] == 4

@@ -16,6 +16,7 @@ import torch
 from tests.worlds import QUICK, Net, Regression
 
 from foretrain import HybridTrainer, config
+from foretrain.sweep.space import read_space
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -50,8 +51,11 @@ def test_settings_named_in_the_pages_exist(page: Path) -> None:
 
 @pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.toml")), ids=lambda path: path.name)
 def test_example_configurations_load(example: Path) -> None:
-    tomllib.loads(example.read_text(encoding="utf-8"))
-    assert config.load(example).notices == ()
+    content = tomllib.loads(example.read_text(encoding="utf-8"))
+    if "space" in content:
+        assert read_space(example).ranges
+    else:
+        assert config.load(example).notices == ()
 
 
 def test_example_program_runs(capsys: pytest.CaptureFixture[str]) -> None:

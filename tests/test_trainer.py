@@ -336,6 +336,25 @@ def test_all_random_states_are_resumed(make_model: Make, make_config: Make, make
     assert draw() == expected
 
 
+def test_a_state_of_before_there_were_copies_and_forecasts_goes_on(make_model: Make, make_config: Make) -> None:
+    first, second = (HybridTrainer(make_model(), config=make_config()) for _ in range(2))
+    saved = first.state_dict()
+    for later in ("copies", "forecaster"):
+        del saved[later]
+    second.load_state_dict(saved)
+    assert (second.copies.points, second.forecaster.evaluations) == ([], [])
+    damaged = {name: part for name, part in first.state_dict().items() if name != "checkup"}
+    with pytest.raises(CheckpointError, match="checkup"):
+        second.load_state_dict(damaged)
+
+
+def test_a_rate_is_looked_for_at_the_beginning_of_a_run_only(make_model: Make, make_config: Make) -> None:
+    saved = HybridTrainer(make_model(), config=make_config()).state_dict()
+    other = HybridTrainer(make_model(), config=make_config({"optimizer.learning_rate": "auto"}))
+    with pytest.raises(CheckpointError, match="begun with a learning rate that was set"):
+        other.load_state_dict(saved)
+
+
 def test_a_state_of_another_model_is_refused(make_model: Make, make_config: Make) -> None:
     saved = HybridTrainer(make_model(layers=3), config=make_config()).state_dict()
     with pytest.raises(CheckpointError, match="belongs to another model"):

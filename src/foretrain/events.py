@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -29,6 +29,7 @@ class RunStarted(Event):
     step: int
     """0, or the step a resumed run goes on from."""
     max_steps: int
+    """0 where it is not known: with `max_time` alone."""
     parameters: int
     trained_parameters: int
     device: str
@@ -39,6 +40,10 @@ class RunStarted(Event):
     """What `tokens` and `tokens_per_second` count: "tokens", "samples", or what the user named."""
     optimizer: str = ""
     """In words: "torch.optim.Adam, lr 0.003", or "muon"."""
+    costs: Sequence[tuple[int, float]] = ()
+    """From which step on a step costs how much, where the model grows; one of the whole model costs 1."""
+    planned: bool = False
+    """The run goes by `max_time` or `until_loss`: `max_steps` is only a limit, or not known yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +70,12 @@ class Progress(Event):
     """Time saved by prediction so far, by its own audits."""
     blocks: Mapping[str, float] | None = None
     """Mean square of each block of residuals when it was last computed, without its weight."""
+    planned_end: int | None = None
+    """Steps of the run, as far as can be told by now, where it goes by `max_time` or `until_loss`."""
+    earliest_end: int | None = None
+    latest_end: int | None = None
+    """The interval of the forecast that says where `until_loss` is met."""
+    seconds_left: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +131,8 @@ class Grown(Event):
     loss: float | None
     """Mean loss at the end of its trial."""
     reason: str
+    cost: float = 1.0
+    """What a step costs from now on; one of the whole model costs 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,9 +157,35 @@ class RateTried(Event):
     learning_rate: float
     steps: int
     loss: float
-    """On held-out examples."""
+    """On held-out data, when the rate had fallen to 0 (not for adapters); no number where the trial failed."""
     best: bool
     """Whether it is the best of those tried so far."""
+
+
+@dataclass(frozen=True, slots=True)
+class Planned(Event):
+    """The plan towards `until_loss` was made or changed."""
+
+    step: int
+    what: str
+    """"decay": the decay begins; "above": it ended above the goal; "out of reach"; "in reach" again; "met"."""
+    text: str
+    end: int | None
+    """Where the goal is to be met, as far as is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Annealed(Event):
+    """A copy of the run was trained for a few steps while its rate fell to 0. The run itself went on without it."""
+
+    step: int
+    """Steps of the run where the copy was taken."""
+    steps: int
+    """Steps of the copy."""
+    loss: float
+    """Held-out loss of the copy at its end."""
+    before: float
+    """Held-out loss of the run where the copy was taken, on the same data."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +209,42 @@ class Evaluated(Event):
     best: bool
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Means over all held-out rows, by the names that `fit(metrics=...)` gave."""
+
+
+@dataclass(frozen=True, slots=True)
+class RatesPlanned(Event):
+    """What the learning rate will do, as far as it is known: forecasts go by it. Told at the start, and when it is
+    changed."""
+
+    step: int
+    total_steps: int
+    kind: str
+    """Runs of one kind may be forecast from each other."""
+    steps: Sequence[float]
+    """Knots, with straight lines between them; none where nobody knows the rate."""
+    rates: Sequence[float]
+    """As multiples of the highest one."""
+
+
+@dataclass(frozen=True, slots=True)
+class LossForecasted(Event):
+    """The held-out loss at the end of the run, as forecast from what was seen so far."""
+
+    step: int
+    end: int
+    """The step that it is forecast for: the last one."""
+    loss: float
+    low: float
+    high: float
+    level: float
+    """Probability with which it should lie between `low` and `high`."""
+    method: str
+    calibrated: bool
+    """The interval is made from enough own finished runs."""
+    baselines: Mapping[str, float] = field(default_factory=dict)
+    """What simpler rules say."""
+    path: Sequence[tuple[int, float, float, float]] = ()
+    """The way there: step, loss, low, high."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,9 +357,12 @@ class OwnCodeFailed(Event):
 class RunEnded(Event):
     step: int
     reason: str
-    """"finished", "interrupted", "stopped early" or "failed"."""
+    """"finished", "interrupted", "paused", "stopped early" or "failed"."""
     summary: Mapping[str, Any]
 
+
+LEFT_OPEN = ("interrupted", "paused")
+"""A run that ended for one of these reasons is saved, has not come to its end, and can be gone on with."""
 
 Listener = Callable[[Event], None]
 _LONGEST_LINE = 300

@@ -18,27 +18,38 @@ from foretrain.config.schema import Level
 from foretrain.engine.composed import ComposedState, Part
 from foretrain.engine.engine import Engine
 from foretrain.engine.explain import KnownLength, first_failure
+from foretrain.engine.growing import trained_sizes, with_growth
 from foretrain.engine.memory.usage import MemoryMeter
 from foretrain.engine.objective import ResidualFunction, objective_given
 from foretrain.engine.own import Measure, OptimizerLike, check_processes
 from foretrain.engine.result import StepResult
 from foretrain.engine.state import as_checkpoint_error
 from foretrain.engine.world import World
-from foretrain.events import Bus, Listener, Phase
+from foretrain.errors import CheckpointError
+from foretrain.events import Bus, Listener, Notice, Phase
 from foretrain.health.checkup import Checkup
 from foretrain.health.rescue import Rescue
 from foretrain.hybrid import summary as summaries
+from foretrain.hybrid.annealing import AnnealedCopies
 from foretrain.hybrid.assembly import look_ahead_of
 from foretrain.hybrid.freezing import follow_freezing
-from foretrain.hybrid.growth import Growth, check_depths
+from foretrain.hybrid.growth import Growth
 from foretrain.hybrid.hybrid import Hybrid
-from foretrain.hybrid.moves.rate_race import check_race, with_short_warmup
 from foretrain.hybrid.policy import Policy
+from foretrain.hybrid.rate_plan import check_rates, trains_adapters
+from foretrain.hybrid.rate_race import RateRace
+from foretrain.hybrid.resumed_depth import check_depths
 from foretrain.loop.fit import FitOptions, fit
+from foretrain.loop.forecaster import LossForecaster
+from foretrain.loop.targets import Targets
 from foretrain.motion.observer import Observer
 from foretrain.motion.predictors.base import Predictor
 from foretrain.motion.predictors.guarded import check_predictor
 from foretrain.persist.folder import RunFolder
+
+_MAY_BE_MISSING = ("copies", "forecaster", "targets")
+"""Parts of a state that start anew where it does not hold them: those of earlier versions do not, and a target may be
+set when a run is resumed."""
 
 
 class HybridTrainer:
@@ -76,9 +87,10 @@ class HybridTrainer:
         loss_fn = objective_given(loss_fn, residuals, weights)
         if predictor is not None:
             check_predictor(predictor)
-        self.engine = engine = Engine(model, optimizer, loss_fn, with_short_warmup(config), scheduler, world)
-        config = engine.config
-        check_race(config, probe)
+        config, self._decided = with_growth(config, trained_sizes(model, config.growth.blocks), None)
+        check_rates(config)
+        self.engine = engine = Engine(model, optimizer, loss_fn, config, scheduler, world)
+        config, adapters = engine.config, trains_adapters(engine.model)  # before growth hides a part of the model
         self.bus = bus or Bus()
         self.bus.around = engine.fence.hearing
         emit = self.bus.emit
@@ -88,22 +100,43 @@ class HybridTrainer:
         self.look_ahead = look_ahead_of(engine)  # the first of the hooks
         self.checkup = Checkup(engine, emit)
         engine.rate_sources = (self.checkup.health,)
+        self.race: RateRace | None = None
+        """Looks for the learning rate where that is `auto`."""
+        if config.optimizer.learning_rate == "auto":
+            self.race = RateRace(engine, adapters, list(probe), self.look_ahead, emit)
+            engine.rate_sources, config = (*engine.rate_sources, self.race), engine.config
         self.hybrid: Hybrid | None = None
         """All that predicts; None in a run of full steps only."""
         self.policy: Policy | None = None
         self.observer: Observer | None = None
+        self.copies = AnnealedCopies(engine, probe, emit)
         self.stopping = False  # until somebody calls `stop`
         self._length = KnownLength(engine, emit)
+        self.targets = Targets(engine, emit) if config.max_time is not None or config.until_loss is not None else None
+        """What knows `max_time` and `until_loss`; None where neither is set."""
         if config.hybrid.mode != "off" and engine.full_step.parameters:
             self.hybrid = hybrid = Hybrid(engine, self.checkup, self.rescue, self.look_ahead, predictor, probe, emit)
             self.policy, self.observer = hybrid.policy, hybrid.observer
             if self.growth is not None:
                 self.growth.rest, self.growth.undone = hybrid.rest, hybrid.taken_back
                 self.growth.healthy = hybrid.is_usual
+            hybrid.racing = lambda: self.racing
+        if self.growth is not None:
+            self.growth.racing = lambda: self.racing
+        engine.rate_sources = (*engine.rate_sources, self.copies)
         parts: dict[str, Part | None] = {"look_ahead": self.look_ahead, "checkup": self.checkup}
-        parts |= {"hybrid": self.hybrid, "rescue": self.rescue}
+        self.forecaster: LossForecaster | None = None
+        if config.forecast.enabled:
+            self.forecaster = LossForecaster(engine, lambda: self.copies.points, emit)
+        parts |= {"hybrid": self.hybrid, "rescue": self.rescue, "copies": self.copies, "forecaster": self.forecaster}
         if self.growth is not None:
             parts["growth"] = self.growth
+        if self.race is not None:
+            parts["race"] = self.race
+        if self.targets is not None:
+            parts["targets"] = self.targets
+            self.targets.learn_from(self.copies, self.forecaster)
+            self.targets.racing = lambda: self.racing
         self._state = ComposedState(engine, parts, emit)
 
     # --- what a loop of one's own asks for ----------------------------------------------------------------------------
@@ -136,7 +169,9 @@ class HybridTrainer:
 
     @property
     def backward_passes(self) -> int:
-        return self.engine.progress.backward_passes
+        """Backward passes so far, those of copies and of other learning rates included."""
+        aside = self.copies.replay.passes + (0 if self.race is None else self.race.replay.passes)
+        return self.engine.progress.backward_passes + aside
 
     @overload
     def evaluate(self, batches: Iterable[Any]) -> float: ...
@@ -159,12 +194,30 @@ class HybridTrainer:
         """The model at averaged weights inside the block, if `evaluation.ema_decay` is set."""
         return self.engine.averaged_weights()
 
+    def anneal(self, steps: int) -> None:
+        """Ask for an annealed copy: what the run would come to, had its rate been brought to 0 over so many steps.
+
+        The next `steps` calls of `step` go on as ever, and the call after them makes the copy from here on the same
+        batches: the rate falls in a straight line to 0, held-out batches (those of `fit`, or `probe`) are measured, and
+        the run is put back bit for bit. The event `Annealed` tells the loss, and `copies.points` keeps it. The copy is
+        charged: its steps count as backward passes and tokens.
+        """
+        self.copies.ask(steps)
+
     def evaluated(self, held_out: float) -> None:
         """A held-out loss is known: it shows over- and underfitting, and some schedulers follow it."""
         self.engine.rate.evaluated(held_out)
         if self.policy is not None:
             self.policy.evaluated(held_out)
         self.checkup.evaluated(held_out)
+        if self.forecaster is not None:
+            self.forecaster.evaluated(held_out)
+        self.looked(held_out)
+
+    def looked(self, held_out: float) -> None:
+        """A held-out loss is known that only a target asked for, or that all others know already."""
+        if self.targets is not None:
+            self.targets.evaluated(held_out)
 
     def load_weights(self, state: dict[str, Any], origin: str = "the given state") -> None:
         """Weights, buffers and averages of a state, in place; all else stays."""
@@ -179,6 +232,11 @@ class HybridTrainer:
         """A move is open: it has begun, and it is neither kept nor undone yet."""
         return self.hybrid is not None and self.hybrid.policy.move is not None
 
+    @property
+    def racing(self) -> bool:
+        """Learning rates are tried: it is not settled yet at which one the run goes on."""
+        return self.race is not None and self.race.open
+
     # --- one step, in one of four phases -----------------------------------------------------------------------------
 
     def step(self, batch: Any) -> StepResult:
@@ -186,14 +244,20 @@ class HybridTrainer:
 
         Where memory runs out, `memory.on_out_of_memory` decides what follows.
         """
-        engine, position = self.engine, self.engine.progress.position
+        engine, position, before = self.engine, self.engine.progress.position, self.engine.progress.global_step
+        if self._decided:  # told here, when those who listen are there
+            self.bus.emit(Notice(f"growth: {self._decided}", level="info"))
+            self._decided = ""
         self._length.check(self.judging)
+        if self.targets is not None:
+            self.targets.check()
         self.catch_up()
         engine.fence.obey()
         if engine.trained.changed:
             batch = follow_freezing(engine, self.policy, batch, self.bus.emit)
         if self.growth is not None and self.phase in (Phase.WARMUP, Phase.FULL):
             self.growth.follow(batch)
+        self._work_aside(batch)
         try:
             result = self.rescue.step(batch, self._advance)
         except (TypeError, AttributeError, RuntimeError) as error:
@@ -202,9 +266,26 @@ class HybridTrainer:
             raise explained from error
         if self.growth is not None and engine.ended:
             self.growth.end()
+        if self.race is not None and engine.ended:
+            self.race.finish()
+        self._forget_undone(before)
+        if engine.ended and not self.judging:
+            self.copies.end()
         engine.fence.obey()
         back = position + 1 - engine.progress.position
         return result if back <= 0 else replace(result, rewound=back)
+
+    def _work_aside(self, batch: Any) -> None:
+        """What is done on copies of the run, while nothing is on trial."""
+        growing = self.growth is not None and self.growth.on_trial
+        quiet = self.phase in (Phase.WARMUP, Phase.FULL) and not growing
+        if self.race is not None and self.race.open and quiet:
+            self.race.follow(batch)
+        if quiet and not self.racing:
+            self.copies.follow(batch)
+        for noting in (self.race, self.copies):
+            if noting is not None:
+                noting.note(batch, self.engine.progress.position)
 
     def _advance(self, batch: Any) -> StepResult:
         """PREDICT, CORRECT: a step of the move. WARMUP, FULL, and where the move was refused: a full step."""
@@ -256,8 +337,17 @@ class HybridTrainer:
     def catch_up(self) -> None:
         """Learn from a window that is still due. If an order to end comes again meanwhile, the window stays due."""
         if self.hybrid is not None and self.hybrid.window_due:
+            before = self.engine.progress.global_step
             self.rescue.aside(self.hybrid.judge_window)
+            self._forget_undone(before)
             self._look_at_health()
+
+    def _forget_undone(self, before: int) -> None:
+        """What was measured at steps that a rollback has undone is forgotten. before: steps that were done."""
+        if self.engine.progress.global_step < before:
+            self.copies.taken_back()
+            if self.targets is not None:
+                self.targets.taken_back()
 
     def _look_at_health(self) -> None:
         if self.checkup.due and (self.hybrid is None or self.hybrid.may_be_examined):
@@ -273,7 +363,12 @@ class HybridTrainer:
             check_depths(self.growth, state.get("growth"), origin)
             if self.growth is not None:
                 self.growth.expect(state["growth"])
-        self._state.load_state_dict(state, origin)
+        if self.race is not None and "race" not in state:
+            raise CheckpointError(
+                f"{origin}: this run was begun with a learning rate that was set, and 'auto' looks for one at the "
+                "beginning of a run only; set optimizer.learning_rate to that rate, or start a new run"
+            )
+        self._state.load_state_dict({**dict.fromkeys(_MAY_BE_MISSING), **state}, origin)
 
     # --- a whole run -------------------------------------------------------------------------------------------------
 
@@ -293,6 +388,7 @@ class HybridTrainer:
         table: bool = True,
         unit: str | None = None,
         on_interrupt: Literal["raise", "return"] = "raise",
+        pause_at: int | None = None,
         title: str = "",
         details: dict[str, str] | None = None,
         data_fingerprint: str = "",
@@ -307,11 +403,13 @@ class HybridTrainer:
         progress: how much is shown; True: as `log.console` says, False: nothing. table: it ends with the results. unit:
         what the rows of a batch are called. on_interrupt: after Ctrl-C the run is saved, and KeyboardInterrupt raised
         (SystemExit after other signals); "return": the summary comes back with the reason "interrupted".
+        pause_at: leave the run after this step, saved, with the reason "paused"; `resume` goes on with it later. Its
+        length and its learning rates are those of the whole run.
         """
         self.engine.unit = unit or self.engine.unit
         asked = FitOptions(epochs, metrics or {}, tuple(callbacks), out, resume, overwrite, load_best, progress, table)
         told = replace(asked, title=title, details=details or {}, data_fingerprint=data_fingerprint)
-        return fit(self, loader, held_out, replace(told, on_interrupt=on_interrupt))
+        return fit(self, loader, held_out, replace(told, on_interrupt=on_interrupt, pause_at=pause_at))
 
     def stop(self) -> None:
         """End `fit` after this step, or after the move that is open, as early stopping does. For callbacks."""
@@ -325,4 +423,9 @@ class HybridTrainer:
         summary = summaries.of_steps(self.engine, self.memory) | predicted
         if self.growth is not None:
             summary["growth"] = self.growth.summary()
+        if self.targets is not None:
+            summary["target"] = self.targets.summary()
+        if self.forecaster is not None:
+            summary["loss_forecast"] = self.forecaster.summary(None if self.targets is None else self.targets.as_it_was)
+        summary = summaries.with_copies(summary, self.copies, self.race)
         return summary | self.checkup.summary() | self.rescue.summary()

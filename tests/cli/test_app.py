@@ -331,7 +331,7 @@ def test_progress_goes_to_standard_error_and_the_result_to_standard_output(
     for words in ("note: data.domain has no effect", "step 6/6", "held-out loss"):
         assert words in output.err
     assert output.out.startswith("run finished")
-    assert "held-out loss │" in output.out
+    assert re.search("held-out loss +│", output.out)
     assert "run finished" not in output.err
     assert f"report   {tmp_path / 'run' / 'report.html'}  (open it in a browser)\n" in output.err
     assert re.search(rf"live +foretrain watch {re.escape(str(tmp_path / 'run'))} --open\n", output.err)

@@ -168,6 +168,20 @@ def test_what_was_planned_is_said(command: Command, capsys: pytest.CaptureFixtur
     assert what.endswith(" parameters, vocabulary of 50,257; batches of 8 x 1024 tokens; cuda, bf16")
 
 
+def test_growth_that_is_auto_is_decided_and_said(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
+    auto = [*SMALL, "--set", "growth.layers=auto", "--set", "batch_size=8"]
+    assert command("plan", *auto, "--set", "max_steps=10000") == 0
+    shown = capsys.readouterr().out
+    assert shown.splitlines()[2].startswith("growth: 6 of 12 blocks until 50% of the run, because 68% of a step lies")
+    assert "state before growth" in shown
+    assert command("plan", *auto, "--set", "max_steps=1000000", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["planned"]["growth"].startswith("off, because the run has 65.8 tokens per parameter")
+    assert "state before growth" not in found["estimate"]["components"]["full"]
+    assert command("plan", *auto, "--set", "epochs=1") == 0
+    assert capsys.readouterr().out.splitlines()[2].startswith("growth: decided when the run begins, because only")
+
+
 def test_a_budget_on_a_machine_without_a_gpu_means_a_gpu(
     command: Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -827,6 +827,8 @@ def test_settings_are_listed_once_with_kind_and_limits() -> None:
     assert listed["model.dropout"].kind == "number ≥ 0, < 1"
     assert listed["optimizer.type"].kind == '"adamw" | "adam" | "sgd" | "muon"'
     assert listed["data.path"].kind == "string or list of strings"
+    assert listed["forecast.copies"].kind == "list of numbers > 0, < 1"
+    assert listed["growth.layers"].kind == 'integer ≥ 0 or list of integers ≥ 1 or "auto"'
     assert listed["model.layers"].default is None
 
 

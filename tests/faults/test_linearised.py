@@ -256,7 +256,7 @@ def test_ctrl_c_inside_a_chain(name: str, where: str, tmp_path: Path) -> None:
         trainer.fit(points, [points.batch(-1)], out=tmp_path / "run", progress=False, on_interrupt="return")
     assert trainer.hybrid.chaining
     resumed, _, _ = fit(name, tmp_path / "run", {"resume": True})
-    whole, _, _ = fit(name, tmp_path / "whole")
+    whole, _, _ = fit(name, tmp_path / "apart" / "whole")  # a finished run beside it would be forecast from
     assert_same_state(saved(resumed), saved(whole))
 
 
@@ -353,7 +353,7 @@ def test_without_a_retry_the_run_stops_and_goes_on_from_its_last_checkpoint(
         with pytest.raises(OutOfMemory, match="out of memory in predict"):
             fit("the same points", tmp_path / "run")
     resumed, _, _ = fit("the same points", tmp_path / "run", {"resume": True})
-    whole, _, _ = fit("the same points", tmp_path / "whole")
+    whole, _, _ = fit("the same points", tmp_path / "apart" / "whole")  # a finished run beside it is forecast from
     assert_same_state(saved(resumed), saved(whole))
 
 

@@ -14,7 +14,7 @@ from foretrain import Config, HybridTrainer
 from foretrain.config import from_mapping
 from foretrain.engine import depth as depths
 from foretrain.errors import CheckpointError, ConfigError
-from foretrain.events import Event, Grown, Notice
+from foretrain.events import Event, Grown, Notice, RunStarted
 from foretrain.hybrid import growth as growths
 from foretrain.models.gpt2 import GPT2, GPT2Shape
 from foretrain.persist.codec import put_together, snapshot
@@ -156,7 +156,7 @@ def test_resumed_around_the_moment_of_growth_to_the_bit(name: str) -> None:
 
 def test_a_growth_whose_loss_does_not_return_is_undone_and_leaves_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     """The new blocks are made of noise."""
-    plain = Run(growth__at=0.99).to(20)
+    plain = Run(growth__at=0.8).to(20)
 
     def noise(self: depths.Depth, sources: dict[int, int]) -> depths.Pairs:
         with torch.no_grad():
@@ -206,7 +206,10 @@ def test_without_memory_the_run_goes_on_shallow(monkeypatch: pytest.MonkeyPatch)
     run = Run().to(40)
     assert run.verdicts == [("refused", 20)]
     assert run.layers == 2
-    plain = Run(growth__at=0.99).to(39)
+    plain = Run()
+    assert plain.trainer.growth is not None
+    plain.trainer.growth.off = "this one stays as it is"
+    plain.to(39)
     rest = Run()
     monkeypatch.setattr(growths, "copy_state", short)
     assert same(rest.to(39).weights(), plain.weights())
@@ -413,12 +416,132 @@ def test_hidden_blocks_of_ones_own_module_are_not_taken_for_trained_ones(tmp_pat
     data = [(x, x[:, :1] * x[:, 1:2]) for x in (torch.randn(64, 4, generator=draw) for _ in range(80))]
     torch.manual_seed(5)
     model, events = Own(), []
-    given = {"max_steps": 60, "growth.layers": 2, "growth.blocks": "stack", "growth.at": 0.9, "hybrid.mode": "off"}
+    given = {"max_steps": 60, "growth.layers": 2, "growth.blocks": "stack", "hybrid.mode": "off"}
+    given |= {"device": "cpu", "evaluation.interval": 30}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    trainer = HybridTrainer(model, optimizer, nn.MSELoss(), from_mapping(given | {"device": "cpu"}))
+    trainer = HybridTrainer(model, optimizer, nn.MSELoss(), from_mapping(given))
     trainer.bus.subscribe(events.append)
+
+    def ruin_what_follows(event: Event) -> None:
+        if isinstance(event, Grown) and event.verdict == "kept":
+            optimizer.param_groups[0]["lr"] = 1.0
+
+    trainer.bus.subscribe(ruin_what_follows)
     summary = trainer.fit(data[:70], data[70:], out=tmp_path / "run", progress=False, load_best=True)
-    assert summary["best_step"] == 54
+    assert [move["verdict"] for move in summary["growth"]["moves"]] == ["made", "kept"]
+    assert summary["best_step"] == 30
     assert trainer.evaluate(data[70:]) == pytest.approx(summary["best_val_loss"])
     told = [event.message for event in events if isinstance(event, Notice)]
     assert any("ends with 2 of 4 blocks of stack" in text for text in told)
+
+
+# --- moments ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"growth__at": 0.99}, r"growth.at = 0.99: .* at step 40 of 40, .* 8 steps more .*; set growth.at = 0.8 or"),
+        ({"growth__at": 0.85}, r"at step 34 of 40, and it takes 8 steps more"),
+        ({"growth__at": 0.5, "max_steps": 8}, r"set growth.layers = 0, or train for more steps"),
+        ({"growth__layers": [1, 2], "growth__at": [0.2, 0.9]}, r"let the stages end earlier, the last one at 0.8 or"),
+        ({"growth__layers": [1, 2], "growth__at": [0.79, 0.8]}, r"at step 41 of 40"),
+    ],
+)
+def test_a_growth_that_cannot_be_judged_before_the_end_is_refused(changes: dict[str, Any], words: str) -> None:
+    run = Run(**changes)
+    with pytest.raises(ConfigError, match=words):
+        run.to(1)
+    assert run.trainer.backward_passes == 0
+    with pytest.raises(ConfigError, match=words):
+        run.trainer.fit([batch(0)], progress=False)
+
+
+def test_it_is_refused_when_the_length_becomes_known_and_before_a_folder_is_emptied(tmp_path: Path) -> None:
+    earlier = tmp_path / "run"
+    Run(growth__layers=0).trainer.fit([batch(one) for one in range(40)], out=earlier, progress=False)
+    kept = sorted(path.name for path in earlier.rglob("*"))
+    given = {name: value for name, value in PLAIN.items() if name != "max_steps"}
+    config = from_mapping(given | {"growth.layers": 2, "growth.at": 0.9})
+    trainer = HybridTrainer(model_of(), config=config)
+    loader = [batch(one) for one in range(20)]
+    with pytest.raises(ConfigError, match=r"at step 18 of 20, .*; set growth.at = 0.6 or less"):
+        trainer.fit(loader, epochs=1, out=earlier, overwrite=True, progress=False)
+    assert sorted(path.name for path in earlier.rglob("*")) == kept
+
+
+def test_a_run_that_has_grown_may_go_on_whatever_growth_at_says() -> None:
+    state = put_together(snapshot(Run().to(35).trainer.state_dict()))
+    other = Run(growth__at=0.99)
+    other.trainer.load_state_dict(state)
+    assert other.to(40).layers == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({}, 0),
+        ({"growth__at": 0.7}, 0),
+        ({"growth__at": 0.75}, 1),
+        ({"schedule__type": "cosine"}, 1),
+        ({"growth__at": 0.75, "schedule__type": "constant"}, 0),
+        ({"growth__at": 0.75, "schedule__decay_steps": 5}, 0),
+        ({"growth__layers": [1, 2], "growth__at": [0.4, 0.8]}, 1),
+    ],
+)
+def test_a_growth_in_the_decay_of_the_learning_rate_is_told_once(changes: dict[str, Any], told: int) -> None:
+    run = Run(**changes).to(3)
+    texts = [event.message for event in run.events if isinstance(event, Notice)]
+    assert sum("new blocks learn badly while it decays; lower growth.at" in text for text in texts) == told
+
+
+# --- the time left ----------------------------------------------------------------------------------------------------
+
+
+def test_the_events_of_a_run_tell_what_its_steps_cost() -> None:
+    run = Run(growth__layers=[1, 2], growth__at=[0.25, 0.5])
+    run.trainer.fit([batch(one) for one in range(40)], progress=False)
+    (started,) = [event for event in run.events if isinstance(event, RunStarted)]
+    model = run.trainer.model
+    share = sum(p.numel() for p in model.blocks.parameters()) / sum(p.numel() for p in model.parameters())  # type: ignore[union-attr]
+    one, two = 1 - 0.75 * share, 1 - 0.5 * share
+    assert [step for step, _ in started.costs] == [0, 10, 20]
+    assert [cost for _, cost in started.costs] == pytest.approx([one, two, 1.0])
+    grown = [event.cost for event in run.events if isinstance(event, Grown) and event.verdict == "made"]
+    assert grown == pytest.approx([two, 1.0])
+
+
+def test_a_run_that_goes_on_tells_what_its_steps_cost_from_there() -> None:
+    states = {step: put_together(snapshot(Run().to(step).trainer.state_dict())) for step in (10, 35)}
+    costs = {}
+    for step, state in states.items():
+        other = Run()
+        other.trainer.load_state_dict(state)
+        costs[step] = [at for at, _ in other.trainer.growth.costs()]  # type: ignore[union-attr]
+    assert costs == {10: [0, 20], 35: [0]}
+
+
+# --- together with a race of learning rates ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at", [0.2, 0.5])
+def test_losses_of_rates_that_are_tried_are_none_of_the_run(at: float) -> None:
+    """The first step of a growth that is due in the race comes after it, when there are losses to judge it by."""
+    config = config_of(hybrid__mode="leap", optimizer__learning_rate="auto", growth__at=at)
+    trainer = HybridTrainer(model_of(), config=config, probe=[batch(700), batch(701)])
+    growth, race, grown, losses = trainer.growth, trainer.race, [], []
+    assert growth is not None
+    assert race is not None
+    trainer.bus.subscribe(lambda event: grown.append(event) if isinstance(event, Grown) else None)
+    while not grown:
+        result = trainer.step(batch(trainer.position))
+        raced = race.open
+        if not raced and not grown:
+            losses.append(result.loss)
+            assert growth.losses == pytest.approx(losses[-50:])
+        elif raced:
+            assert growth.losses == []
+            assert growth.depth.layers == 2
+    assert len(race.tried) > 1
+    assert grown[0].step == max(round(at * 40), race.plan.length + 4)
+    assert grown[0].loss_before == pytest.approx(sum(losses[-4:]) / 4)

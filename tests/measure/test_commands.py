@@ -114,7 +114,7 @@ def test_an_arm_in_words() -> None:
 
 def test_every_rung_changes_one_thing_on_top_of_the_one_below() -> None:
     base = from_mapping({"optimizer.type": "adamw", "device": "cpu"})
-    ladder = rungs(base)
+    ladder = rungs(base, blocks=4)
     plan = ComparisonPlan(base, Options(arms=ladder), lambda _: None)
     configs = [plan.spec(arm, 1).config(base).model_dump() for arm in ladder]
 
@@ -125,9 +125,21 @@ def test_every_rung_changes_one_thing_on_top_of_the_one_below() -> None:
     steps = [differing(below, above) for below, above in itertools.pairwise(configs)]
     assert [step - {"optimizer.muon_scale", "optimizer.learning_rate"} for step in steps] == [
         {"optimizer.type"},
+        {"growth.layers"},
         {"predictor.beta"},
         {"hybrid.mode"},
         {"evaluation.ema_decay"},
     ]
+    assert ladder[2].settings["growth.layers"] == 2
     with pytest.raises(InputError, match="adamw"):
         rungs(from_mapping({"optimizer.type": "sgd"}))
+
+
+@pytest.mark.parametrize(
+    ("settings", "blocks", "grows"),
+    [({}, 4, True), ({}, 1, False), ({}, 0, False), ({"max_steps": 12}, 4, False), ({"growth.layers": 2}, 4, False)],
+)
+def test_growth_is_a_rung_where_it_can_be_judged(settings: dict[str, Any], blocks: int, grows: bool) -> None:
+    ladder = rungs(from_mapping({"optimizer.type": "adamw", "device": "cpu", **settings}), blocks)
+    assert ("... and growth" in [arm.name for arm in ladder]) == grows
+    assert all(("growth.layers" in arm.settings) == grows for arm in ladder[2:])

@@ -12,8 +12,9 @@ from tests.finetuning import config_for, write_base, write_colors
 from foretrain.config import Config, changed, from_mapping
 from foretrain.config.schema import FIRST_RATE
 from foretrain.errors import DataError
-from foretrain.measure.runs import Spec, carry_out
-from foretrain.measure.tasks import FinetuneTask, ModelShelf, TextTask
+from foretrain.measure.runs import Spec, _with_growth, carry_out
+from foretrain.measure.tasks import FinetuneTask, Job, ModelShelf, TextTask
+from foretrain.models.gpt2 import GPT2, GPT2Shape
 from foretrain.recipes.train import build_model
 
 TINY: dict[str, Any] = {
@@ -124,3 +125,17 @@ def test_a_comparison_reads_templates_as_a_run_does(tuning: Config) -> None:
         FinetuneTask(changed(tuning, {"data.prompt": prompt})) for prompt in ("Q: {text}\\nA:", "Q: {text}\nA:")
     )
     assert escaped.fingerprint == written.fingerprint
+
+
+def test_growth_that_is_auto_is_decided_before_anything_is_warmed_up() -> None:
+    class Deep:
+        title = fingerprint = "deep"
+
+        def job(self, config: Config) -> Job:
+            return Job(GPT2(GPT2Shape(4, 2, 32, 16, 32)), [], [], [], length=length)
+
+    config = from_mapping({"growth.layers": "auto", "max_steps": 40, "batch_size": 4, "device": "cpu"})
+    length: int | None = 16
+    assert _with_growth(Deep(), config).growth.stages == [(2, 0.5)]
+    length = None
+    assert _with_growth(Deep(), config).growth.stages == []

@@ -109,11 +109,11 @@ def test_directions_and_snapshots_are_exact(
 @pytest.mark.parametrize("average", [0.0, 0.9])
 def test_the_state_that_undoes_growth_is_exact(average: float, make_batch: Any, make_config: Any) -> None:
     shape = GPT2Shape(4, 2, 16, 16, 64)
-    changes = {"growth.layers": 2, "hybrid.mode": "off", "max_steps": 10, "evaluation.ema_decay": average}
+    changes = {"growth.layers": 2, "hybrid.mode": "off", "max_steps": 20, "evaluation.ema_decay": average}
     config = make_config({**changes, "optimizer.type": "adamw"})
     trainer = HybridTrainer(GPT2(shape), config=config)
     tokens = torch.zeros(2, 16, dtype=torch.long)
-    while trainer.global_step < 6:
+    while trainer.global_step < 11:
         trainer.step((tokens, tokens))
     assert trainer.growth is not None
     anchor = trainer.growth.anchor

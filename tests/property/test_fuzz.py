@@ -60,6 +60,9 @@ adapters merge / run folder
 adapters export / run folder
 export / run folder
 report / run folder
+forecast / run folder
+forecast / log
+sweep / space
 watch / run folder
 bench compare / results
 bench history / results

@@ -20,7 +20,7 @@ from foretrain.cli.app import main
 from foretrain.data.examples import Example
 from foretrain.data.tokenizers import CharacterTokenizer
 from foretrain.errors import CheckpointError, ConfigError, InputError
-from foretrain.events import Event, Notice, Progress
+from foretrain.events import Event, Notice, Progress, RunStarted
 from foretrain.models import huggingface
 from foretrain.models.adapter_files import load_adapter, read_adapter
 from foretrain.persist.folder import RunFolder
@@ -73,6 +73,15 @@ def test_leaps_are_judged_on_examples_of_their_own(base: Path, data: Path, tmp_p
     assert not rows[0] & rows[1]
     assert not rows[0] & rows[2]
     assert not rows[1] & rows[2]
+
+
+def test_growth_that_is_auto_is_off_for_an_adapter_and_says_why(base: Path, data: Path, tmp_path: Path) -> None:
+    events: list[Event] = []
+    config = config_for(base, data, max_steps=2, growth__layers="auto", evaluation__answers=0)
+    finetune(config, tmp_path / "run", progress=False, listeners=[events.append])
+    (started,) = [event for event in events if isinstance(event, RunStarted)]
+    assert started.details["growth"].startswith("off, because the run starts from weights that have learned")
+    assert configuration.load(tmp_path / "run" / "config.toml").config.growth.layers == 0
 
 
 def test_held_out_examples_are_the_same_for_both_arms(base: Path, data: Path) -> None:

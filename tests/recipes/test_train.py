@@ -133,3 +133,61 @@ def test_too_short_a_text_is_an_error_and_leaves_no_run(make_config: Make, tmp_p
 def test_an_impossible_shape_is_an_error(make_config: Make, text_file: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model\.heads = 3"):
         run.train(make_config({"data.path": str(text_file), "model.heads": 3}), tmp_path / "run", progress=False)
+
+
+@pytest.mark.parametrize("epochs", [None, 0.3])
+def test_growth_that_is_auto_is_decided_before_the_first_step_and_written_down(
+    epochs: float | None, make_config: Make, text_file: Path, tmp_path: Path
+) -> None:
+    events: list[Any] = []
+    model = {"model.layers": 4, "model.width": 64, "model.heads": 2}
+    settings = {"data.path": str(text_file), "growth.layers": "auto", "hybrid.mode": "off", "max_steps": 20}
+    config = make_config(settings | model).model_copy(update={"epochs": epochs})
+    summary = run.train(config, tmp_path / "run", progress=False, listeners=[events.append])
+    (started,) = [event for event in events if isinstance(event, RunStarted)]
+    assert started.details["growth"].startswith("2 of 4 blocks until 50% of the run, because")
+    assert summary["growth"]["moves"][0]["verdict"] == "made"
+    written = load(tmp_path / "run" / "config.toml").config.growth
+    assert (written.layers, written.at) == (2, 0.5)
+    again = run.train(load(tmp_path / "run" / "config.toml").config, tmp_path / "run", resume=True, progress=False)
+    assert again["growth"] == summary["growth"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"model.vocab_size": 50257}, "of a step lies in the blocks, and it was seen to pay from 60% on"),
+        ({"max_steps": 3}, "a run of 3 steps is too short to judge it"),
+    ],
+)
+def test_growth_that_is_auto_and_off_says_why(
+    changes: dict[str, Any], why: str, make_config: Make, text_file: Path, tmp_path: Path
+) -> None:
+    events: list[Any] = []
+    settings = {"data.path": str(text_file), "growth.layers": "auto", "max_steps": 1, **changes}
+    run.train(make_config(settings), tmp_path / "run", progress=False, listeners=[events.append])
+    (started,) = [event for event in events if isinstance(event, RunStarted)]
+    assert started.details["growth"].startswith("off, because")
+    assert why in started.details["growth"]
+    assert load(tmp_path / "run" / "config.toml").config.growth.layers == 0
+
+
+def test_growth_that_is_auto_is_off_for_given_weights(make_config: Make, text_file: Path, tmp_path: Path) -> None:
+    settings = {"data.path": str(text_file), "max_steps": 1}
+    run.train(make_config(settings), tmp_path / "first", progress=False)
+    events: list[Any] = []
+    weights = {"model.weights": str(tmp_path / "first" / "model"), "growth.layers": "auto"}
+    run.train(make_config(settings | weights), tmp_path / "run", progress=False, listeners=[events.append])
+    (started,) = [event for event in events if isinstance(event, RunStarted)]
+    assert started.details["growth"].startswith("off, because the run starts from weights that have learned")
+
+
+def test_an_earlier_run_is_not_deleted_for_one_whose_growth_is_refused(
+    make_config: Make, text_file: Path, tmp_path: Path
+) -> None:
+    settings = {"data.path": str(text_file), "max_steps": 2}
+    run.train(make_config(settings), tmp_path / "run", progress=False)
+    late = make_config(settings | {"growth.layers": 1, "model.layers": 2})
+    with pytest.raises(ConfigError, match=r"set growth.layers = 0, or train for more steps"):
+        run.train(late, tmp_path / "run", overwrite=True, progress=False)
+    assert (tmp_path / "run" / "summary.json").is_file()

@@ -44,6 +44,8 @@ def test_events_become_lines_with_the_names_of_their_fields(tmp_path: Path) -> N
             "details": {"data": "x [y] ü"},
             "unit": "tokens",
             "optimizer": "",
+            "costs": [],
+            "planned": False,
         },
         {
             "event": "Progress",
@@ -64,6 +66,10 @@ def test_events_become_lines_with_the_names_of_their_fields(tmp_path: Path) -> N
             "refused": 0,
             "gain_percent": None,
             "blocks": None,
+            "planned_end": None,
+            "earliest_end": None,
+            "latest_end": None,
+            "seconds_left": None,
         },
         {
             "event": "Evaluated",

@@ -13,9 +13,11 @@ from cyclopts.argument import Argument
 
 from foretrain.cli.configs import config_app
 from foretrain.cli.evaluate import evaluate
+from foretrain.cli.forecast import forecast
 from foretrain.cli.models import adapters_app, export, generate
 from foretrain.cli.plan import plan
 from foretrain.cli.report import report, watch
+from foretrain.cli.sweep import sweep
 from foretrain.cli.terminal import (
     Document,
     Json,
@@ -58,10 +60,12 @@ app.command(  # a package of its own, for developers; it is imported when its co
 app.command(finetune)
 app.command(export)
 app.command(compare)
+app.command(sweep)
 app.command(generate)
 app.command(evaluate)
 app.command(adapters_app)
 app.command(plan)
+app.command(forecast)
 app.command(report)
 app.command(watch)
 

@@ -94,11 +94,15 @@ def _products(device: Any) -> DoctorFinding | None:
 
 def _compile(device: Any) -> DoctorFinding:
     if device.type != "cuda":
-        return DoctorFinding("compile", "off on this device (engine.compile = 'auto' compiles on a CUDA GPU)")
+        return DoctorFinding("compile", "off on this device (engine.compile = 'auto' compiles long runs on a CUDA GPU)")
     from torch.utils._triton import has_triton
 
     if has_triton():
-        return DoctorFinding("compile", "on (triton works)")
+        return DoctorFinding(
+            "compile",
+            "on for runs that are long enough to save more time than compiling takes (engine.compile = 'auto'); "
+            "triton works",
+        )
     return DoctorFinding(
         "compile",
         "torch.compile needs triton, which does not work here; set engine.compile = false",

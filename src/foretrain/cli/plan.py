@@ -40,6 +40,13 @@ def plan(
         ),
     ] = "",
     finetune: Annotated[bool, flag("Plan what `foretrain finetune` would do with this file, not `train`.")] = False,
+    time: Annotated[
+        str,
+        Parameter(help="Say instead which depth, width and batch would end lowest in this time: `1h`, `30m`, `1h30m`."),
+    ] = "",
+    runs: Annotated[
+        Path, Parameter(help="With `--time`: folder of finished runs, which set the level of the losses.")
+    ] = Path("runs"),
     json_: Json = False,
 ) -> None:
     """Say how much device memory a run will need, phase by phase, and which settings fit a budget.
@@ -49,21 +56,32 @@ def plan(
     `memory.budget = "14GB"` in the file does the same by itself. Settings that your file names stay as they are.
     Nothing is read or allocated but the file: a large model is planned on a laptop.
 
+    `foretrain plan my.toml --time 1h` measures this machine for some seconds, and says which model and batch would end
+    lowest in an hour, and where the one of the file would end: an estimate, by a published law and your finished runs.
+
     Exits with 2 when nothing fits, and says what the smallest possible is.
     """
     from foretrain.config import given, load
     from foretrain.planning.estimate import estimate, tries_nothing
+    from foretrain.planning.growing import with_planned_growth
     from foretrain.planning.plan import NothingFitsError, without_prediction
     from foretrain.planning.plan import plan as make_plan
 
     loaded = load(config, set_ or (), preset="finetune" if finetune else "measured")
     for text in loaded.notices:
         say(f"note: {text}")
-    where = _device(loaded.config, device, wanted=bool(budget or loaded.config.memory.budget))
-    target = _target(loaded.config, where.name)
-    found = estimate(loaded.config, target)
-    limit = _budget(loaded.config, budget, target)
-    planned = _planned(loaded.config, target)
+    settings = loaded.config
+    where = _device(settings, device, wanted=bool(budget or settings.memory.budget))
+    target = _target(settings, where.name)
+    if time:
+        from foretrain.cli.advice import advise
+
+        advise(settings, target, time, runs, "" if json_ else where.line(target.precision))
+        return
+    settings, growth = with_planned_growth(settings, target.shape)
+    found = estimate(settings, target)
+    limit = _budget(settings, budget, target)
+    planned = _planned(settings, target) | ({"growth": growth} if growth else {})
     if limit is None:
         if json_:
             put_json({"planned": planned, "fits": None, "budget_bytes": None, "estimate": found.as_dict()})
@@ -73,15 +91,15 @@ def plan(
             _print_estimate(found)
         return
     try:
-        made = make_plan(loaded.config, target, limit, given(loaded.config))
+        made = make_plan(settings, target, limit, given(settings))
     except NothingFitsError as error:
         error.facts = {"planned": planned, "fits": False} | _smallest(error.smallest)
         say(where.line(target.precision))
         raise
-    cheaper = without_prediction(loaded.config, target, limit, given(loaded.config), made.choice.cost)
+    cheaper = without_prediction(settings, target, limit, given(settings), made.choice.cost)
     other = None
     if "hybrid.mode" in made.choice.settings:
-        cheaper, other = None, _predicting(loaded.config, target, limit)
+        cheaper, other = None, _predicting(settings, target, limit)
     if json_:
         both = {"without_prediction": cheaper, "with_prediction": other.as_dict() if other else None}
         put_json({"planned": planned, "fits": True} | both | made.as_dict())
@@ -91,7 +109,7 @@ def plan(
     _print_estimate(found)
     _print_plan(made)
     if "hybrid.mode" in made.choice.settings:
-        _print_other(other, tries_nothing(loaded.config, target))
+        _print_other(other, tries_nothing(settings, target))
     if cheaper:
         say(f"note: {cheaper}")
 
@@ -155,9 +173,11 @@ def _planned(config: Config, target: PlanTarget) -> dict[str, Any]:
 def _planned_line(planned: dict[str, Any]) -> str:
     adapter = planned["trained_parameters"] != planned["parameters"]
     trained = f", {planned['trained_parameters']:,} of an adapter" if adapter else ""
+    kind = f"{planned['device']}, {planned['precision']}"
+    growth = f"\ngrowth: {planned['growth']}" if "growth" in planned else ""
     return (
         f"{planned['model']}, {planned['parameters']:,} parameters{trained}, vocabulary of {planned['vocabulary']:,}; "
-        f"batches of {planned['batch_size']} x {planned['length']} tokens; {planned['device']}, {planned['precision']}"
+        f"batches of {planned['batch_size']} x {planned['length']} tokens; {kind}{growth}"
     )
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from foretrain.config.units import parse_size
+from foretrain.config.units import parse_size, parse_time
 
 MOST, LARGEST = 2**31 - 1, 1e30
 """No setting is larger, so that what is computed from them overflows nowhere."""
@@ -35,3 +35,12 @@ def _amount(value: Any) -> Any:
 
 
 Amount = Annotated[str, BeforeValidator(_amount)]
+
+
+def _time(value: Any) -> Any:
+    return parse_time(value) if isinstance(value, str) else value
+
+
+Seconds = Annotated[float, BeforeValidator(_time), Field(gt=0, le=LARGEST, allow_inf_nan=False)]
+"""A time: a number of seconds, or a text such as "1h30m"."""
+Finite = Annotated[float, Field(allow_inf_nan=False)]

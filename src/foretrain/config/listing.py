@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -40,12 +41,12 @@ def _describe(annotation: Any, metadata: Sequence[Any]) -> str:
     arguments = get_args(annotation)
     if origin is Literal:
         return " | ".join(json.dumps(value) for value in arguments)
-    if origin is list and arguments[0] is not str:
-        return f"list of {_describe(arguments[0], metadata)}".replace("integer", "integers")
-    if arguments and origin is not list:
+    if origin in (list, tuple):
+        return "list of " + re.sub("^(integer|number|string)", r"\1s", _describe(arguments[0], metadata))
+    if arguments:
         kinds = [_describe(part, metadata) for part in arguments if part is not type(None)]
         return " or ".join(kinds)
-    name = {int: "integer", float: "number", str: "string", bool: "true | false"}.get(annotation)
+    name = {int: "integer", float: "number", str: "string", bool: "true | false"}[annotation]
     limits = []
     for item in metadata:
         for part in getattr(item, "metadata", [item]):
@@ -53,8 +54,6 @@ def _describe(annotation: Any, metadata: Sequence[Any]) -> str:
                 limit = getattr(part, attribute, None)
                 if limit is not None and not (attribute == "le" and limit in UNSEEN_LIMITS):
                     limits.append(f"{sign} {limit}")
-    if name is None:
-        name = "list of strings"
     return f"{name} {', '.join(limits)}".strip()
 
 

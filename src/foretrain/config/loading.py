@@ -106,7 +106,7 @@ def _build(values: Mapping[str, Any], origin: str, said: Mapping[str, str] = Map
     """Validate settings on top of their preset. said: how the command line gave a setting, by canonical name."""
     preset = values.get("preset", "measured")
     merged = {name: value for name, value in PRESETS.get(str(preset), {}).items() if name in KNOWN} | dict(values)
-    if "epochs" in values and "max_steps" not in values:
+    if ("epochs" in values or "max_time" in values) and "max_steps" not in values:  # of a preset
         merged.pop("max_steps", None)
     _refuse_half_characters(merged, origin)
     try:

@@ -88,6 +88,8 @@ NICKNAMES: dict[str, str] = {
     "n_head": "model.heads",
     "n_embd": "model.width",
     "max_iters": "max_steps",
+    "time_limit": "max_time",
+    "target_loss": "until_loss",
     "warmup_iters": "schedule.warmup_steps",
     "lr_decay_iters": "schedule.decay_steps",
     "min_lr": "schedule.final_rate",

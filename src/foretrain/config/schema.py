@@ -13,12 +13,14 @@ from foretrain.config.kinds import (
     Amount,
     Count,
     CountOrZero,
+    Finite,
     Fraction,
     Inside,
     Layers,
     NonNegative,
     Positive,
     Rows,
+    Seconds,
     Share,
     Size,
     Switch,
@@ -27,7 +29,7 @@ from foretrain.errors import ConfigError
 
 Level = Literal["quiet", "normal", "verbose"]
 FIRST_RATE = 1e-3
-"""Where `optimizer.learning_rate = "auto"` begins."""
+"""Adapters begin with it where `optimizer.learning_rate = "auto"`; the rates of other runs are multiples of it."""
 UNKNOWN_BETA2 = 0.95
 """What `optimizer.beta2 = "auto"` is where the tokens of a step are not known."""
 
@@ -134,8 +136,9 @@ class OptimizerConfig(Section):
     type: Literal["adamw", "adam", "sgd", "muon"] = "muon"
     """`muon` orthogonalises the updates of hidden matrices and uses AdamW for everything else."""
     learning_rate: Positive | Literal["auto"] | None = None
-    """Peak learning rate. Unset: 6e-3 for `muon`, 2e-3 for the others. `auto` (`foretrain finetune`): several
-    rates run the first steps, and the one that held-out examples like best goes on."""
+    """Peak learning rate. Unset: 6e-3 for `muon`, 2e-3 for the others. `auto`: several rates run the first steps, and
+    the run goes on with what follows from their held-out losses, for at most 15 % more steps in runs of 1,000 and
+    more. Not for an optimizer of your own, nor with `max_time`."""
     weight_decay: NonNegative | None = None
     """Pull towards zero, on matrices only. Unset: 0.1 for `adamw` and `muon`, where it is decoupled from the gradient;
     0 for `adam` and `sgd`, where it is not."""
@@ -251,7 +254,10 @@ class EngineConfig(Section):
     """How a step is executed: how fast and in how much memory. What is computed stays the same, rounding aside."""
 
     compile: Switch = "auto"
-    """`torch.compile`. `auto`: on a CUDA GPU. A loss that takes derivatives itself is run as it is."""
+    """`torch.compile`. `auto`: on a CUDA GPU, if the run is long enough to save more seconds than compiling takes, as
+    reckoned from the model's size, the tokens of a step and `max_steps`; `foretrain train` and `finetune` write `true`
+    or `false` into the run's config.toml. On a CUDA GPU always, where these are not known: in modules of your own, and
+    in Python without `max_steps` or `batch_size`. A loss that takes derivatives itself is run as it is."""
     cuda_graph: Switch = "auto"
     """Record the whole step as one CUDA graph. `auto`: where launching kernels takes longer than running them."""
     fused_loss: Switch = "auto"
@@ -509,9 +515,9 @@ class GrowthConfig(Section):
     """A run that begins with fewer blocks of its model, and goes on with all of them: the deep model's first weights
     are predicted from the shallow one's."""
 
-    layers: CountOrZero | tuple[Layers, ...] = 0
+    layers: CountOrZero | tuple[Layers, ...] | Literal["auto"] = 0
     """Blocks that the run begins with, such as 6 of 12; or those of several stages, such as [3, 6]. 0: all, from the
-    first step on."""
+    first step on. "auto": decided by what was measured, `at` with it, and written down by the run as numbers."""
     at: Inside | tuple[Inside, ...] = 0.5
     """Share of the run at which it goes on with all blocks; or the end of each stage, such as [0.25, 0.5]. New blocks
     learn best before the learning rate decays."""
@@ -526,7 +532,9 @@ class GrowthConfig(Section):
 
     @property
     def _given(self) -> tuple[tuple[int, ...], tuple[float, ...]]:
-        layers = self.layers if isinstance(self.layers, tuple) else (self.layers,)
+        """Return the stages as they were given. "auto" counts as none until it is decided."""
+        one = 0 if self.layers == "auto" else self.layers
+        layers = one if isinstance(one, tuple) else (one,)
         return layers, self.at if isinstance(self.at, tuple) else (self.at,)
 
     @model_validator(mode="after")
@@ -537,6 +545,31 @@ class GrowthConfig(Section):
         for one, what in ((layers, "layers"), (ends, "at")):
             if any(later <= earlier for earlier, later in pairwise(one)):
                 raise ValueError(f"{what} = {list(one)} must rise from stage to stage")
+        return self
+
+
+class ForecastConfig(Section):
+    """What a run does to tell where it will end."""
+
+    enabled: bool = True
+    """Forecast the held-out loss at the end of the run, with an interval, after evaluations from a tenth of the run on.
+    Needs held-out data; costs some milliseconds of the host each time."""
+    level: Inside = 0.8
+    """Probability with which the end should lie in the interval."""
+    copies: tuple[Inside, ...] = ()
+    """Shares of the run, such as [0.25], at which a copy of it is trained for `copy_steps` while its rate falls to 0:
+    its held-out loss tells what the decay of the rate is worth. The run goes on as if the copy had not been."""
+    copy_steps: Inside = 0.015
+    """Length of each copy as a share of the run. A copy costs as many steps."""
+
+    @model_validator(mode="after")
+    def _copies_end_in_the_run(self) -> ForecastConfig:
+        late = [share for share in self.copies if share + self.copy_steps >= 1]
+        if late:
+            raise ValueError(
+                f"forecast.copies = {late}: such a copy needs forecast.copy_steps = {self.copy_steps:g} of the run, "
+                f"and less is left; begin before {1 - self.copy_steps:g}, or make copies shorter"
+            )
         return self
 
 
@@ -561,6 +594,13 @@ class Config(Section):
     """Length of the run in optimizer steps."""
     epochs: Positive | None = None
     """Length of the run in passes over the training data, instead of `max_steps`."""
+    max_time: Seconds | None = None
+    """Length of the run in time, such as "2h", "1h30m" or a number of seconds: the schedule follows the clock, and the
+    run ends then with its learning rate decayed. Start-up, evaluation, saving and earlier parts of the run count.
+    `max_steps` or `epochs` beside it: whichever comes first; without them steps are not limited."""
+    until_loss: Finite | None = None
+    """Held-out loss at which the run ends. The decay of `wsd` is begun when the forecast says that it will end there;
+    `max_steps`, `epochs` or `max_time` end the run all the same."""
     batch_size: Rows = 16
     """Sequences per optimizer step."""
     accumulation_steps: Rows = 1
@@ -580,6 +620,7 @@ class Config(Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     growth: GrowthConfig = GrowthConfig()
+    forecast: ForecastConfig = ForecastConfig()
     hybrid: HybridConfig = HybridConfig()
     predictor: PredictorConfig = PredictorConfig()
     correction: CorrectionConfig = CorrectionConfig()
@@ -610,13 +651,18 @@ class Config(Section):
                 "growth.layers begins with a part of the blocks, and would throw away what the others of model.weights "
                 "have learned; set growth.layers = 0"
             )
+        if self.growth.stages and not self.steps_are_limited and self.epochs is None:
+            raise ValueError(
+                "growth.at is a share of the steps, and max_time does not say how many there will be: set max_steps "
+                "beside it, as many as there could be, or growth.layers = 0"
+            )
         if self.guard.auto_tune and not self.health.interval:
             raise ValueError(
                 "guard.auto_tune = true does what looks advise, and health.interval = 0 means none: set "
                 "health.interval = 100, or guard.auto_tune = false"
             )
         warmup = self.schedule.warmup_steps or 0
-        if self.schedule.type in ("wsd", "cosine") and warmup >= self.max_steps > 1:
+        if self.schedule.type in ("wsd", "cosine") and warmup >= self.max_steps > 1 and self.steps_are_limited:
             raise ValueError(f"schedule.warmup_steps = {warmup} leaves nothing of max_steps = {self.max_steps}")
         if self.schedule.type == "cyclic" and self.schedule.base_rate > self.optimizer.peak_rate:
             raise ValueError(
@@ -624,6 +670,11 @@ class Config(Section):
                 f"optimizer.learning_rate = {self.optimizer.peak_rate}"
             )
         return self
+
+    @property
+    def steps_are_limited(self) -> bool:
+        """Return whether `max_steps` counts: beside `max_time` only where it was given."""
+        return self.max_time is None or "max_steps" in self.model_fields_set
 
     def _check_update_in_backward(self) -> None:
         on = "engine.update_in_backward = true"

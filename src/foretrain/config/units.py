@@ -1,4 +1,4 @@
-"""Write and read amounts: memory (`14GB`, `6GiB`, `800MB`), times, losses, rates and large numbers."""
+"""Write and read amounts: memory (`14GB`, `6GiB`, `800MB`), times (`2h`, `1h30m`), losses, rates and large numbers."""
 
 from __future__ import annotations
 
@@ -9,6 +9,25 @@ UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 2**10, "MiB
 """GB is 10^9 bytes, as in trade, and GiB is 2^30."""
 _MOST_DIGITS = 30
 _FORM = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([KMGT]i?B)")
+
+_TIME = re.compile(r"(?:([0-9.]+) ?d)? ?(?:([0-9.]+) ?h)? ?(?:([0-9.]+) ?m(?:in)?)? ?(?:([0-9.]+) ?s)?")
+_SECONDS = (86400, 3600, 60, 1)
+"""Seconds of a day, an hour, a minute and a second, as the groups of `_TIME` have them."""
+
+
+def parse_time(text: str) -> float:
+    """Return seconds. Raises ValueError, in words for the user, for anything that is no time above 0."""
+    match = _TIME.fullmatch(text.strip())
+    try:
+        amounts = [float(amount or 0) for amount in match.groups()] if match is not None and any(match.groups()) else []
+    except ValueError:  # two points
+        amounts = []
+    seconds = sum(amount * unit for amount, unit in zip(amounts, _SECONDS, strict=False))
+    if not amounts or not math.isfinite(seconds):
+        raise ValueError(f"{text[:_MOST_DIGITS]!r} is not a time; write a number and a unit, such as 2h, 1h30m or 90s")
+    if seconds <= 0:
+        raise ValueError(f"{text!r} is no time at all; write one above 0, such as 2h, 1h30m or 90s")
+    return seconds
 
 
 def parse_size(text: str) -> int:
@@ -44,6 +63,14 @@ def short(number: float) -> str:
 def format_speed(per_second: float, unit: str) -> str:
     """Write 16.8k tok/s, 250 samples/s."""
     return f"{short(per_second)} {'tok' if unit == 'tokens' else unit}/s"
+
+
+def interval_text(value: float, low: float, high: float) -> str:
+    """Write a number with its interval, 3.21 [3.17, 3.26], with as many digits as the interval has a use for."""
+    size, width = max(abs(value), abs(low), abs(high)), high - low
+    digits = max(2, -math.floor(math.log10(width))) if 0 < width < math.inf else 2
+    form = f".{digits}f" if 0.1 <= size < 1e4 and digits <= 6 else ".3g"
+    return f"{value:{form}} [{low:{form}}, {high:{form}}]"
 
 
 def loss_text(value: float) -> str:

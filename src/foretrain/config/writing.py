@@ -15,7 +15,7 @@ def changed(config: Config, values: Mapping[str, Any], origin: str = "the change
     """Return the configuration with other values, by dotted names."""
     present = flattened(to_mapping(config))
     if config.epochs is not None and "max_steps" not in config.model_fields_set:
-        present.pop("max_steps")
+        present.pop("max_steps", None)
     return from_mapping(present | dict(values), origin)
 
 
@@ -29,9 +29,11 @@ def given(config: Config) -> frozenset[str]:
 
 
 def to_mapping(config: Config, changed_only: bool = False) -> dict[str, Any]:
-    """Return plain nested values; unset ones are left out (TOML has no null). changed_only: what differs from the
-    preset."""
+    """Return plain nested values; unset ones are left out (TOML has no null), and so is a `max_steps` that `max_time`
+    stands for. changed_only: what differs from the preset."""
     values = config.model_dump(mode="json", exclude_none=True)
+    if not config.steps_are_limited:
+        del values["max_steps"]
     if not changed_only:
         return values
     base = to_mapping(from_mapping({"preset": config.preset}))
@@ -41,7 +43,7 @@ def to_mapping(config: Config, changed_only: bool = False) -> dict[str, Any]:
             value = {name: item for name, item in value.items() if name not in base[key] or base[key][name] != item}
             if value:
                 changed[key] = value
-        elif value != base[key]:
+        elif key not in base or value != base[key]:
             changed[key] = value
     return changed
 

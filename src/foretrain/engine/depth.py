@@ -56,11 +56,11 @@ class Depth:
         """name: of the list of blocks, such as "blocks" or "transformer.h"."""
         self.model, self.name = model, name
         show_all(model)
-        self._list = _blocks(model, name)
-        self.blocks = list(self._list)
+        self.list = _blocks(model, name)
+        self.blocks = list(self.list)
         self.total = len(self.blocks)
         self.active: tuple[int, ...] = tuple(range(self.total))
-        frozen = [own for own, p in self._list.named_parameters() if not p.requires_grad]
+        frozen = [own for own, p in self.list.named_parameters() if not p.requires_grad]
         if frozen:
             raise ConfigError(f"growth.layers needs all of {name} to be trained, but {name}.{frozen[0]} is frozen")
         _check_alike(self.blocks, name)
@@ -73,14 +73,14 @@ class Depth:
     @property
     def parameters(self) -> list[nn.Parameter]:
         """Those of all blocks."""
-        return list(self._list.parameters())
+        return list(self.list.parameters())
 
     def use(self, active: Iterable[int]) -> None:
         """Show these blocks to the model; hide all others, and do not train them."""
         self.active = tuple(sorted(active))
         everything = self.layers == self.total
-        self._list.__class__ = nn.ModuleList if everything else _Some
-        self._list.__dict__["active"] = self.active
+        self.list.__class__ = nn.ModuleList if everything else _Some
+        self.list.__dict__["active"] = self.active
         for number, block in enumerate(self.blocks):
             used = number in self.active
             block.requires_grad_(used)

@@ -16,6 +16,7 @@ from foretrain.config import Config, given, with_beta2
 from foretrain.engine import own, state
 from foretrain.engine.average import WeightAverage
 from foretrain.engine.batch import count, map_tensors, rows_of
+from foretrain.engine.compiling import is_worthwhile, known_workload
 from foretrain.engine.described import is_configured
 from foretrain.engine.execution import Execution, switch
 from foretrain.engine.fence import Fence
@@ -29,6 +30,7 @@ from foretrain.engine.precision import Precision, choose_device
 from foretrain.engine.progress import RunProgress
 from foretrain.engine.rates import FollowedRates, Rates, RateSource, ScheduledRates, check_scheduler
 from foretrain.engine.result import StepResult
+from foretrain.engine.schedule import DecayPlan
 from foretrain.engine.sparse import check_sparse
 from foretrain.engine.step import FullStep, LossFunction, StepOutput
 from foretrain.engine.trained import Change, TrainedWeights
@@ -58,7 +60,8 @@ class Engine:
         config = with_beta2(config) if optimizer is None else config
         self.config = config
         self.max_steps_given = "max_steps" in config.model_fields_set
-        self.has_end = bool({"max_steps", "schedule"} & config.model_fields_set) and config.epochs is None
+        known = {"max_steps", "schedule"} & config.model_fields_set and config.epochs is None
+        self.has_end = bool(known) and config.steps_are_limited
         """Somebody said how long the run is: else it goes on for as long as steps are made, and no rate decays."""
         self.device = choose_device(config.device)
         if config.engine.deterministic:
@@ -94,7 +97,7 @@ class Engine:
             clip=self.clip,
             accumulation=config.accumulation_steps,
             nan_check=config.guard.nan_check,
-            compile_loss=switch(config.engine.compile, auto=self.device.type == "cuda" and not physical),
+            compile_loss=switch(config.engine.compile, auto=not physical and self._compiling_pays()),
             update_in_backward=config.engine.update_in_backward,
             parameters=self.trained.parameters,
             world=self.world,
@@ -133,8 +136,12 @@ class Engine:
         self.on_cover: list[Callable[[], None]] = []
         """Called when other weights are trained than before."""
         self.on_length: list[Callable[[int], None]] = []
-        """Called when it becomes known how many steps the run has."""
+        """Called when it becomes known how many steps the run has, before its rates are planned for them."""
         self._fingerprint = state.Fingerprint()
+
+    def _compiling_pays(self) -> bool:
+        work = known_workload(self.config, self.model, self.has_end)
+        return self.device.type == "cuda" and is_worthwhile(work, self.config)
 
     # --- what is trained ---------------------------------------------------------------------------------------------
 
@@ -221,13 +228,14 @@ class Engine:
         """All steps are done that were planned."""
         return self.has_end and self.progress.global_step >= self.config.max_steps
 
-    def end_at(self, max_steps: int) -> None:
-        """From now on it is known how long the run is."""
+    def end_at(self, max_steps: int, plan: DecayPlan | None = None) -> None:
+        """From now on it is known how long the run is; where it goes by the clock, as far as can be told by now.
+        plan: of the decay, where it does not follow from the length alone."""
         self.config = self.config.model_copy(update={"max_steps": max_steps, "epochs": None})
         self.has_end = True
-        self.rate.end_at(max_steps)
-        for told in self.on_length:
+        for told in self.on_length:  # they may change the schedule, and the plan is made of it
             told(max_steps)
+        self.rate.end_at(max_steps, plan)
 
     # --- one full step -----------------------------------------------------------------------------------------------
 
@@ -308,10 +316,14 @@ class Engine:
             return batch
         return map_tensors(batch, lambda tensor: tensor.to(self.device, non_blocking=True))
 
-    def untimed(self) -> AbstractContextManager[None]:
-        """Not charged to the run; what the device still has to do for it is."""
+    def wait(self) -> None:
+        """The device has done all steps that it was given."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+    def untimed(self) -> AbstractContextManager[None]:
+        """Not charged to the run; what the device still has to do for it is."""
+        self.wait()
         return self.clock.paused()
 
     # --- memory ------------------------------------------------------------------------------------------------------

@@ -245,6 +245,11 @@ def with_named_optimizer(optimizer: OptimizerLike, config: Config) -> tuple[Opti
 
 def built_optimizer(optimizer: OptimizerLike, model: nn.Module, config: Config) -> Optimizer:
     """The user's own optimizer: an object as it is; a class or a function is called with what is to be trained."""
+    if config.optimizer.learning_rate == "auto":
+        raise ConfigError(
+            "optimizer.learning_rate = 'auto' is for optimizers named in the Config, and one is handed in; name it "
+            f"({', '.join(NAMES)}), or set a number"
+        )
     if isinstance(optimizer, Optimizer):
         _tell_unused(config)
     elif callable(optimizer):
@@ -261,8 +266,6 @@ def built_optimizer(optimizer: OptimizerLike, model: nn.Module, config: Config) 
 def _arguments(config: Config) -> dict[str, Any]:
     """What of the configuration a class is made with: the rate and the decay, where they are set."""
     names = given(config)
-    if config.optimizer.learning_rate == "auto":
-        raise ConfigError("optimizer.learning_rate = 'auto' is for optimizers named in the Config; set a number")
     arguments: dict[str, Any] = {}
     if "optimizer.learning_rate" in names and config.optimizer.learning_rate is not None:
         arguments["lr"] = config.optimizer.learning_rate

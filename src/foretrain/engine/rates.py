@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from foretrain.config import ScheduleConfig
 from foretrain.engine import schedule
 from foretrain.engine.optim.build import RateControl
+from foretrain.engine.schedule import DecayPlan
 from foretrain.errors import ConfigError
 from foretrain.persist.stateful import Stateful
 
@@ -62,8 +63,8 @@ class Rates(Stateful, ABC):
     def during(self, step: int, factor: float) -> AbstractContextManager[None]:
         """An update inside the block is made at the rate of `step` times a factor."""
 
-    def end_at(self, max_steps: int) -> None:
-        """The length of the run is known now."""
+    def end_at(self, max_steps: int, plan: DecayPlan | None = None) -> None:
+        """The length of the run is known now. plan: of the decay, where it does not follow from the length alone."""
 
     def advance(self, step: int) -> None:
         """So many steps are done."""
@@ -121,8 +122,8 @@ class ScheduledRates(Rates):
         self.used = rate
         yield
 
-    def end_at(self, max_steps: int) -> None:
-        self._schedule = schedule.build(self.config, self.peak, max_steps)
+    def end_at(self, max_steps: int, plan: DecayPlan | None = None) -> None:
+        self._schedule = schedule.build(self.config, self.peak, max_steps, plan)
         self._end = max_steps
 
     def forget(self) -> None:

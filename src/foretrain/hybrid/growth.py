@@ -14,19 +14,15 @@ from torch import Tensor
 
 from foretrain.engine.depth import Depth, copy_state, spread
 from foretrain.engine.engine import Engine
+from foretrain.engine.growing import sizes_of, step_cost
 from foretrain.engine.hooks import StepHook
+from foretrain.engine.moments import LONGEST_LOOK, Moments, in_decay
 from foretrain.engine.step import StepOutput
-from foretrain.errors import CheckpointError, ConfigError, is_out_of_memory
+from foretrain.errors import ConfigError, is_out_of_memory
 from foretrain.events import Event, Grown, Notice
 from foretrain.persist.codec import put_together, random_state, restore_random_state, snapshot
 from foretrain.persist.stateful import Stateful
 
-_SHARE_OF_LOOK, _SHORTEST_LOOK, _LONGEST_LOOK = 0.02, 4, 50
-"""Steps whose mean loss is compared, before growth and at the end of its trial. Chosen: a mean of fifty batches is
-known to some thousandths."""
-_SHARE_OF_TRIAL = 0.05
-"""Share of the run after which growth is judged. Chosen: new blocks that are copies raise the loss at first, and in all
-runs that were looked at it had returned by then."""
 _RETURNED = 0.01
 """Share above the loss before growth that counts as returned, beside what is left of noise. Chosen: what growth wins is
 several times as much."""
@@ -61,7 +57,7 @@ class Growth(StepHook, Stateful):
         self.off = ""
         """Why the run does not grow any more."""
         self.told = []
-        self._recent: deque[Tensor] = deque(maxlen=_LONGEST_LOOK)
+        self._recent: deque[Tensor] = deque(maxlen=LONGEST_LOOK)
         """The last losses, on the device."""
         self._prepared = False
         self.rest: Callable[[int], None] = lambda steps: None
@@ -70,6 +66,9 @@ class Growth(StepHook, Stateful):
         """Whether a mean loss is a usual one in this run. Set by the trainer."""
         self.undone: Callable[[int], None] = lambda steps: None
         """Is told how many steps were taken back. Set by the trainer."""
+        self.racing: Callable[[], bool] = lambda: False
+        """Whether steps are made at several learning rates, of which most will not count. Set by the trainer."""
+        self._block_share = sizes_of(engine.model, self.depth.list, self.depth.total).block_share
         self.depth.use(self._blocks_of(0))
         self.depth.silence()
         engine.follow_trained()
@@ -101,9 +100,9 @@ class Growth(StepHook, Stateful):
         if not self._prepared:
             self._prepare(batch)
         step = self.engine.progress.global_step
-        if self.grown_at is not None and step >= self.grown_at + self._trial:
+        if self.grown_at is not None and step >= self.grown_at + self._moments.trial:
             self._judge()
-        elif self.grown_at is None and self.stage < len(self.stages) and not self.off and step >= self._due:
+        elif self.grown_at is None and self._may_grow and step >= self._moments.due(self.stage):
             self._grow()
 
     def end(self) -> None:
@@ -137,23 +136,35 @@ class Growth(StepHook, Stateful):
             )
 
     @property
-    def _due(self) -> int:
-        return max(1, round(self.stages[self.stage][1] * self._length))
+    def _to_come(self) -> bool:
+        """Whether a stage is left that will end."""
+        return self.stage < len(self.stages) and not self.off
 
     @property
-    def _trial(self) -> int:
-        return max(2 * self._look, round(_SHARE_OF_TRIAL * self._length))
+    def _may_grow(self) -> bool:
+        """Whether losses are known to judge a growth by: after a race of learning rates they are noted anew."""
+        enough = len(self._recent) >= min(self._moments.look, self.engine.progress.global_step)
+        return self._to_come and not self.racing() and enough
 
     @property
-    def _look(self) -> int:
-        return min(max(round(_SHARE_OF_LOOK * self._length), _SHORTEST_LOOK), _LONGEST_LOOK)
+    def _moments(self) -> Moments:
+        return Moments(tuple(end for _, end in self.stages), self.engine.config.max_steps)
 
-    @property
-    def _length(self) -> int:
-        return self.engine.config.max_steps
+    def costs(self) -> list[tuple[int, float]]:
+        """Return what steps cost from which step on, as far as it is planned; a step of the whole model costs 1."""
+        later = enumerate(self._moments.steps(self.stage), self.stage + 1) if self._to_come else ()
+        return [(0, self._cost(self.stage)), *((step, self._cost(stage)) for stage, step in later)]
+
+    def _cost(self, stage: int) -> float:
+        return step_cost(self.depths[stage], self.depth.total, self._block_share)
+
+    def check_moments(self) -> None:
+        """Refuse a growth that could not be judged before the end of the run, where that end is known."""
+        if self._to_come and self.engine.has_end:
+            self._moments.check(self.stage)
 
     def _check_end(self) -> None:
-        if self.stage < len(self.stages) and not self.engine.has_end:
+        if self._to_come and not self.engine.has_end:
             raise ConfigError("growth.at is a share of the run, which has no end; set max_steps, or epochs in fit")
 
     def _blocks_of(self, stage: int) -> tuple[int, ...]:
@@ -162,7 +173,8 @@ class Growth(StepHook, Stateful):
         return spread(layers, self.depth.total)
 
     def after_step(self, output: StepOutput) -> None:
-        self._recent.append(output.loss)
+        if not self.racing():
+            self._recent.append(output.loss)
 
     # --- the move ----------------------------------------------------------------------------------------------------
 
@@ -187,7 +199,7 @@ class Growth(StepHook, Stateful):
         self._use(blocks)
         self.stage, self.grown_at = self.stage + 1, step
         self._recent.clear()
-        self.rest(self._trial)
+        self.rest(self._moments.trial)
         self._tell("made", math.nan, f"{len(pairs)} parameters of new blocks are copies")
 
     def _judge(self) -> None:
@@ -214,7 +226,7 @@ class Growth(StepHook, Stateful):
         engine.rewind(state)
         engine.progress.position = position
         self._recent.clear()
-        self.off = f"the loss did not return within {self._trial} steps"
+        self.off = f"the loss did not return within {self._moments.trial} steps"
         self.undone(at - engine.progress.global_step)
         self._tell("undone", after, self.off)
 
@@ -235,7 +247,7 @@ class Growth(StepHook, Stateful):
 
     def _mean_loss(self) -> tuple[float, float]:
         """Return the mean over the last steps whose loss was a number, and its standard error."""
-        losses = [loss for loss in self.losses[-self._look :] if math.isfinite(loss)]
+        losses = [loss for loss in self.losses[-self._moments.look :] if math.isfinite(loss)]
         if len(losses) < 2:
             return (losses[0] if losses else math.nan), 0.0
         return statistics.fmean(losses), statistics.stdev(losses) / math.sqrt(len(losses))
@@ -243,7 +255,7 @@ class Growth(StepHook, Stateful):
     def _tell(self, verdict: str, loss: float, reason: str) -> None:
         step, known = self.engine.progress.global_step, None if math.isnan(loss) else loss
         before = None if math.isnan(self.before) else self.before
-        event = Grown(step, verdict, self.depth.layers, self.depth.total, before, known, reason)
+        event = Grown(step, verdict, self.depth.layers, self.depth.total, before, known, reason, self._cost(self.stage))
         self.told.append({"step": step, "verdict": verdict, "layers": event.layers, "before": before, "loss": known})
         self.emit(event)
 
@@ -254,7 +266,10 @@ class Growth(StepHook, Stateful):
         self._prepared = True
         engine, step = self.engine, self.engine.full_step
         self._check_end()
-        if not step.compiled or step.in_backward is not None or self.stage == len(self.stages) or self.off:
+        self.check_moments()
+        if self._to_come and (notice := in_decay(engine.rate, self._moments.steps(self.stage))) is not None:
+            self.emit(notice)
+        if not step.compiled or step.in_backward is not None or not self._to_come:
             return
         used, random, buffers = self.depth.active, random_state(), [buffer.clone() for buffer in step.buffers]
         for stage in range(self.stage + 1, len(self.stages) + 1):
@@ -277,7 +292,7 @@ class Growth(StepHook, Stateful):
 
     @losses.setter
     def losses(self, values: list[float]) -> None:
-        self._recent = deque((torch.tensor(value, device=self.engine.device) for value in values), _LONGEST_LOOK)
+        self._recent = deque((torch.tensor(value, device=self.engine.device) for value in values), LONGEST_LOOK)
 
     def expect(self, state: Mapping[str, Any]) -> None:
         """A state follows that fits (`check_depths`): use as many blocks as it has."""
@@ -291,17 +306,3 @@ class Growth(StepHook, Stateful):
     def summary(self) -> dict[str, Any]:
         """Tell where it began, and what became of every growth."""
         return {"layers": self.depth.layers, "of": self.depth.total, "moves": [dict(one) for one in self.told]}
-
-
-def check_depths(growth: Growth | None, saved: Any, origin: str) -> None:
-    """Refuse a state whose run went through other depths: its hidden blocks would be used as if they had learned, or
-    blocks that have learned would be thrown away. saved: the state of its growth, None: it had none."""
-    now = [] if growth is None else growth.depths[:-1]
-    then = list(saved["depths"])[:-1] if isinstance(saved, Mapping) and "depths" in saved else []
-    if then == now or (not now and saved["stage"] == len(then)):  # it has all its blocks
-        return
-    before, after = (layers if len(layers) > 1 else (layers or [0])[0] for layers in (then, now))
-    raise CheckpointError(
-        f"{origin}: it was saved with growth.layers = {before}, and now it is {after}; go on with growth.layers = "
-        f"{before}, or start a new run"
-    )

@@ -1,4 +1,4 @@
-"""The hybrid part of a run: its policy, the race of learning rates, and what follows on full steps."""
+"""The hybrid part of a run: its policy, and what follows on full steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from foretrain.engine.engine import Engine
 from foretrain.engine.fence import Ordered
 from foretrain.engine.rates import FollowedRates
 from foretrain.engine.result import StepResult
-from foretrain.engine.step import StepOutput
 from foretrain.errors import DivergenceError
 from foretrain.events import Event, Notice, Phase, Recovered
 from foretrain.health.act import Action, Kind
@@ -21,8 +20,8 @@ from foretrain.hybrid.assembly import equip
 from foretrain.hybrid.emergencies import Emergencies
 from foretrain.hybrid.moves.lookahead import LookAhead
 from foretrain.hybrid.moves.obstacles import told
-from foretrain.hybrid.moves.rate_race import RateRace
 from foretrain.hybrid.policy import Policy
+from foretrain.hybrid.rate_plan import ADAPTERS
 from foretrain.motion.hosted import HostedTrajectory
 from foretrain.motion.observer import Moment, Observer
 from foretrain.motion.predictors import registry
@@ -30,9 +29,6 @@ from foretrain.motion.predictors.base import Predictor
 from foretrain.motion.predictors.guarded import MOST_FAILURES
 from foretrain.motion.trajectory import Trajectory, basis_type
 
-_ADAPTERS = 0.2
-"""Share of the model's parameters below which those that are trained are called adapters. Chosen: adapters are a few
-percent; a model of which a fifth is trained behaves like one that is trained whole."""
 _SAY_EVERY = 100
 """Steps. Chosen: a run that recovers over and over says so a few times per thousand steps, not at every window."""
 _LOOK_EVERY = 10
@@ -72,14 +68,15 @@ class Hybrid:
         self.observer = Observer(trajectory, predictor, parameters, engine.optimizer, engine.fence)
         if engine.full_step.in_backward is not None:
             engine.full_step.in_backward.watchers.append(self.observer.sample.watch())
-        kind = "adapters" if trained < _ADAPTERS * size else "full weights"
+        kind = "adapters" if trained < ADAPTERS * size else "full weights"
         self.policy = policy = Policy(config, self.observer, kind, engine.world)
         policy.recovery.rate_name = checkup.levers.rate
         policy.appraiser.falls_once &= not isinstance(engine.rate, FollowedRates)
         equip(policy, engine, checkup, look_ahead, [engine.to_device(batch) for batch in probe], emit)
         policy.hold_directions()
-        self.race = RateRace(policy.tools, policy.fail)
-        engine.rate_sources = (policy.recovery, self.race, *engine.rate_sources)
+        engine.rate_sources = (policy.recovery, *engine.rate_sources)
+        self.racing: Callable[[], bool] = lambda: False
+        """Whether learning rates are tried: then nothing is watched. Set by the trainer."""
         self.said: dict[str, int] = {}
         """Kind of action, or text -> step at which it was last told."""
         engine.on_cover.append(self.cover)
@@ -111,15 +108,15 @@ class Hybrid:
     def cover(self) -> None:
         """Others are trained from now on."""
         self.policy.cover()
-        self.race.begin_anew()
 
     # --- full steps --------------------------------------------------------------------------------------------------
 
     def full(self, batch: Any) -> StepResult:
         """A full step in WARMUP or FULL, and what follows on it. Only the end of a window can lead to another phase."""
         engine, policy, phase = self.engine, self.policy, self.phase
-        if self.race.open:
-            return engine.result(phase, self._race_step(batch))
+        if self.racing():
+            policy.count(1, phase)
+            return engine.result(phase, engine.full(batch))
         if self._rests:
             return self._rest_step(batch)
         if engine.progress.backward_passes == 0:
@@ -133,16 +130,6 @@ class Hybrid:
         if self.observer.complete:
             self.rescue.aside(self.end_window)
         return result
-
-    def _race_step(self, batch: Any) -> StepOutput:
-        """One of the first steps where the learning rate is `auto`."""
-        engine, race = self.engine, self.race
-        output = race.advance(batch)
-        if race.over:
-            race.judge()  # the last step is that of the rate that goes on, not of the last one that was tried
-            engine.rate.used = engine.schedule(max(0, engine.progress.global_step - 1)) * engine.rate_factor
-        self.policy.count(1, self.phase)
-        return output
 
     @property
     def _rests(self) -> bool:
@@ -309,7 +296,6 @@ class Hybrid:
         return {
             "predictor": predictor,
             "policy": self.policy.state_dict(self.engine.config.checkpoint.directions or moving),
-            "race": self.race.state_dict(),
             "said": dict(self.said),
         }
 
@@ -319,6 +305,5 @@ class Hybrid:
         self.observer.guarded.load_state_dict(state["predictor"])
         if state["predictor"]["strikes"] >= MOST_FAILURES and not policy.off:
             policy.rest.steps = min(1, policy.rest.steps)  # another one is watched with at once
-        self.race.load_state_dict(state["race"])
         self.said = dict(state["said"])
         policy.heed()

@@ -11,13 +11,15 @@ from foretrain.engine import described
 from foretrain.engine.engine import Engine
 from foretrain.engine.memory.usage import MemoryMeter
 from foretrain.hybrid.account import account_of
+from foretrain.hybrid.annealing import AnnealedCopies
 from foretrain.hybrid.hybrid import Hybrid
 from foretrain.hybrid.policy import Policy
+from foretrain.hybrid.rate_race import RateRace
 
 _NOT_IN_EVERY_RUN = (
     *("moves", "predicted_steps", "corrections", "recoveries", "rollbacks", "forecast", "confidence", "predictability"),
     *("exact", "audit", "learning_rate", "predictor", "basis_mb", "health", "memory", "peak_memory_mb"),
-    *("out_of_memory", "signal", "best_checkpoint", "growth"),
+    *("out_of_memory", "signal", "best_checkpoint", "growth", "target", "annealed", "loss_forecast"),
 )
 """Keys of the summary that are None where there is nothing to say, so that every summary has the same keys."""
 
@@ -74,12 +76,26 @@ def of_steps(engine: Engine, memory: MemoryMeter) -> dict[str, Any]:
 
 def of_prediction(engine: Engine, hybrid: Hybrid) -> dict[str, Any]:
     """What prediction did, and with what."""
-    observer, race = hybrid.observer, hybrid.race
+    observer = hybrid.observer
     summary = account_of(hybrid.policy, engine.progress.backward_passes)
-    if race.tried:
-        summary["learning_rate"] = race.summary()
     basis_mb = round(observer.trajectory.bytes / 2**20, 1)
     return summary | {"predictor": observer.predictor.name, "basis_mb": basis_mb}
+
+
+def with_copies(summary: dict[str, Any], copies: AnnealedCopies, race: RateRace | None) -> dict[str, Any]:
+    """Add what copies of the run, annealed ones and those at other learning rates, measured and took."""
+    summary = dict(summary)
+    for replay in (copies.replay, *(() if race is None else (race.replay,))):
+        summary["backward_passes"] += replay.passes
+        summary["tokens"] += replay.tokens
+        summary["probe_tokens"] += replay.probe_tokens
+    seconds = summary["seconds"]
+    summary["tokens_per_second"] = round(summary["tokens"] / seconds, 1) if seconds else None
+    if copies.points:
+        summary["annealed"] = copies.summary()
+    if race is not None and race.tried:
+        summary["learning_rate"] = race.summary()
+    return summary
 
 
 def prediction_progress(engine: Engine, policy: Policy) -> dict[str, Any]:

@@ -31,9 +31,11 @@ class Evaluator:
         emit: Callable[[Event], None],
         *,
         evaluated: Callable[[float], None],
+        looked: Callable[[float], None] = lambda loss: None,
         is_best: Callable[[float], None] | None = None,
     ) -> None:
-        """evaluated: called with every loss, when all else is done. is_best: called where a loss is the lowest."""
+        """evaluated: called with every loss, when all else is done; looked: with one that only a target asked for.
+        is_best: called where a loss is the lowest."""
         self.engine = engine
         self.held_out = held_out
         self.metrics = metrics
@@ -42,6 +44,7 @@ class Evaluator:
         self.emit = emit
         self.patience = engine.config.evaluation.early_stopping_patience
         self.evaluated = evaluated
+        self.looked = looked
         self.is_best = is_best
         self._failed_metrics: set[str] = set()
 
@@ -75,6 +78,17 @@ class Evaluator:
         self.evaluated(loss)
         progress.evaluation_due = False
         return self.patience_is_over
+
+    def look(self) -> None:
+        """Measure the held-out loss for a target alone: patience, best weights and schedulers know nothing of it."""
+        engine, progress = self.engine, self.engine.progress
+        with engine.untimed(), self.memory.during("evaluation"):
+            started = time.perf_counter()
+            loss = self._held_out_loss()
+            seconds = time.perf_counter() - started
+        progress.last_val_loss = loss
+        self.emit(Evaluated(progress.global_step, loss, round(seconds, 3), engine.average is not None, best=False))
+        self.looked(loss)
 
     def _metric_failed(self, name: str, failure: Failure) -> None:
         """Told once; it is called again at the next evaluation. name: empty where it is not known which one."""

@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Any
 from foretrain.config import Config
 from foretrain.config.schema import Level
 from foretrain.engine.batches import steps_in
-from foretrain.engine.engine import Engine
 from foretrain.engine.own import Measure, as_tensors, check_metrics
 from foretrain.engine.rates import FollowedRates, Rates
 from foretrain.engine.weights import write_weights
 from foretrain.errors import ConfigError, InputError
-from foretrain.events import Event, Listener
+from foretrain.events import LEFT_OPEN, Event, Listener
 from foretrain.hybrid.summary import settings_of
 from foretrain.loop.evaluator import Evaluator
 from foretrain.loop.run import Loop
@@ -47,6 +46,7 @@ class FitOptions:
     progress: bool | Level = True
     table: bool = True
     on_interrupt: str = "raise"
+    pause_at: int | None = None
     title: str = ""
     details: Mapping[str, str] = field(default_factory=dict)
     data_fingerprint: str = ""
@@ -55,6 +55,8 @@ class FitOptions:
         """Refuse what does not go together, before hours of training and not after them."""
         if self.on_interrupt not in ("raise", "return"):
             raise InputError(f"on_interrupt = {self.on_interrupt!r}: it is 'raise' or 'return'")
+        if self.pause_at is not None and self.pause_at < 1:
+            raise InputError(f"pause_at = {self.pause_at}: a step from 1 on at which the run is left")
         check_metrics(self.metrics)
         if self.metrics and held_out is None:
             raise InputError("metrics are measured on held-out batches: give some to fit()")
@@ -90,10 +92,18 @@ def fit(
     options.check(engine.config, held_out)
     engine.execution.check()
     trainer.stopping = False
-    _set_length(engine, loader, options.epochs)
+    _set_length(trainer, loader, options.epochs)
+    if trainer.growth is not None and not options.resume:  # else the saved state says which stages are left
+        trainer.growth.check_moments()
     random = random_state()  # a DataLoader draws from it when it is read
     held = [as_tensors(batch, engine.float_type) for batch in held_out] if held_out is not None else []
-    check_scheduler(engine.rate, engine.config.max_steps, bool(held))
+    check_scheduler(engine.rate, engine.config.max_steps if engine.has_end else 0, bool(held))
+    trainer.copies.held_out = held or trainer.copies.held_out
+    if engine.config.forecast.copies:
+        trainer.copies.check()
+    if trainer.race is not None:
+        trainer.race.held_out = trainer.race.held_out or held
+        trainer.race.check()
     engine.forward.measure(held[:1], options.metrics)  # a metric that fails does so before anything is trained
     restore_random_state(random)
     config, bus, level = engine.config, trainer.bus, options.console_level(engine.config)
@@ -133,12 +143,16 @@ def fit(
             rescue,
             bus.emit,
             evaluated=trainer.evaluated,
+            looked=trainer.looked,
             is_best=saver.save_best if saver is not None and config.checkpoint.keep_best else None,
         )
         loop = Loop(trainer, evaluator, saver, stop)
+        loop.pause_at = options.pause_at
         stack.enter_context(engine.fence.postponed())
-        summary = loop.train(loader, options.resume, options.title, details, options.load_best)
-        if folder is not None and folder is not out and summary["reason"] != "interrupted":
+        summary = loop.train(
+            loader, options.resume, options.title, details, options.load_best, options.data_fingerprint
+        )
+        if folder is not None and folder is not out and summary["reason"] not in LEFT_OPEN:
             with engine.averaged_weights():
                 write_weights(engine.model, folder.path / WEIGHTS)
     order = engine.fence.taken()
@@ -158,8 +172,9 @@ def load(trainer: HybridTrainer, state: dict[str, Any], origin: str) -> None:
         trainer.hybrid.start_counting_anew()
 
 
-def _set_length(engine: Engine, loader: Iterable[Any], epochs: float | None) -> None:
-    """`fit` needs an end: so many epochs, or `max_steps`."""
+def _set_length(trainer: HybridTrainer, loader: Iterable[Any], epochs: float | None) -> None:
+    """`fit` needs an end: so many epochs, `max_steps`, or `max_time`."""
+    engine = trainer.engine
     if epochs is not None and engine.max_steps_given:
         raise ConfigError(
             f"epochs = {epochs:g} and max_steps = {engine.config.max_steps} of the Config both say how long the run "
@@ -168,7 +183,9 @@ def _set_length(engine: Engine, loader: Iterable[Any], epochs: float | None) -> 
     epochs = epochs if epochs is not None else engine.config.epochs
     if epochs is not None:
         engine.end_at(steps_in(epochs, loader))
-    elif not engine.has_end:
+        if trainer.targets is not None:
+            trainer.targets.limit = engine.config.max_steps
+    elif not engine.has_end and engine.config.steps_are_limited:
         engine.end_at(engine.config.max_steps)
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Mapping
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from foretrain.config import Config
 from foretrain.engine.batches import Batches
 from foretrain.engine.described import unwrapped
 from foretrain.engine.meters import Stopwatch
@@ -17,16 +18,21 @@ from foretrain.engine.objective import block_losses
 from foretrain.engine.rates import FollowedRates
 from foretrain.engine.result import StepResult
 from foretrain.errors import DivergenceError, ForetrainError, InputError, OutOfMemory
-from foretrain.events import Notice, Progress, RunEnded, RunStarted
+from foretrain.events import LEFT_OPEN, Notice, Progress, RunEnded, RunStarted
 from foretrain.health import shortage
 from foretrain.hybrid.summary import optimizer_in_words, prediction_progress
 from foretrain.loop import words
+from foretrain.loop.earlier import begin_with_last
 from foretrain.loop.evaluator import Evaluator
+from foretrain.loop.forecaster import kind_of
 from foretrain.loop.saver import Saver
 from foretrain.persist.signals import StopRequest
 
 if TYPE_CHECKING:
     from foretrain.trainer import HybridTrainer
+
+_EVALUATIONS, _SAVES = 10, 5
+"""In a run, where no interval is set."""
 
 
 class Loop:
@@ -36,15 +42,18 @@ class Loop:
         self.trainer = trainer
         self.engine = trainer.engine
         self.progress = trainer.engine.progress
-        self.config = trainer.config
+        self.targets = trainer.targets
         self.emit = trainer.bus.emit
         self.rescue = trainer.rescue
         self.hybrid = trainer.hybrid
+        self.forecaster = trainer.forecaster if evaluator.held_out else None
         self.evaluator = evaluator
         self.saver = saver
         self.folder = saver.folder if saver is not None else None
         self.again = self.folder.again if self.folder is not None else "resume=True"
         self.stop = stop
+        self.pause_at: int | None = None
+        """The run is saved and left at the first step from this one on at which nothing is open."""
         self.last_words = ""
         """What an interrupted run says at its end."""
         self.batches: Batches | None = None
@@ -57,32 +66,69 @@ class Loop:
         self.logged_tokens = 0
         self.logged_seconds = 0.0
         self.began = time.monotonic()
-        max_steps, evaluate, save = self.config.max_steps, self.config.evaluation, self.config.checkpoint
-        self.evaluate_every = max(1, max_steps // 10) if evaluate.interval is None else evaluate.interval
-        self.save_every = max(1, max_steps // 5) if save.interval is None else save.interval
+        self.parts_done = 0.0
+        """Share of the time of the run at which it was last looked what is due by it."""
         if self.hybrid is not None:
             self.hybrid.judge_by(evaluator.held_out)
         self.engine.first_trained = self._first_trained
+        for aside in (trainer.copies, trainer.race):
+            if aside is not None:
+                aside.interrupted = lambda: bool(self._interrupted)
+
+    @property
+    def config(self) -> Config:
+        """The configuration as it is now: the end of a run may become known, and change, while it goes on."""
+        return self.engine.config
+
+    @property
+    def evaluate_every(self) -> int:
+        """Steps between evaluations; 0: none."""
+        every = self.config.evaluation.interval
+        return max(1, self.config.max_steps // _EVALUATIONS) if every is None else every
+
+    @property
+    def save_every(self) -> int:
+        every = self.config.checkpoint.interval
+        return max(1, self.config.max_steps // _SAVES) if every is None else every
+
+    @property
+    def spent(self) -> float:
+        """Seconds that all parts of the run took so far, with start-up, evaluation and saving."""
+        return time.monotonic() - self.began if self.saver is None else self.saver.total_seconds
 
     def train(
-        self, loader: Iterable[Any], resume: bool, title: str, details: dict[str, str], load_best: bool = False
+        self,
+        loader: Iterable[Any],
+        resume: bool,
+        title: str,
+        details: dict[str, str],
+        load_best: bool = False,
+        fingerprint: str = "",
     ) -> dict[str, Any]:
-        """All steps that are left, and what follows on the last one. Returns the summary."""
+        """All steps that are left, and what follows on the last one. Returns the summary. fingerprint: of the data."""
         if resume:
             self._resume()
+        if self.targets is not None:
+            self.targets.begin(lambda: self.spent, len(self.evaluator.held_out), self.saver is not None)
+            self.parts_done = self.targets.share or 0.0
         if self.folder is not None:
             self.folder.describe()
+        kind = kind_of(self.engine, self._title(title), fingerprint, self.evaluator.held_out)
+        if self.trainer.race is not None and self.folder is not None and not resume:
+            begin_with_last(self.trainer.race, kind, self.config.max_steps, self.folder.path)
         self._announce(title, details)
+        if self.forecaster is not None:
+            self.forecaster.begin(kind, None if self.folder is None else self.folder.path)
         self.engine.clock.start()
         self.logged_tokens, self.logged_seconds = self.progress.tokens, self.engine.clock.seconds
         try:
             reason = self._finish(self._go_on(loader, resume))
             self.engine.clock.stop()
-            if load_best and reason != "interrupted" and self.saver is not None:
+            if load_best and reason not in LEFT_OPEN and self.saver is not None:
                 self.saver.load_best()
                 if self.trainer.growth is not None and self.progress.best_step is not None:
                     self.trainer.growth.suit(self.progress.best_step)
-            if self.trainer.growth is not None and reason != "interrupted":
+            if self.trainer.growth is not None and reason not in LEFT_OPEN:
                 self.trainer.growth.warn_of_hidden()
             summary = self._summary(reason)
         except BaseException as error:
@@ -105,16 +151,20 @@ class Loop:
         """What an earlier run left undone, then the steps. Returns the reason to end."""
         trainer, progress = self.trainer, self.progress
         trainer.catch_up()
-        due = progress.evaluation_due and progress.global_step < self.config.max_steps
+        due = progress.evaluation_due and not self.engine.ended
         if (due and self.evaluator.evaluate()) or self.evaluator.patience_is_over:
             return "stopped early"
         if self._interrupted and (self._window_due or progress.evaluation_due):
             return "interrupted"  # what comes before the next step was left
-        if progress.global_step >= self.config.max_steps:
-            if not resume:
+        if self.targets is not None and self.targets.evaluation_due and not self.engine.ended:
+            self._look()
+        if self.engine.ended or self._met:
+            if not resume and not self._met:
                 done = f"{progress.global_step} of {self.config.max_steps} steps are done"
                 self.emit(Notice(f"nothing is left to do: {done}"))
             return "finished"
+        if self._pausing:
+            return "paused"
         self.batches = Batches(loader, self.emit)
         if self.hybrid is not None:
             self.hybrid.policy.tools.snapshots.loader_state = self.batches.state
@@ -166,7 +216,10 @@ class Loop:
     def _after(self, result: StepResult) -> str | None:
         """What is due after a step; the reason to stop, if there is one."""
         trainer, step = self.trainer, self.progress.global_step
-        last = step >= self.config.max_steps and not trainer.judging
+        if self.targets is not None:
+            self.targets.after_step()
+            self._plan_by_share()
+        last = self.engine.ended and not trainer.judging
         if step < self.reached:  # a rollback: what is done again is told, measured and saved again
             self._plan_ahead()
             if self.saver is not None:
@@ -183,8 +236,10 @@ class Loop:
             self.next_evaluation = (step // self.evaluate_every + 1) * self.evaluate_every
             if self._window_due:  # it comes first, in the run that is resumed
                 self.progress.evaluation_due = bool(self.evaluator.held_out)
-            elif self.evaluator.evaluate() and self.hybrid is not None:
+            elif self._evaluate() and self.hybrid is not None:
                 self.hybrid.end_soon()
+        if self.targets is not None and self.targets.evaluation_due and not last and settled and not self._window_due:
+            self._look()
         reason = self.engine.world.agree("finished" if last else self._reason_to_stop())
         if reason is None and step >= self.next_save:
             self.next_save = (step // self.save_every + 1) * self.save_every
@@ -195,12 +250,53 @@ class Loop:
         if self._interrupted:
             return "interrupted"
         growth = self.trainer.growth
+        if self._met and not self.trainer.judging:
+            if growth is not None:
+                growth.end()
+            return "finished"
         impatient = self.evaluator.patience_is_over and (growth is None or not growth.on_trial)
         if (self.trainer.stopping or impatient) and not self.trainer.judging:
             if growth is not None:
                 growth.end()
             return "stopped early"
-        return None
+        return "paused" if self._pausing else None
+
+    @property
+    def _pausing(self) -> bool:
+        reached = self.pause_at is not None and self.progress.global_step >= self.pause_at
+        return reached and not (self.trainer.judging or self._window_due or self.progress.evaluation_due)
+
+    def _plan_by_share(self) -> None:
+        """In a run by the clock, ten evaluations and five checkpoints come by the share of its time that is over."""
+        share = None if self.targets is None else self.targets.share
+        if share is None:
+            return
+        step, before, self.parts_done = self.progress.global_step, self.parts_done, share
+        if self.config.evaluation.interval is None:
+            passed = int(share * _EVALUATIONS) > int(before * _EVALUATIONS)
+            self.next_evaluation = step if passed else max(self.next_evaluation, step + 1)
+        if self.config.checkpoint.interval is None:
+            passed = int(share * _SAVES) > int(before * _SAVES)
+            self.next_save = step if passed else max(self.next_save, step + 1)
+
+    def _evaluate(self) -> bool:
+        """Evaluate; True when it is time to stop early."""
+        with self._aside("evaluating"):
+            return self.evaluator.evaluate()
+
+    def _look(self) -> None:
+        """Measure the held-out loss for a target."""
+        with self._aside("evaluating"):
+            self.evaluator.look()
+        if self._met and self.hybrid is not None:
+            self.hybrid.end_soon()
+
+    def _aside(self, what: str) -> AbstractContextManager[None]:
+        return nullcontext() if self.targets is None else self.targets.aside(what)
+
+    @property
+    def _met(self) -> bool:
+        return self.targets is not None and self.targets.met
 
     @property
     def _window_due(self) -> bool:
@@ -222,6 +318,9 @@ class Loop:
             return False
         progress, seconds = self.progress, self.engine.clock.seconds
         progress.last_train_loss = reading.loss
+        planned = {} if self.targets is None else self.targets.progress(seconds / max(1, progress.global_step))
+        if self.forecaster is not None:
+            self.forecaster.trained(progress.global_step, reading.loss)
         speed = (progress.tokens - self.logged_tokens) / max(seconds - self.logged_seconds, 1e-9)
         self.logged_tokens, self.logged_seconds = progress.tokens, seconds
         self.emit(
@@ -237,6 +336,7 @@ class Loop:
                 phase=result.phase,
                 blocks=block_losses(self.engine.objective, self.engine.world),
                 **({} if self.hybrid is None else prediction_progress(self.engine, self.hybrid.policy)),
+                **planned,
             )
         )
         if reading.skipped:
@@ -262,19 +362,24 @@ class Loop:
         self.emit(
             RunStarted(
                 step=self.progress.global_step,
-                max_steps=self.config.max_steps,
+                max_steps=self.config.max_steps if self.engine.has_end else 0,
                 parameters=sum(p.numel() for p in parameters),
                 trained_parameters=sum(p.numel() for p in parameters if p.requires_grad),
                 device=str(engine.device),
                 precision=engine.precision.name,
-                title=title or type(unwrapped(engine.model)).__name__,
+                title=self._title(title),
                 details=details,
                 unit=engine.unit,
                 optimizer=optimizer_in_words(engine),
+                costs=() if self.trainer.growth is None else self.trainer.growth.costs(),
+                planned=self.targets is not None,
             )
         )
         if self.config.schedule.type == "cyclic" and not isinstance(engine.rate, FollowedRates):
             self.emit(Notice("schedule.type = 'cyclic' disturbs prediction; wsd is the better choice for hybrid runs"))
+
+    def _title(self, title: str) -> str:
+        return title or type(unwrapped(self.engine.model)).__name__
 
     @property
     def _interrupted(self) -> str:
@@ -285,8 +390,9 @@ class Loop:
     def _finish(self, reason: str) -> str:
         """Last evaluation and last checkpoint; an interrupted run is saved at once. Returns the reason to end, which an
         order in the last evaluation changes."""
-        if reason == "interrupted":
-            self._save(must=True)
+        if reason in LEFT_OPEN:
+            if reason == "interrupted" or self._saved_step != self.progress.global_step:
+                self._save(must=True)
             return reason
         progress = self.progress
         complete = self._saved_step == progress.global_step and not progress.evaluation_due
@@ -298,15 +404,17 @@ class Loop:
             if progress.evaluation_due:
                 return self._finish("interrupted")
         self.trainer.checkup.finish()
+        if self.trainer.race is not None:
+            self.trainer.race.finish()
         if not complete:
+            self.trainer.copies.end()
             self._save(must=True)
         if self.saver is not None:
             self.saver.prune_best()
         return reason
 
     def _summary(self, reason: str) -> dict[str, Any]:
-        seconds = time.monotonic() - self.began if self.saver is None else self.saver.total_seconds
-        summary = self.trainer.summary() | {"reason": reason, "total_seconds": round(seconds, 3)}
+        summary = self.trainer.summary() | {"reason": reason, "total_seconds": round(self.spent, 3)}
         if reason == "interrupted":
             summary["signal"] = self._interrupted
         if self.saver is not None:
@@ -354,7 +462,8 @@ class Loop:
 
     def _save(self, must: bool) -> None:
         if self.saver is not None:
-            self.saver.save(must, self._place)
+            with self._aside("saving"):
+                self.saver.save(must, self._place)
 
     def _place(self) -> Any:
         """Where the data is, for a checkpoint."""

@@ -18,6 +18,7 @@ from foretrain.measure.compare import PAGE, compare
 from foretrain.measure.ladder import rungs
 from foretrain.measure.plan import Arm, Options
 from foretrain.measure.tasks import FinetuneTask, Task, TextTask
+from foretrain.models import gpt2
 from foretrain.show.comparison import ComparisonConsole
 
 DEMO = (
@@ -60,7 +61,8 @@ def run_comparison(
             "memory.budget: a comparison must train every arm with the same settings; put those that `foretrain plan` "
             "prints into the file instead"
         )
-    further = (*(parse_arm(text) for text in arms), *(rungs(config) if ladder else ()))
+    blocks = 0 if config.model.weights else gpt2.shape_from_config(config.model).layers
+    further = (*(parse_arm(text) for text in arms), *(rungs(config, blocks) if ladder else ()))
     for arm in further:
         configuration.changed(config, arm.settings, f"--arm {arm.name!r}")
     options = Options(

@@ -44,6 +44,8 @@ class ComparisonRunner:
     def __init__(self, task: Task, base: Config, options: Options, folder: Path) -> None:
         if base.epochs is not None:
             raise ConfigError("a comparison counts in steps: set max_steps instead of epochs")
+        if base.max_time is not None or base.until_loss is not None:
+            raise ConfigError("a comparison counts in steps: leave max_time and until_loss out, and set max_steps")
         self.task = task
         self.base = base
         self.folder = folder

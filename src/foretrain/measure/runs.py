@@ -17,6 +17,8 @@ import torch
 
 from foretrain.config import Config, changed, to_mapping, with_beta2
 from foretrain.engine.batch import count, rows_of, tensors_of
+from foretrain.engine.growing import trained_sizes, with_growth
+from foretrain.engine.precision import choose_device
 from foretrain.errors import CheckpointError, ConfigError, DataError, ForetrainError, SaveError
 from foretrain.events import Bus, Evaluated, Event, Listener, Moved, Notice, PhaseChanged, Progress
 from foretrain.measure.controls import RepeatLast, hold_still
@@ -74,13 +76,13 @@ def carry_out(
     task: Task, spec: Spec, base: Config, warmed: set[str], listener: Listener | None = None
 ) -> dict[str, Any]:
     """Train `spec` and return every number of it. `warmed`: what has already run once in this process."""
-    config = spec.config(base)
+    config = _with_growth(task, spec.config(base))
     gc.collect()  # trainers before this one: neither their memory nor the time to free them is this run's
     _warm_up(task, config, warmed)
     gc.collect()
     job = task.job(config)
     weights = _checksum([p.detach() for p in job.model.parameters() if p.requires_grad])
-    config = with_beta2(config, job.length)
+    config = _compiled(with_beta2(config, job.length), job)
     trainer, recorder = _trainer(job, spec, config)
     if listener is not None:
         trainer.bus.subscribe(listener)
@@ -128,6 +130,14 @@ def carry_out(
     return dict(for_json(result))
 
 
+def _with_growth(task: Task, config: Config) -> Config:
+    """Decide on `growth.layers = "auto"` before anything is warmed up: all depths are compiled then."""
+    if config.growth.layers != "auto":
+        return config
+    job = task.job(config)
+    return with_growth(config, trained_sizes(job.model, config.growth.blocks), job.length)[0]
+
+
 def _head(spec: Spec, config: Config, started: str) -> dict[str, Any]:
     return asdict(spec) | {"learning_rate": config.optimizer.peak_rate, "started": started, "failed": ""}
 
@@ -150,6 +160,15 @@ def _probe(job: Job, config: Config) -> list[Any]:
     return job.probe if config.hybrid.mode != "off" else []
 
 
+def _compiled(config: Config, job: Job) -> Config:
+    """Return the configuration with language models compiled on a CUDA GPU, however short the runs are: they stand for
+    longer ones, and the time that compiling takes is charged to none of them."""
+    compiles = config.engine.compile == "auto" and job.length is not None
+    if not compiles or choose_device(config.device).type != "cuda":
+        return config
+    return config.model_copy(update={"engine": config.engine.model_copy(update={"compile": True})})
+
+
 def _warm_up(task: Task, config: Config, warmed: set[str]) -> None:
     """Compile, allocate and load kernels before any clock runs."""
     code = f"{(config.model, config.precision, config.engine, config.device)}"
@@ -162,7 +181,7 @@ def _warm_up(task: Task, config: Config, warmed: set[str]) -> None:
         return
     job = task.job(config)
     longer = config.model_copy(update={"max_steps": config.max_steps + _WARM_STEPS + 2 * config.hybrid.window_steps})
-    trainer = HybridTrainer(job.model, None, job.loss_fn, longer, probe=_probe(job, config))
+    trainer = HybridTrainer(job.model, None, job.loss_fn, _compiled(longer, job), probe=_probe(job, config))
     with closing(iter(job.loader)) as batches:  # type: ignore[type-var]
         windows = 2 * config.hybrid.window_steps if trainer.policy is not None else 0  # the second scores a forecast
         if _WARM_STEPS + windows > config.max_steps:

@@ -70,7 +70,7 @@ class TextTask:
                 "held-out data: a comparison needs two parts of it, one to choose learning rates by and one for the "
                 "result; use more text, a smaller batch_size or a larger data.held_out"
             )
-        loader = run.build_loader(config, corpus, model, device)
+        loader = run.build_loader(config, corpus, model.shape.context, device)
         return Job(model, loader, held_out=batches[0::2], test=batches[1::2], length=model.shape.context)
 
 

@@ -9,8 +9,8 @@ from functools import lru_cache
 import torch
 
 from foretrain.config import Config
+from foretrain.engine.compiling import Workload, is_worthwhile, replays
 from foretrain.engine.depth import spread
-from foretrain.engine.graphs import LAUNCH_BOUND_FLOPS
 from foretrain.engine.precision import choose_device, choose_precision
 from foretrain.hybrid.gate import no_audit_is_affordable
 from foretrain.hybrid.moves.obstacles import FEWEST_PAIRS
@@ -107,9 +107,26 @@ def all_parameters(config: Config, target: PlanTarget) -> Parameters:
     return adapted_parameters(target.shape, config.lora) if target.adapters else parameters_of(target.shape)
 
 
+def workload_of(config: Config, target: PlanTarget) -> Workload | None:
+    """Return what a run of a recipe will compute; None where its length is given in epochs, which only data can say."""
+    if config.epochs is not None:
+        return None
+    parameters = all_parameters(config, target)
+    return Workload(
+        blocks=target.shape.layers,
+        parameters=parameters.weights // FP32,
+        trained=parameters.elements,
+        tokens=config.batch_size * target.length,
+        steps=config.max_steps,
+    )
+
+
 def compiles(config: Config, target: PlanTarget) -> bool:
+    """Return whether the run will be compiled."""
     wanted = config.engine.compile
-    return target.cuda if wanted == "auto" else bool(wanted)
+    if wanted == "auto":
+        return target.cuda and is_worthwhile(workload_of(config, target), config)
+    return wanted
 
 
 def pass_of(config: Config, target: PlanTarget, precision: str = "same", rows: int = 0) -> Pass:
@@ -276,11 +293,9 @@ def _pairs(config: Config, target: PlanTarget, learned: int) -> int:
 
 def _recorded(config: Config, target: PlanTarget) -> bool:
     """Return whether the step will be a CUDA graph."""
-    wanted, elements = config.engine.cuda_graph, all_parameters(config, target).elements
-    if wanted == "auto":
-        leaves = config.memory.offload and config.hybrid.mode != "off"  # then the state does not stay where it was
-        wanted = not leaves and 6.0 * elements * config.batch_size * target.length < LAUNCH_BOUND_FLOPS
-    return target.cuda and bool(wanted)
+    leaves = config.memory.offload and config.hybrid.mode != "off"  # then the state does not stay where it was
+    elements = all_parameters(config, target).elements
+    return target.cuda and not leaves and replays(config, elements, config.batch_size * target.length)
 
 
 def _pool(config: Config, target: PlanTarget, step: Mapping[str, int]) -> int:

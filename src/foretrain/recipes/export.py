@@ -73,7 +73,8 @@ def export_checkpoint(source: str | Path, folder: str | Path, say: Callable[[str
 def model_of(store: Path, state: dict[str, Any], config: Config) -> GPT2:
     """Return the model of a checkpoint, at averaged weights if there is an average."""
     model = gpt2.build(config.model, config.seed)
-    trainer = HybridTrainer(model, config=configuration.changed(config, {"device": "cpu", "hybrid.mode": "off"}))
+    alone = {"device": "cpu", "hybrid.mode": "off", "engine.compile": False}
+    trainer = HybridTrainer(model, config=configuration.changed(config, alone))
     trainer.load_weights(state, str(store))
     if trainer.engine.average is not None:
         with trainer.averaged_weights():

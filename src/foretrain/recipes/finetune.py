@@ -18,9 +18,11 @@ from foretrain.data.handover import tokenizer_files
 from foretrain.data.loader import Loader
 from foretrain.data.templates import ChatFormat, make_format
 from foretrain.engine.batches import with_steps
+from foretrain.engine.growing import with_growth
 from foretrain.engine.precision import choose_device
 from foretrain.errors import CheckpointError, ConfigError, ForetrainError, InputError
 from foretrain.events import Bus, Listener
+from foretrain.loop.targets import length_in_words
 from foretrain.models import lora
 from foretrain.models.adapter_files import save_adapter
 from foretrain.models.gpt2 import GPT2
@@ -30,6 +32,7 @@ from foretrain.persist.folder import RunFolder
 from foretrain.planning.budget import within_budget
 from foretrain.planning.estimate import target_of
 from foretrain.recipes import epochs
+from foretrain.recipes.compiling import as_it_began, with_compiling
 from foretrain.recipes.export import read_checkpoint
 from foretrain.recipes.frame import RunOptions, TrainingJob, carry_out
 from foretrain.recipes.open_model import Base, find_folder, open_base
@@ -66,6 +69,7 @@ def finetune(
     table: bool = True,
     listeners: Sequence[Listener] = (),
     say: Callable[[str], None] = lambda _: None,
+    pause_at: int | None = None,
 ) -> dict[str, Any]:
     """Train an adapter for `model.weights` on the examples of `data.path` and return the summary."""
     check(config)
@@ -77,18 +81,20 @@ def finetune(
         raise InputError(f"--out {path}: it holds the model that is to be fine-tuned; choose another folder")
     if resume:
         _check_adapter(path, config)
-    options = RunOptions(resume, overwrite, progress, table, listeners, say)
+        config = as_it_began(config, path)
+    options = RunOptions(resume, overwrite, progress, table, listeners, say, pause_at)
     return carry_out(config, path, "finetune", options, partial(_job, config, named, path, say))
 
 
 def _job(config: Config, named: frozenset[str], path: Path, say: Callable[[str], None], bus: Bus) -> TrainingJob:
     """Open the base, read the examples, choose what `memory.budget` asks for, and build the trainer."""
     base = base_of(config)
+    config, growth = with_growth(config, None, None)
     config = with_templates(config, say)
     data = prepare(config, base, say)
-    config, base = _within_budget(config, base, data, named, say)
     loader = build_loader(config, data)
-    trainer = build_trainer(with_steps(config, loader), base.model, data, bus)
+    config, base = _within_budget(with_steps(config, loader), base, data, named, say)
+    trainer = build_trainer(config, base.model, data, bus)
     config = trainer.config
 
     def finish(folder: RunFolder, summary: dict[str, Any]) -> None:
@@ -105,7 +111,7 @@ def _job(config: Config, named: frozenset[str], path: Path, say: Callable[[str],
         folder.write_summary(summary)
 
     held_out = data.held_out.fixed_batches(config.batch_size, config.evaluation.batches)
-    details = _details(config, data, base.model, path)
+    details = _details(config, data, base.model, path) | ({"growth": growth} if growth else {})
     title = f"adapter for {base.folder}"
     return TrainingJob(trainer, loader, held_out, title, details, data.train.fingerprint, base.tokenizer, finish)
 
@@ -113,10 +119,12 @@ def _job(config: Config, named: frozenset[str], path: Path, say: Callable[[str],
 def _within_budget(
     config: Config, base: Base, data: ExampleSplit, named: frozenset[str], say: Callable[[str], None]
 ) -> tuple[Config, Base]:
-    """Choose the settings that fit `memory.budget`; the base is read anew where they concern the model."""
+    """Decide whether to compile, and choose the settings that fit `memory.budget`; the base is read anew where they
+    concern the model."""
     target = target_of(
         config, base.model.shape, length=data.train.length, adapters=True, evaluated_rows=config.batch_size
     )
+    config = with_compiling(config, target, say)
     planned = within_budget(config, target, named, say)
     return planned, base_of(planned) if planned.engine != config.engine else base
 
@@ -177,8 +185,13 @@ def build_trainer(config: Config, model: GPT2, data: ExampleSplit, bus: Bus | No
     """Attaches the adapter; leaps are judged on the probe examples."""
     config = configuration.with_beta2(config, data.train.length)
     lora.attach(model, settings_of(config), config.seed)
-    probe = probe_batches(data, config) if config.hybrid.mode != "off" else []
+    probe = probe_batches(data, config) if _judges(config) else []
     return HybridTrainer(model, config=config, probe=probe, bus=bus)
+
+
+def _judges(config: Config) -> bool:
+    """Return whether something is judged on examples that are neither trained on nor evaluated."""
+    return config.hybrid.mode != "off" or config.optimizer.learning_rate == "auto"
 
 
 def probe_batches(data: ExampleSplit, config: Config) -> list[Any]:
@@ -232,7 +245,7 @@ def prepare(config: Config, base: Base, say: Callable[[str], None] = lambda _: N
         )
     names = examples.classes([*train, *held_out], base.tokenizer)
     probe: list[Example] = []
-    if config.hybrid.mode != "off" and config.hybrid.probe_examples and len({one.prompt for one in train}) > 3:
+    if _judges(config) and config.hybrid.probe_examples and len({one.prompt for one in train}) > 3:
         share = min(0.2, config.hybrid.probe_examples / len(train))
         train, probe = examples.split(train, share, config.seed + _PROBE_SEED)
     context = min(base.model.shape.context, data.max_length or base.model.shape.context)
@@ -254,11 +267,12 @@ def prepare(config: Config, base: Base, say: Callable[[str], None] = lambda _: N
 def _details(config: Config, data: ExampleSplit, model: GPT2, path: Path) -> dict[str, str]:
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     everything = sum(p.numel() for p in model.parameters())
+    passes = epochs.in_words(config.max_steps, config.batch_size, len(data.train))
     return {
         "data": f"{len(data.train):,} examples to train on, {len(data.held_out):,} held out",
         "adapter": f"rank {config.lora.rank}, {trained:,} of {everything:,} parameters ({trained / everything:.1%})",
-        "batch": f"{config.batch_size} x {data.train.length} tokens, {config.max_steps:,} steps",
-        "epochs": epochs.in_words(config.max_steps, config.batch_size, len(data.train)),
+        "batch": f"{config.batch_size} x {data.train.length} tokens, {length_in_words(config)}",
+        **({"epochs": passes} if config.steps_are_limited else {}),
         "folder": str(path),
     }
 
@@ -268,7 +282,7 @@ def _length(path: Path, trainer: HybridTrainer, data: ExampleSplit) -> dict[str,
     found: dict[str, Any] = {"epochs": round(trainer.position * trainer.config.batch_size / len(data.train), 3)}
     log = read_runs([path])[0].evaluations
     told = [(entry.step, loss) for entry in log if (loss := finite(entry.fields.get("loss"))) is not None]
-    falling = epochs.still_falling(told, trainer.config.max_steps)
+    falling = epochs.still_falling(told, trainer.config.max_steps) if trainer.targets is None else None
     return found | ({"still_falling": falling} if falling else {})
 
 
@@ -295,7 +309,8 @@ def export_adapter(source: str | Path, folder: str | Path) -> Path:
 def restore_adapter(base: Base, store: Path, state: dict[str, Any], config: Config) -> HybridTrainer:
     """Attaches the adapter of a checkpoint to its base."""
     lora.attach(base.model, settings_of(config), config.seed)
-    alone = {"device": "cpu", "hybrid.mode": "off", "optimizer.learning_rate": config.optimizer.peak_rate}
+    alone = {"device": "cpu", "hybrid.mode": "off", "engine.compile": False}
+    alone |= {"optimizer.learning_rate": config.optimizer.peak_rate}
     trainer = HybridTrainer(base.model, config=configuration.changed(config, alone))
     trainer.load_weights(state, str(store))
     return trainer

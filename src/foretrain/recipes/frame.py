@@ -14,7 +14,7 @@ from foretrain.config.schema import Level
 from foretrain.data.loader import Loader
 from foretrain.data.tokenizers import Tokenizer
 from foretrain.errors import ConfigError, ForetrainError
-from foretrain.events import Bus, Listener
+from foretrain.events import LEFT_OPEN, Bus, Listener
 from foretrain.persist.checkpoint import CheckpointStore
 from foretrain.persist.folder import RunFolder
 from foretrain.show.pages import report
@@ -32,6 +32,7 @@ class RunOptions:
     table: bool
     listeners: Sequence[Listener]
     say: Callable[[str], None]
+    pause_at: int | None = None
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,8 @@ def carry_out(
         if job.tokenizer is not None:
             folder.files["tokenizer.json"] = job.tokenizer.to_json()
         if options.overwrite and not options.resume:
+            if job.trainer.growth is not None:
+                job.trainer.growth.check_moments()  # what is there is deleted for a run that can begin
             folder.clear()
         summary = job.trainer.fit(
             job.loader,
@@ -77,8 +80,9 @@ def carry_out(
             title=job.title,
             details=job.details,
             data_fingerprint=job.data_fingerprint,
+            pause_at=options.pause_at,
         )
-        if summary["reason"] != "interrupted":
+        if summary["reason"] not in LEFT_OPEN:
             job.finish(folder, summary)
             if config.log.report:
                 with contextlib.suppress(ForetrainError):  # the bus has told of a page that cannot be written
@@ -89,7 +93,8 @@ def carry_out(
 def check_steps(run: Path, config: Config) -> None:
     """Refuse to go on with a run that has nothing left to do, because `max_steps` was lowered too far."""
     newest = next(CheckpointStore(run / "checkpoints").steps(), None)
-    if newest is None or newest[0] <= config.max_steps or not (run / "config.toml").is_file() or config.epochs:
+    limited = config.steps_are_limited and not config.epochs
+    if newest is None or newest[0] <= config.max_steps or not (run / "config.toml").is_file() or not limited:
         return
     before = configuration.load(run / "config.toml").config.max_steps
     if before > config.max_steps:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from foretrain.config import Config
 from foretrain.data.templates import make_format
+from foretrain.events import LEFT_OPEN
+from foretrain.loop.targets import length_in_words
 from foretrain.models import lora
 from foretrain.models.adapter_files import adapter_of
 from foretrain.persist.checkpoint import CheckpointStore
@@ -53,7 +55,7 @@ def _is_unfinished(run: Path) -> bool:
         return True
     try:
         summary = from_json((run / "summary.json").read_text(encoding="utf-8"))
-        return bool(summary["reason"] == "interrupted" or newest[0] > summary["global_step"])
+        return bool(summary["reason"] in LEFT_OPEN or newest[0] > summary["global_step"])
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
@@ -61,4 +63,4 @@ def _is_unfinished(run: Path) -> bool:
 def _why(path: Path, config: Config, step: int) -> str:
     if is_checkpoint(path):
         return f"the checkpoint of step {step}"
-    return f"not finished, so its newest checkpoint is taken: step {step} of {config.max_steps}"
+    return f"not finished, so its newest checkpoint is taken: step {step} of {length_in_words(config)}"

@@ -20,11 +20,14 @@ from foretrain.engine.batches import with_steps
 from foretrain.engine.precision import choose_device
 from foretrain.errors import ConfigError, DataError
 from foretrain.events import Bus, Listener
+from foretrain.loop.targets import length_in_words
 from foretrain.models import gpt2, huggingface
 from foretrain.models.gpt2 import GPT2
 from foretrain.persist.folder import RunFolder
 from foretrain.planning.budget import within_budget
 from foretrain.planning.estimate import target_of
+from foretrain.planning.growing import with_planned_growth
+from foretrain.recipes.compiling import as_it_began, with_compiling
 from foretrain.recipes.export import NO_TOKENIZER, export
 from foretrain.recipes.frame import RunOptions, TrainingJob, carry_out
 from foretrain.show.pages import report
@@ -74,10 +77,10 @@ def build_model(config: Config) -> GPT2:
     return model
 
 
-def build_loader(config: Config, corpus: Corpus, model: GPT2, device: torch.device) -> Loader:
+def build_loader(config: Config, corpus: Corpus, context: int, device: torch.device) -> Loader:
     """Make the loader of training batches in the order that `seed` gives."""
     return Loader(
-        TokenWindows(corpus.train, model.shape.context, config.seed),
+        TokenWindows(corpus.train, context, config.seed),
         config.batch_size,
         config.seed,
         config.data.prefetch,
@@ -90,6 +93,13 @@ def build_held_out(config: Config, corpus: Corpus, model: GPT2, times: int = 1) 
     micro_batch = config.batch_size // config.accumulation_steps
     limit = times * config.evaluation.batches * config.accumulation_steps
     return held_out_batches(corpus.held_out, model.shape.context, micro_batch, limit)
+
+
+def _judging(config: Config, corpus: Corpus, model: GPT2, evaluated: int) -> list[Any]:
+    """Return held-out batches that judge learning rates: text beyond that which is evaluated; where there is none, the
+    same."""
+    batches = build_held_out(config, corpus, model, times=2)
+    return batches[evaluated:] or batches
 
 
 def default_folder(config: Config) -> Path:
@@ -115,10 +125,15 @@ def train(
     table: bool = True,
     listeners: Sequence[Listener] = (),
     say: Callable[[str], None] = lambda _: None,
+    pause_at: int | None = None,
 ) -> dict[str, Any]:
-    """Run a configuration to its end and return the summary, which is also written to the run folder."""
+    """Run a configuration to its end and return the summary, which is also written to the run folder.
+
+    pause_at: leave the run at this step, saved; `resume` goes on with it.
+    """
     path = Path(out) if out is not None else default_folder(config)
-    options = RunOptions(resume, overwrite, progress, table, listeners, say)
+    config = as_it_began(config, path) if resume else config
+    options = RunOptions(resume, overwrite, progress, table, listeners, say, pause_at)
     return carry_out(config, path, "train", options, partial(_job, config, path, say))
 
 
@@ -128,27 +143,34 @@ def _job(config: Config, path: Path, say: Callable[[str], None], bus: Bus) -> Tr
     corpus = tokens.prepare(config.data, say)
     named = configuration.given(config)
     config = with_vocabulary(config, corpus)
-    config = within_budget(config, target_of(config, gpt2.shape_from_config(config.model)), named, say)
+    shape = gpt2.shape_from_config(config.model)
+    loader = build_loader(config, corpus, shape.context, device)
+    config, growth = with_planned_growth(with_steps(config, loader), shape)
+    target = target_of(config, shape)
+    config = within_budget(with_compiling(config, target, say), target, named, say)
     model = build_model(config)
-    loader = build_loader(config, corpus, model, device)
-    config = with_steps(configuration.with_beta2(config, model.shape.context), loader)
+    config = configuration.with_beta2(config, shape.context)
     trainer = HybridTrainer(model, config=config, bus=bus)
     held_out = build_held_out(config, corpus, model)
+    if trainer.race is not None:
+        trainer.race.use(_judging(config, corpus, model, len(held_out)), shape.context)
 
     def finish(folder: RunFolder, summary: dict[str, Any]) -> None:
         export(trainer, path / "model", corpus.tokenizer)
         if corpus.tokenizer is None:
             say(f"{path / 'model'} has no tokenizer: {NO_TOKENIZER}")
 
-    details = _details(config, corpus, model, path)
+    details = _details(config, corpus, model, path, growth)
     return TrainingJob(
         trainer, loader, held_out, config.model.type, details, corpus.fingerprint, corpus.tokenizer, finish
     )
 
 
-def _details(config: Config, corpus: Corpus, model: GPT2, path: Path) -> dict[str, str]:
+def _details(config: Config, corpus: Corpus, model: GPT2, path: Path, growth: str) -> dict[str, str]:
+    """Return what a run announces. growth: what was decided of it, where it was `auto`."""
     return {
         "data": f"{corpus.title}, {len(corpus.train):,} tokens to train on, {len(corpus.held_out):,} held out",
-        "batch": f"{config.batch_size} x {model.shape.context} tokens, {config.max_steps:,} steps",
+        "batch": f"{config.batch_size} x {model.shape.context} tokens, {length_in_words(config)}",
+        **({"growth": growth} if growth else {}),
         "folder": str(path),
     }

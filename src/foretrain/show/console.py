@@ -13,11 +13,13 @@ from rich.progress import BarColumn, TaskID, TextColumn
 from rich.progress import Progress as ProgressBar
 
 from foretrain.config.schema import Level
-from foretrain.config.units import duration, format_speed, loss_text, short
+from foretrain.config.units import duration, format_speed, interval_text, loss_text, short
 from foretrain.events import (
     CheckpointSaved,
     Evaluated,
     Event,
+    Grown,
+    LossForecasted,
     Moved,
     PhaseChanged,
     Progress,
@@ -27,6 +29,7 @@ from foretrain.events import (
     RunStarted,
 )
 from foretrain.show import narration
+from foretrain.show.remaining import Costs, after_growth, weighed
 from foretrain.show.screen import screen
 from foretrain.show.summary import closing_lines, summary_table
 
@@ -34,6 +37,8 @@ _LINES_PER_RUN = 40
 _MOVES_PER_RUN = 12
 """So many moves are told, unless the run is verbose; all of them are in `metrics.jsonl`."""
 _BAR = 10
+_STALE = 0.25
+"""A forecast of the end that is older than this share of the run is not shown any more: newer losses allowed none."""
 
 
 class Console:
@@ -61,11 +66,18 @@ class Console:
         self._unit = "tokens"
         self._began = math.nan
         """The first progress was told at this time."""
-        self._done = 0
-        """So many steps were done since then; those that were undone count."""
+        self._done = 0.0
+        """The steps that were done since then have cost so much; those that were undone count."""
+        self._costs: Costs = ()
+        self._estimated = ""
+        """A mark before the number of steps, where that is an estimate."""
         self._step = 0
         self._next_line = 0
         self._val = math.nan
+        self._end = ""
+        """Where the run is going, as it was forecast last, ..."""
+        self._end_told = 0
+        """... which was at this step."""
         self._moves = 0
         self._others = 0
         """So many steps at other learning rates are still to come."""
@@ -100,6 +112,11 @@ class Console:
                 self._val = event.loss
                 if self._bar is None or self.level == "verbose":
                     self._tell(event)
+            case LossForecasted():
+                self._end = f" | end {interval_text(event.loss, event.low, event.high)}"
+                self._end_told = event.step
+                if self.level == "verbose":
+                    self._tell(event)
             case _ if self.level == "verbose" or self._is_of_interest(event):
                 self._tell(event)
 
@@ -115,6 +132,8 @@ class Console:
         return not narration.is_detail(event)
 
     def _tell(self, event: Event) -> None:
+        if isinstance(event, Grown):
+            self._costs = after_growth(self._costs, event.step, event.verdict, event.cost)
         if isinstance(event, Recovered) and event.at is not None and event.step < event.at:
             self._step, self._next_line = event.step, event.step  # lines go on from there
         text = narration.line(event, self.level == "verbose")
@@ -131,6 +150,7 @@ class Console:
     def _start(self, event: RunStarted) -> None:
         self._max_steps = event.max_steps
         self._unit = event.unit
+        self._costs = event.costs
         self._next_line = event.step
         facts = {"model": f"{event.title}, {short(event.parameters)} parameters", **event.details}
         if event.optimizer:
@@ -144,14 +164,25 @@ class Console:
         if not self.console.is_interactive:
             return
         self._bar = ProgressBar(
-            TextColumn("step {task.completed}/{task.total}"),
+            TextColumn("step {task.completed}/{task.fields[total_words]}"),
             BarColumn(bar_width=_BAR),
             TextColumn("{task.fields[numbers]}", markup=False),
             console=self.console,
             transient=False,
         )
-        self._task = self._bar.add_task("", total=event.max_steps, completed=event.step, numbers="starting ...")
+        self._task = self._bar.add_task(
+            "",
+            total=event.max_steps or None,
+            completed=event.step,
+            numbers="starting ...",
+            total_words=self._total,
+        )
         self._bar.start()
+
+    @property
+    def _total(self) -> str:
+        """Return how many steps there are, with a mark where that is an estimate."""
+        return f"{self._estimated}{self._max_steps}" if self._max_steps else "?"
 
     def _progress(self, event: Progress) -> None:
         if not math.isnan(self._paused):
@@ -160,16 +191,25 @@ class Console:
             self._paused, self._others = math.nan, 0
         if math.isnan(self._began):
             self._began, self._step = self.clock(), event.step
-        self._done += max(0, event.step - self._step)
+        self._done += weighed(self._costs, self._step, event.step)
         self._step = event.step
+        if event.planned_end is not None:
+            self._max_steps, self._estimated = event.planned_end, "~"
+        if event.step - self._end_told > _STALE * self._max_steps:
+            self._end = ""
+        total = self._total
         if self._bar is not None:
-            room = self.console.width - len(f"step {event.step}/{self._max_steps}") - _BAR - 2
-            self._bar.update(self._task, completed=event.step, numbers=self._numbers(event, room))
-        elif self.level == "verbose" or event.step >= min(self._next_line, self._max_steps):
+            room = self.console.width - len(f"step {event.step}/{total}") - _BAR - 2
+            numbers = self._numbers(event, room)
+            self._bar.update(
+                self._task, total=self._max_steps or None, completed=event.step, numbers=numbers, total_words=total
+            )
+        elif self.level == "verbose" or event.step >= min(self._next_line, self._max_steps or self._next_line):
             self._next_line = event.step + max(1, self._max_steps // _LINES_PER_RUN)
             share = 100 * event.step / max(1, self._max_steps)
             width = len(str(self._max_steps))
-            self._print(f"step {event.step:>{width}}/{self._max_steps} {share:3.0f}% | {self._numbers(event)}")
+            done = f" {min(share, 100):3.0f}%" if self._max_steps else ""
+            self._print(f"step {event.step:>{width}}/{total}{done} | {escape(self._numbers(event))}")
 
     def _trial(self, event: RateTrial) -> None:
         """The first rate is tried by the run's own steps, which are shown as always."""
@@ -190,15 +230,15 @@ class Console:
         phase = event.phase if room is not None else f"{event.phase:<7}"
         told = self._tried or self.level == "verbose"
         loss = f"{phase} | loss {loss_text(event.loss)}" if told else f"loss {loss_text(event.loss)}"
-        ends = f" | eta {self._eta(event)}"
+        ends = f" | eta {self._eta(event)}" if self._max_steps else ""
         val = "" if math.isnan(self._val) else f" | val {loss_text(self._val)}"
         speed = f" | {format_speed(event.tokens_per_second, self._unit)}"
         rate = f" | lr {event.learning_rate:.2e}"
         forecast, moves = (_forecast(event), _moves(event)) if told else ("", "")
-        parts = {"forecast": forecast, "val": val, "moves": moves, "speed": speed, "rate": rate}
+        parts = {"forecast": forecast, "val": val, "end": self._end, "moves": moves, "speed": speed, "rate": rate}
         if room is not None:
             room -= len(loss) + len(ends)
-            for name in ("val", "speed", "moves", "forecast", "rate"):
+            for name in ("val", "end", "speed", "moves", "forecast", "rate"):
                 if len(parts[name]) > room:
                     parts[name] = ""
                 room -= len(parts[name])
@@ -207,9 +247,13 @@ class Console:
     def _eta(self, event: Progress) -> str:
         """By the time that steps have taken since the first progress, with all evaluations and saves between them.
         Other learning rates that are tried come on top."""
-        own = max(0.0, event.seconds - self._trials)
-        per_step = (self.clock() - self._began) / self._done if self._done else own / max(1, event.step)
-        return duration(per_step * (self._max_steps - event.step + self._others))
+        if event.seconds_left is not None:  # the run knows: it goes by the clock, or by a forecast
+            return duration(event.seconds_left) + _between(event)
+        own, now = max(0.0, event.seconds - self._trials), event.step
+        so_far = weighed(self._costs, 0, max(1, now))
+        per_cost = (self.clock() - self._began) / self._done if self._done else own / so_far
+        others = weighed(self._costs, now, now + self._others)
+        return duration(per_cost * (weighed(self._costs, now, self._max_steps) + others))
 
     def close(self) -> None:
         if self._bar is not None:
@@ -227,6 +271,17 @@ def _shows_prediction(event: Event) -> bool:
         case Progress():
             return event.kept + event.refused > 0 or event.phase in ("predict", "correct")
     return False
+
+
+def _between(event: Progress) -> str:
+    """Write the interval in which a target is met, as factors of the steps that are left."""
+    known = event.planned_end, event.earliest_end, event.latest_end
+    match known:
+        case int(end), int(earliest), int(latest) if event.seconds_left is not None and end > event.step:
+            per_step = event.seconds_left / (end - event.step)
+            low, high = (duration(max(0, one - event.step) * per_step) for one in (earliest, latest))
+            return f" ({low} to {high})"
+    return ""
 
 
 def _forecast(event: Progress) -> str:

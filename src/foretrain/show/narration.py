@@ -5,8 +5,9 @@ from __future__ import annotations
 from rich.markup import escape
 
 from foretrain.config.paths import assignments
-from foretrain.config.units import chain_in_words, format_size, loss_text
+from foretrain.config.units import chain_in_words, format_size, interval_text, loss_text
 from foretrain.events import (
+    Annealed,
     CheckpointRejected,
     CheckpointSaved,
     Evaluated,
@@ -14,11 +15,14 @@ from foretrain.events import (
     Grown,
     HealthFound,
     HealthMeasured,
+    LossForecasted,
     MemoryUsed,
     Moved,
     Notice,
     OwnCodeFailed,
     PhaseChanged,
+    Planned,
+    RatesPlanned,
     RateTrial,
     RateTried,
     Recovered,
@@ -35,6 +39,8 @@ def needs_attention(event: Event) -> bool:
             return True
         case Notice():
             return event.level == "warning"
+        case Planned():
+            return _is_bad(event)
         case Recovered():
             return event.action in ("roll_back", "abort", "out_of_memory", "prediction_off")
     return False
@@ -42,7 +48,7 @@ def needs_attention(event: Event) -> bool:
 
 def is_detail(event: Event) -> bool:
     """Tell whether only a verbose run says it."""
-    return isinstance(event, (MemoryUsed, HealthMeasured, OwnCodeFailed))
+    return isinstance(event, (MemoryUsed, HealthMeasured, OwnCodeFailed, LossForecasted, RatesPlanned))
 
 
 def line(event: Event, verbose: bool = False) -> str | None:
@@ -52,6 +58,11 @@ def line(event: Event, verbose: bool = False) -> str | None:
             best = " (best so far)" if event.best else ""
             metrics = "".join(f", {escape(name)} {value:.4g}" for name, value in event.metrics.items())
             return f"step {event.step}: held-out loss {loss_text(event.loss)}{best}{metrics}"
+        case RatesPlanned():
+            known = "the plan of its learning rate" if event.steps else "no plan of its learning rate: nobody knows it"
+            return f"step {event.step}: the end of the run is forecast by {known} (kind: {escape(event.kind)})"
+        case LossForecasted():
+            return _forecast(event)
         case CheckpointSaved():
             took = f" in {event.seconds:.2f} s" if verbose else ""
             return f"step {event.step}: saved {escape(event.path)} ({event.megabytes:.1f} MB{_parts(event)}{took})"
@@ -70,8 +81,13 @@ def line(event: Event, verbose: bool = False) -> str | None:
             return f"learning rate: trying {event.learning_rate:.2g} {which}"
         case RateTried():
             found = ", the best so far" if event.best else ""
-            rate, loss = f"learning rate {event.learning_rate:.2g}", f"held-out loss {loss_text(event.loss)}"
-            return f"{rate}: {loss} after {event.steps} steps{found}"
+            rate = f"learning rate {event.learning_rate:.2g}"
+            if event.loss != event.loss:
+                return f"{rate}: failed, and was ended early"
+            return f"{rate}: held-out loss {loss_text(event.loss)} after {event.steps} steps{found}"
+        case Annealed():
+            losses = f"held-out loss {loss_text(event.loss)}, {loss_text(event.before)} before it"
+            return f"step {event.step}: a copy, annealed over {event.steps} steps: {losses}"
         case Recovered() if event.action == "out_of_memory":
             return f"[yellow]warning:[/] {_told(event.text)}"  # it says when and in which phase
         case Recovered(action="roll_back", at=int(at)) if at > event.step:
@@ -83,6 +99,9 @@ def line(event: Event, verbose: bool = False) -> str | None:
             return _finding(event)
         case Grown():
             return _growth(event)
+        case Planned():
+            text = _told(event.text)
+            return f"[yellow]step {event.step}:[/] {text}" if _is_bad(event) else f"step {event.step}: {text}"
         case Tuned():
             return f"[yellow]step {event.step}, tuned:[/] {escape(assignments(event.change))} ({event.ailment})"
         case Notice():
@@ -95,6 +114,19 @@ def line(event: Event, verbose: bool = False) -> str | None:
         case OwnCodeFailed():
             return escape(event.traceback.rstrip()) or None
     return None
+
+
+def _is_bad(event: Planned) -> bool:
+    """Tell whether a target will not be met as it was planned."""
+    return event.what in ("out of reach", "above")
+
+
+def _forecast(event: LossForecasted) -> str:
+    calibrated = "calibrated" if event.calibrated else "not calibrated"
+    simpler = "".join(f"; {escape(name)} {loss_text(value)}" for name, value in event.baselines.items())
+    end = escape(interval_text(event.loss, event.low, event.high))
+    how = f"{100 * event.level:.0f} % interval, {calibrated}, by {escape(event.method)}"
+    return f"step {event.step}: held-out loss at the end {end} ({how}{simpler})"
 
 
 def _growth(event: Grown) -> str:

@@ -87,6 +87,14 @@ class RunRecord:
     evaluations: list[Entry] = field(default_factory=list)
     decisions: list[Entry] = field(default_factory=list)
     """They are moves, changes of phase, recoveries, learning rates tried, resumptions and warnings, in their order."""
+    end_forecasts: list[Entry] = field(default_factory=list)
+    """They say where the run would end, as it was forecast on the way."""
+    planned: Fields = field(default_factory=dict)
+    """It is what the learning rate was to do, and of which kind the run is."""
+    told_end: float | None = None
+    """So many steps it will have, as far as it knows: where it goes by `max_time` or `until_loss`."""
+    told_left: float | None = None
+    """So many seconds are left of it, as it says itself."""
     memory: list[Entry] = field(default_factory=list)
     health: list[Entry] = field(default_factory=list)
     _saved: dict[int, tuple[int, ...]] = field(default_factory=dict)
@@ -123,11 +131,18 @@ class RunRecord:
                 self._set_clock(max(entry.seconds, self.seconds))
                 self._went_back(step)
                 self.progress.append(entry)
+                self.told_end, self.told_left = (finite(fields.get(name)) for name in ("planned_end", "seconds_left"))
                 self._reached = self._told_until = step
             case "Evaluated":
                 while self.evaluations and self.evaluations[-1].step >= step:
                     self.evaluations.pop()
                 self.evaluations.append(entry)
+            case "LossForecasted":
+                while self.end_forecasts and self.end_forecasts[-1].step >= step:
+                    self.end_forecasts.pop()
+                self.end_forecasts.append(entry)
+            case "RatesPlanned":
+                self.planned = fields
             case "CheckpointSaved":
                 self._saved[step] = tuple(len(entries) for entries in self._lists())
             case "Resumed":
@@ -141,7 +156,9 @@ class RunRecord:
                 | "Grown"
                 | "Recovered"
                 | "Tuned"
+                | "Planned"
                 | "RateTried"
+                | "Annealed"
                 | "Notice"
                 | "CheckpointRejected"
             ):
@@ -170,12 +187,17 @@ class RunRecord:
         return max(self._reached, self.progress[-1].step if self.progress else 0)
 
     @property
+    def planned_steps(self) -> float:
+        """Tell how many steps the run is to have, as far as is known by now; 0 where it is not."""
+        return self.told_end or finite(self.started.get("max_steps")) or 0.0
+
+    @property
     def seconds(self) -> float:
         return self.progress[-1].seconds if self.progress else 0.0
 
     @property
     def state(self) -> str:
-        """ "running", or how it ended: "finished", "interrupted", "stopped early", "failed"."""
+        """ "running", or how it ended: "finished", "interrupted", "paused", "stopped early", "failed"."""
         return "running" if self.ended is None else str(self.ended.get("reason"))
 
     @property
@@ -215,7 +237,7 @@ class RunRecord:
 
     def _set_clock(self, seconds: float) -> None:
         """Correct the guesses after a reading of the clock: none since the last reading may be later than this one."""
-        for entries in (self.evaluations, self.decisions, self.memory, self.health):
+        for entries in (self.evaluations, self.end_forecasts, self.decisions, self.memory, self.health):
             for place in range(len(entries) - 1, -1, -1):
                 if entries[place].seconds <= seconds:
                     break
@@ -224,7 +246,8 @@ class RunRecord:
     # --- going back ---------------------------------------------------------------------------------------------------
 
     def _lists(self) -> tuple[list[Entry], ...]:
-        return self.progress, self.undone, self.evaluations, self.decisions, self.memory, self.health
+        lists = (self.progress, self.undone, self.evaluations, self.end_forecasts, self.decisions)
+        return *lists, self.memory, self.health
 
     def _forget(self) -> None:
         for entries in self._lists():

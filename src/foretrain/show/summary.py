@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from foretrain.config.paths import assignments
-from foretrain.config.units import duration, format_size, format_speed, loss_text
+from foretrain.config.units import clock, counted, duration, format_size, format_speed, interval_text, loss_text
 from foretrain.show.record import STEPS
 from foretrain.show.trouble import findings_in_words, rollbacks_in_words, trouble_in_words
 
@@ -37,8 +37,10 @@ def summary_table(summary: Mapping[str, Any], verbose: bool = False) -> Table:
         "result": (summary.get("exact") or {}).get("sentence"),
         "held-out loss": _number(summary.get("final_val_loss")),
         "best held-out loss": _number(summary.get("best_val_loss")),
+        **_end_forecast(summary.get("loss_forecast") or {}),
         **{name: f"{value:.4g}" for name, value in (summary.get("metrics") or {}).items()},
         "training loss": _number(summary.get("final_train_loss")),
+        "target": _target(summary.get("target")),
         "learning rate": _found_rate(summary.get("learning_rate")),
         "steps": _steps(summary, _tried(summary) or verbose),
         "backward passes": _passes(summary),
@@ -65,9 +67,49 @@ def _number(value: float | None) -> str | None:
     return None if value is None else loss_text(value)
 
 
+def _end_forecast(found: Mapping[str, Any]) -> dict[str, str | None]:
+    """Say where a run that was stopped was going, and of a finished one how good its forecasts of the end were."""
+    last, level = found.get("last"), f"{100 * found.get('level', 0):.0f} %"
+    if not found.get("checks"):
+        if not last or found.get("ended"):
+            return {}
+        told = f"{interval_text(last['loss'], last['low'], last['high'])}, made at step {last['step']:,}"
+        return {f"forecast for step {last['end']:,}": f"{told}; {level} interval, {_calibrated(found)}"}
+    lines = []
+    for check in found["checks"]:
+        error = "" if check["error_percent"] is None else f", {check['error_percent']:+.2f} %"
+        held = "held" if check["held"] else "missed"
+        end = interval_text(check["loss"], check["low"], check["high"])
+        lines.append(f"step {check['step']:,}: {end}{error}, {held}")
+    return {"forecasts of the end": "\n".join(lines) + f"\n{level} intervals, {_calibrated(found)}"}
+
+
+def _calibrated(found: Mapping[str, Any]) -> str:
+    runs = counted(found["own_finished_runs"], "finished run")
+    return f"{'calibrated' if found['calibrated'] else 'not calibrated yet'} ({runs} beside it)"
+
+
 def _found_rate(found: Mapping[str, Any] | None) -> str | None:
     """Say which rate was found, where the learning rate was `auto`."""
-    return f"{found['chosen']:.3g}, the best of {len(found['tried'])} that were tried" if found else None
+    if not found:
+        return None
+    low, high = found.get("low"), found.get("high")
+    range_ = "" if low is None or high is None else f" ({low:.2g} to {high:.2g} should be about as good)"
+    cost = f" for {found['cost']:.0%} of the run" if found.get("cost") is not None else ""
+    return f"{found['chosen']:.3g}{range_}, by {len(found['tried'])} that were tried{cost}"
+
+
+def _target(found: Mapping[str, Any] | None) -> str | None:
+    """Say what was asked for, and what came of it."""
+    if not found:
+        return None
+    told = []
+    if found.get("max_time") is not None:
+        told.append(f"{clock(found['spent'])} of max_time = {clock(found['max_time'])}")
+    if found.get("until_loss") is not None:
+        met = "not met" if found["met_at"] is None else f"met at step {found['met_at']:,}"
+        told.append(f"until_loss = {loss_text(found['until_loss'])} {met}")
+    return ", ".join(told)
 
 
 def _growth(found: Mapping[str, Any] | None) -> str | None:

@@ -195,6 +195,45 @@ def test_a_zero_matrix_stays_zero() -> None:
     assert torch.count_nonzero(orthogonalize(torch.zeros(1, 4, 6))) == 0
 
 
+def test_zero_rows_and_columns_stay_zero_and_the_rest_is_as_without_them() -> None:
+    matrices = torch.randn(2, 8, 12, generator=torch.Generator().manual_seed(1))
+    matrices[:, 2], matrices[:, :, 5] = 0.0, 0.0
+    rows, columns = [row for row in range(8) if row != 2], [column for column in range(12) if column != 5]
+    for got in (orthogonalize(matrices), orthogonalize(matrices.mT).mT):
+        assert torch.count_nonzero(got[:, 2]) == torch.count_nonzero(got[:, :, 5]) == 0
+        alone = orthogonalize(matrices[:, rows][:, :, columns])
+        torch.testing.assert_close(got[:, rows][:, :, columns], alone, rtol=0, atol=2e-2)
+
+
+def test_a_zero_matrix_beside_others_stays_zero() -> None:
+    matrices = torch.randn(3, 8, 12, generator=torch.Generator().manual_seed(1))
+    matrices[1] = 0.0
+    got = orthogonalize(matrices)
+    assert torch.count_nonzero(got[1]) == 0
+    assert got.isfinite().all()
+    assert got[0].norm() > 1
+
+
+@pytest.mark.parametrize("shape", [(8, 24), (24, 8), (32, 96)])
+def test_a_transposed_matrix_gives_the_transposed_result(shape: tuple[int, int]) -> None:
+    matrices = torch.randn(2, *shape, generator=torch.Generator().manual_seed(1))
+    turned = orthogonalize(matrices.mT).mT
+    torch.testing.assert_close(turned, orthogonalize(matrices), rtol=0, atol=2e-2)
+
+
+@pytest.mark.parametrize("shape", [(96, 96), (64, 192), (192, 64)])
+def test_singular_values_that_fall_off_are_raised_towards_one_along_the_same_vectors(shape: tuple[int, int]) -> None:
+    """Gradients have such spectra. The cosine to U V^T is what a cheaper iteration must not lose."""
+    short = min(shape)
+    u, _, v = torch.linalg.svd(torch.randn(shape, generator=torch.Generator().manual_seed(1)), full_matrices=False)
+    matrix = u * torch.arange(1, short + 1).reciprocal() @ v
+    got, exact = orthogonalize(matrix[None])[0].float(), u @ v
+    assert torch.cosine_similarity(got.flatten(), exact.flatten(), dim=0) > 0.97
+    values = torch.linalg.svdvals(got)
+    assert values.min() > 0.6
+    assert values.max() < 1.3
+
+
 # --- skipping and scaling ------------------------------------------------------------------------------------------
 
 

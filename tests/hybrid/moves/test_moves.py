@@ -20,7 +20,7 @@ from foretrain.events import Event, Moved, Phase
 from foretrain.hybrid.judges.audit import Audited
 from foretrain.hybrid.judges.exact import Exact, OnProbes
 from foretrain.hybrid.judges.judgement import Judgement, Trusted
-from foretrain.hybrid.moves.base import Move, Outlook
+from foretrain.hybrid.moves.base import Outlook
 from foretrain.hybrid.moves.judged import JudgedMove
 from foretrain.hybrid.plan import Decision
 from foretrain.hybrid.snapshot import Snapshots
@@ -253,7 +253,7 @@ def test_a_move_whose_snapshot_fails_has_not_begun(name: str, monkeypatch: pytes
     assert begun(run, name).batch is not None
 
 
-# --- look-ahead and the race of rates --------------------------------------------------------------------------------
+# --- look-ahead ------------------------------------------------------------------------------------------------------
 
 
 def looking() -> World:
@@ -264,43 +264,23 @@ def looking() -> World:
     return run
 
 
-def racing() -> World:
-    """A run whose learning rate is `auto`, before its first step."""
-    settings = {"optimizer.learning_rate": "auto", "optimizer.type": "adamw", "max_steps": 60, "predictor.beta": 0.0}
-    return Case(settings, noisy_net, DATA, probe=(DATA(5000),)).world()
-
-
-ALONE: dict[str, tuple[Callable[[], World], Callable[[HybridTrainer], Move]]] = {
-    "look-ahead": (looking, lambda trainer: trainer.look_ahead),
-    "rate race": (racing, lambda trainer: trainer.hybrid.race),
-}
-alone = pytest.mark.parametrize("name", ALONE)
-
-
-@alone
-def test_one_that_is_begun_and_refused_leaves_no_trace(name: str) -> None:
-    make, chosen = ALONE[name]
-    run = make()
-    move, before = chosen(run.trainer), everything(run.trainer)
+def test_one_that_is_begun_and_refused_leaves_no_trace() -> None:
+    run = looking()
+    move, before = run.trainer.look_ahead, everything(run.trainer)
     move.begin(run.data(run.position))
-    if name == "rate race":
-        for number in range(3):
-            move.advance(run.data(number))
     assert differences(before, everything(run.trainer))
     move.refuse("the test wants it")
     found = differences(before, everything(run.trainer))
     assert [one for one in found if not one.startswith("look_ahead.before")] == []  # the next one begins with it anew
 
 
-@alone
 @pytest.mark.parametrize("steps", [1, 3])
-def test_one_that_is_saved_in_the_middle_resumes_to_the_bit(name: str, steps: int) -> None:
-    make, _ = ALONE[name]
-    run = make()
+def test_one_that_is_saved_in_the_middle_resumes_to_the_bit(steps: int) -> None:
+    run = looking()
     for _ in range(steps):
         run.step()
     state = put_together(snapshot(run.trainer.state_dict()))
-    other = make()
+    other = looking()
     other.trainer.load_state_dict(state)
     other.position = run.position
     generator, ends = torch.get_rng_state(), []
@@ -311,12 +291,7 @@ def test_one_that_is_saved_in_the_middle_resumes_to_the_bit(name: str, steps: in
     assert differences(*ends) == []
 
 
-def test_a_race_charges_the_rates_that_lost_and_looking_ahead_is_free() -> None:
-    run = racing()
-    run.run(lambda: not run.trainer.hybrid.race.open)
-    race = run.trainer.hybrid.race
-    assert race.cost == run.trainer.backward_passes - run.trainer.global_step > 0
-    assert run.trainer.summary()["learning_rate"]["extra_steps"] == race.cost
+def test_looking_ahead_is_free() -> None:
     ahead = looking()
     assert ahead.trainer.look_ahead.judge().cost_steps == 0.0
     assert ahead.trainer.backward_passes == ahead.trainer.global_step == ahead.position

@@ -20,7 +20,7 @@ from foretrain.show.pages.render import (
     settings_table,
 )
 
-NAMES = ("base.html", "comparison.html", "parts.html", "report.html", "report_sections.html")
+NAMES = ("base.html", "comparison.html", "parts.html", "report.html", "report_sections.html", "sweep.html")
 HOSTILE = '<b onclick="x">&\''
 
 

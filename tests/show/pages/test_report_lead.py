@@ -240,7 +240,7 @@ def test_measures_of_the_users_own_have_cards_and_curves(tmp_path: Path) -> None
     assert drawn["metric-1"]["log"] is True
     assert error["label"] == "error <b>"
     assert "<figure data-optional><h3>accuracy</h3>" in page([record])
-    assert page([record]).count("<figure data-optional hidden><h3>") == 3  # "broken", one more, and blocks
+    assert page([record]).count("<figure data-optional hidden><h3>") == 5  # two measures, blocks, rates, the end
 
 
 def test_the_files_of_the_run_are_linked_from_beside_it(tmp_path: Path) -> None:
@@ -288,6 +288,17 @@ def test_a_run_that_goes_on_shows_how_far_it_is_and_the_time_left(tmp_path: Path
     (ended,) = read_runs([folder])
     assert "<progress" not in lead([ended])
     assert share_done(ended) is None
+
+
+def test_the_time_left_knows_that_steps_are_slower_once_the_model_has_grown(tmp_path: Path) -> None:
+    begun = dataclasses.replace(STARTED, max_steps=400, costs=[(0, 0.5), (200, 1.0)])
+    folder = write_run(tmp_path / "run", [begun, *(progress(step) for step in range(10, 101, 10))])
+    (record,) = read_runs([folder])
+    assert seconds_left(record) == pytest.approx(50.0)  # 100 steps of a tenth of a second, 200 of two tenths
+    refused = {"event": "Grown", "step": 100, "verdict": "refused", "layers": 2, "of": 4, "cost": 0.5}
+    append(folder, refused)
+    (record,) = read_runs([folder])
+    assert seconds_left(record) == pytest.approx(30.0)
 
 
 def test_a_run_that_has_not_begun_has_no_time_left(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Kernels for CUDA GPUs, in Triton. `narrow.py` and `moments.py` hold the same in torch."""
+"""Kernels for CUDA GPUs, in Triton. `narrow.py`, `moments.py` and `muon.py` hold the same in torch."""
 
 import triton
 import triton.language as tl
@@ -94,3 +94,76 @@ def narrow_adamw(
             tl.store(firsts + place, _upper_half(bits + 0x7FFF + ((bits >> 16) & 1)), mask=inside)
             bits = second.to(tl.uint32, bitcast=True)
             tl.store(seconds + place, _upper_half(bits + _chance(second, t)), mask=inside)
+
+
+@triton.jit
+def muon_momentum(
+    gradients,
+    momenta,
+    updates,
+    gradient_scale,
+    found_inf,
+    count,
+    weight,
+    SCALED: tl.constexpr,
+    CHECKED: tl.constexpr,
+    NESTEROV: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Take BLOCK numbers of a gradient into the momentum, which is updated in place, and write the update that is to be
+    orthogonalised. A bad step has no gradient and leaves the momentum."""
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < count
+    g = tl.load(gradients + place, mask=inside, other=0.0)
+    m = tl.load(momenta + place, mask=inside, other=0.0)
+    if SCALED:
+        g = g / tl.load(gradient_scale)
+    kept = m
+    if CHECKED:
+        good = tl.load(found_inf) <= 0
+        g = tl.where(good, g, 0.0)  # what is not finite would spread through the iteration
+    m = m * (1 - weight) + g * weight
+    if CHECKED:
+        m = tl.where(good, m, kept)
+    tl.store(momenta + place, m, mask=inside)
+    if NESTEROV:
+        m = m * (1 - weight) + g * weight
+    tl.store(updates + place, m, mask=inside)
+
+
+@triton.jit
+def muon_weights(
+    weights,
+    steps,
+    rate,
+    found_inf,
+    rows,
+    columns,
+    part_stride,
+    row_stride,
+    column_stride,
+    ratio,
+    weight_decay,
+    CHECKED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Move ROWS x COLUMNS weights of one part, [rows, columns], of a matrix whose parts lie one above the other.
+
+    Steps have strides of their own: those of tall matrices are transposed. A bad step moves nothing.
+    """
+    good = True
+    if CHECKED:
+        good = tl.load(found_inf) <= 0
+    if good:
+        part = tl.program_id(2).to(tl.int64)
+        row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+        column = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+        inside = (row < rows) & (column < columns)
+        place = (part * rows + row) * columns + column
+        source = part * part_stride + row * row_stride + column * column_stride
+        lr = tl.load(rate).to(tl.float32)
+        step = tl.load(steps + source, mask=inside, other=0.0).to(tl.float32)
+        w = tl.load(weights + place, mask=inside, other=0.0)
+        w = w * (1 - lr * weight_decay) - lr * ratio * step
+        tl.store(weights + place, w, mask=inside)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from foretrain.show.numbers import rounded
+from foretrain.show.numbers import finite, rounded
+from foretrain.show.record import Entry
 
 Chart = dict[str, Any]
 """{"runs": [{"name", "series": [...]}, ...]} with what is known of its axes: see `assets/charts.js`."""
+Value = Callable[[Entry], float | None]
 RIBBON = 400
 """A ribbon of phases has so many stretches at the most: more could not be told apart."""
 _MARKS = 700
@@ -62,6 +64,25 @@ def points(label: str, style: str, known: Iterable[tuple[float, float | None]], 
     places = sorted(known, key=lambda point: point[0])
     x, values = [rounded(at) for at, _ in places], [rounded(value) for _, value in places]
     return {"label": label, "style": style, "x": x, "values": values, **more}
+
+
+def over_run(label: str, style: str, entries: Sequence[Entry], value: Value, limit: int) -> dict[str, Any]:
+    """Make a series over the run, steps and time, of at most `limit` points."""
+    values = [value(entry) for entry in entries]
+    if all(number is None for number in values):
+        entries, values = [], []
+    kept = places_to_keep(values, limit)
+    return {
+        "label": label,
+        "style": style,
+        "steps": [entries[place].step for place in kept],
+        "seconds": [rounded(entries[place].seconds) for place in kept],
+        "values": [rounded(values[place]) for place in kept],
+    }
+
+
+def value_of(name: str) -> Value:
+    return lambda entry: finite(entry.fields.get(name))
 
 
 def curves(runs: Sequence[Mapping[str, Any]], *styles: str) -> list[list[float]]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from foretrain.config.units import clock, counted, format_size, short
 from foretrain.show.numbers import finite, mapping
 from foretrain.show.pages.render import Cell, Line, Shown, joined, number, percent, sentence
+from foretrain.show.pages.report_end import is_open, level_of
 from foretrain.show.record import STEPS, RunRecord
 
 _LENGTHS = ((7, ""), (9, "long"), (11, "longer"))
@@ -124,6 +125,11 @@ def _quality(record: RunRecord) -> list[Card]:
         notes += [[_perplexity(held_out)]] if of_tokens and held_out < 20 else []
         given = summary.get("final_val_loss") if summary else held_out
         made.append(Card("Held-out loss", number(given), joined(notes)))
+    if is_open(record):
+        last = record.end_forecasts[-1]
+        low, high = (number(last.fields.get(name)) for name in ("low", "high"))
+        interval: Line = [f"{level_of(last)} interval ", low, " to ", high]
+        made.append(Card("Forecast of the end", number(last.fields.get("loss")), interval))
     training = training_loss(record)
     alone = of_tokens and held_out is None and training is not None and training < 20
     below = [_perplexity(training)] if alone and training is not None else []
@@ -184,7 +190,7 @@ def _memory(record: RunRecord) -> Card | None:
 
 def _steps(record: RunRecord) -> str:
     if not record.summary:
-        planned = finite(record.started.get("max_steps"))
+        planned = record.planned_steps
         return f"of {planned:,.0f}" if planned else ""
     if not record.tried:
         return ""

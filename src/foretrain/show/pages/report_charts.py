@@ -13,13 +13,17 @@ from foretrain.show.numbers import finite, rounded
 from foretrain.show.pages.charts import (
     RIBBON,
     Chart,
+    Value,
     curves,
     frame,
-    places_to_keep,
+    over_run,
     spans_widely,
     thinned_marks,
+    value_of,
 )
+from foretrain.show.pages.report_end import end_forecasts, way_to_the_end
 from foretrain.show.pages.report_forecasts import LOWEST, calibration_curves, horizon_curves, is_below_frame
+from foretrain.show.pages.report_rates import rate_curves
 from foretrain.show.record import Entry, RunRecord
 
 POINTS = 2400
@@ -35,14 +39,13 @@ METRICS = 4
 _WORTH_SEEING = ("full", "warmup", "correct", "predict")
 """Where several phases share a pixel, the one that is later in this list is shown."""
 
-Value = Callable[[Entry], float | None]
-
 
 def charts(records: Sequence[RunRecord]) -> dict[str, Chart]:
     """Make the data of every chart by its name: per run its series, phases and marks."""
     limit = max(300, POINTS // len(records))
     drawn: dict[str, tuple[Callable[[RunRecord, int], list[dict[str, Any]]], Chart]] = {
         "loss": (_loss, {"unit": "loss", "chosen": True, "marks": True}),
+        "end": (end_forecasts, {"unit": "loss", "optional": True}),
         "rate": (_rate, {"low": 0}),
         "gradient": (_gradient, {"log": True}),
         "forecast": (_forecast, {"unit": "loss", "chosen": True}),
@@ -60,6 +63,10 @@ def charts(records: Sequence[RunRecord]) -> dict[str, Chart]:
             },
         ),
     }
+    drawn["rates"] = (
+        rate_curves,
+        {"x": {"label": "learning rate (log scale)", "log": True}, "unit": "held-out loss", "optional": True},
+    )
     drawn["blocks"] = (_blocks, {"unit": "mean square", "log": True, "optional": True})
     named = _metric_names(records)
     for place in range(METRICS):
@@ -74,6 +81,8 @@ def charts(records: Sequence[RunRecord]) -> dict[str, Chart]:
         made[name] = {**look, "runs": runs}
     for name in ("loss", *(f"metric-{place}" for place in range(METRICS))):
         made[name]["log"] = spans_widely(curves(made[name]["runs"], "thin", "bold"))
+    tried = {rate for run in made["rates"]["runs"] for one in run["series"][:1] for rate in one["x"]}
+    made["rates"]["x"] = {**made["rates"]["x"], "ticks": sorted(tried)[:9]}
     made["forecast"]["frame"] = frame(curves(made["forecast"]["runs"], "plain"))
     made["speed"]["unit"] = next((one["label"] for run in made["speed"]["runs"] for one in run["series"]), "")
     below = any(is_below_frame(record) for record in records)
@@ -92,30 +101,13 @@ def prediction(records: Sequence[RunRecord]) -> str:
     return "idle" if any(record.predicts for record in records) else "off"
 
 
-def _series(label: str, style: str, entries: Sequence[Entry], value: Value, limit: int) -> dict[str, Any]:
-    values = [value(entry) for entry in entries]
-    if all(number is None for number in values):
-        entries, values = [], []
-    kept = places_to_keep(values, limit)
-    return {
-        "label": label,
-        "style": style,
-        "steps": [entries[place].step for place in kept],
-        "seconds": [rounded(entries[place].seconds) for place in kept],
-        "values": [rounded(values[place]) for place in kept],
-    }
-
-
-def _named(name: str) -> Value:
-    return lambda entry: finite(entry.fields.get(name))
-
-
 def _loss(record: RunRecord, limit: int) -> list[dict[str, Any]]:
     undone = sorted(record.undone, key=lambda entry: (entry.step, entry.seconds))
     return [
-        _series("training", "thin", record.progress, _named("loss"), limit),
-        _series("taken back", "dots", undone, _named("loss"), limit // 4),
-        _series("held out", "bold", record.evaluations, _named("loss"), limit),
+        over_run("training", "thin", record.progress, value_of("loss"), limit),
+        over_run("taken back", "dots", undone, value_of("loss"), limit // 4),
+        over_run("held out", "bold", record.evaluations, value_of("loss"), limit),
+        *way_to_the_end(record, limit),
     ]
 
 
@@ -154,23 +146,23 @@ def _forecast(record: RunRecord, limit: int) -> list[dict[str, Any]]:
             edges.append(Entry("edge", entry.step, entry.seconds, bounds))
         past.append(abs(predicted - actual) / max(abs(predicted), 1e-12))
     return [
-        _series("mean loss", "plain", entries, _named("smoothed_loss"), limit),
-        _series("predicted", "dashed", entries, _named("predicted_loss"), limit),
-        _series("lower 90 %", "edge", edges, _named("low"), limit),
-        _series("upper 90 %", "edge", edges, _named("high"), limit),
+        over_run("mean loss", "plain", entries, value_of("smoothed_loss"), limit),
+        over_run("predicted", "dashed", entries, value_of("predicted_loss"), limit),
+        over_run("lower 90 %", "edge", edges, value_of("low"), limit),
+        over_run("upper 90 %", "edge", edges, value_of("high"), limit),
     ]
 
 
 def _confidence(record: RunRecord, limit: int) -> list[dict[str, Any]]:
-    return [_series("confidence", "plain", record.progress, _named("confidence"), limit)]
+    return [over_run("confidence", "plain", record.progress, value_of("confidence"), limit)]
 
 
 def _rate(record: RunRecord, limit: int) -> list[dict[str, Any]]:
-    return [_series("learning rate", "plain", record.progress, _named("learning_rate"), limit)]
+    return [over_run("learning rate", "plain", record.progress, value_of("learning_rate"), limit)]
 
 
 def _gradient(record: RunRecord, limit: int) -> list[dict[str, Any]]:
-    return [_series("gradient norm", "plain", record.progress, _named("gradient_norm"), limit)]
+    return [over_run("gradient norm", "plain", record.progress, value_of("gradient_norm"), limit)]
 
 
 def _blocks(record: RunRecord, limit: int) -> list[dict[str, Any]]:
@@ -180,7 +172,7 @@ def _blocks(record: RunRecord, limit: int) -> list[dict[str, Any]]:
         return lambda entry: finite((entry.fields.get("blocks") or {}).get(name))
 
     names = dict.fromkeys(name for entry in record.progress for name in entry.fields.get("blocks") or ())
-    drawn = (_series(name, "plain", record.progress, value(name), limit) for name in names)
+    drawn = (over_run(name, "plain", record.progress, value(name), limit) for name in names)
     return [{**one, "place": place} for place, one in enumerate(drawn)]
 
 
@@ -195,14 +187,14 @@ def _metric(name: str | None) -> Callable[[RunRecord, int], list[dict[str, Any]]
         found = entry.fields.get("metrics")
         return finite(found.get(name)) if isinstance(found, Mapping) else None
 
-    return lambda record, limit: [_series(name, "bold", record.evaluations, value, limit)] if name else []
+    return lambda record, limit: [over_run(name, "bold", record.evaluations, value, limit)] if name else []
 
 
 def _speed(record: RunRecord, limit: int) -> list[dict[str, Any]]:
     named = "tokens_per_second" if record.last("tokens_per_second") else "steps_per_second"
     if named == "tokens_per_second":
-        return [_series(f"{record.unit} per second", "plain", record.progress, _named(named), limit)]
-    return [_series("steps per second", "plain", _paces(record), _named(named), limit)]
+        return [over_run(f"{record.unit} per second", "plain", record.progress, value_of(named), limit)]
+    return [over_run("steps per second", "plain", _paces(record), value_of(named), limit)]
 
 
 def _paces(record: RunRecord) -> list[Entry]:
@@ -272,6 +264,8 @@ def marks(record: RunRecord) -> list[list[Any]]:
             found.append((entry, growth_mark(entry), growth_words(entry)))
         elif entry.kind == "Tuned":
             found.append((entry, "recovery", f"tuned: {assignments(entry.fields.get('change'))}"))
+        elif entry.kind == "Planned":
+            found.append((entry, "resumed", str(entry.fields.get("text"))))
         elif entry.kind == "Resumed":
             found.append((entry, "resumed", "went on from a checkpoint"))
     broken = [entry for entry in [*record.progress, *record.undone] if finite(entry.fields.get("loss")) is None]

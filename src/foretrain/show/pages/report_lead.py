@@ -10,6 +10,7 @@ from typing import Any
 from urllib.parse import quote
 
 from foretrain.config.units import counted, duration, loss_text, short
+from foretrain.events import LEFT_OPEN
 from foretrain.show.numbers import finite, mapping
 from foretrain.show.pages.render import Cell, PageTable, Shown, number, sentence
 from foretrain.show.pages.report_cards import (
@@ -25,9 +26,11 @@ from foretrain.show.pages.report_cards import (
 )
 from foretrain.show.pages.report_health import findings
 from foretrain.show.record import RunRecord
+from foretrain.show.remaining import Costs, after_growth, costs_in, weighed
 from foretrain.show.trouble import longer_in_words
 
-_STATES = {"finished": "gain", "stopped early": "gain", "failed": "slower", "interrupted": "caution"}
+_STATES = {"finished": "gain", "stopped early": "gain", "failed": "slower"}
+_STATES |= dict.fromkeys(LEFT_OPEN, "caution")
 _RECENT = 30
 """The time left is reckoned from so many progress entries."""
 _FILES = {
@@ -80,7 +83,7 @@ def _result(record: RunRecord) -> str:
         loss = f"held-out loss {_minus(loss_text(held_out))} "
     elif training is not None:
         loss = f"training loss {_minus(loss_text(training))} "
-    planned = finite(record.started.get("max_steps")) or 0
+    planned = record.planned_steps
     if record.state == "running":
         where = f"at step {record.step:,} of {planned:,.0f}" if planned else f"at step {record.step:,}"
     else:
@@ -117,23 +120,39 @@ def critical_ailments(record: RunRecord) -> list[str]:
 
 def share_done(record: RunRecord) -> float | None:
     """Tell how far a run that goes on is, between 0 and 1."""
-    planned = finite(record.started.get("max_steps")) or 0
+    planned = record.planned_steps
     return min(1.0, record.step / planned) if record.state == "running" and planned > 0 else None
 
 
 def seconds_left(record: RunRecord) -> float | None:
-    """Guess the time left by the pace of the last entries, and by what evaluations have taken per step so far."""
-    planned = finite(record.started.get("max_steps")) or 0
+    """Guess the time left by the pace of the last entries, and by what evaluations have taken per step so far. Steps
+    cost more once the model has grown."""
+    planned = record.planned_steps
     if record.state != "running" or not record.progress or planned <= 0:
         return None
+    if record.told_left is not None:  # the run knows: it goes by the clock, or by a forecast
+        return record.told_left
     last = record.progress[-1]
     first = record.progress[max(0, len(record.progress) - _RECENT)]
     steps, seconds = last.step - first.step, last.seconds - first.seconds
     if steps <= 0:
         steps, seconds = last.step, last.seconds
     evaluated = sum(finite(entry.fields.get("seconds")) or 0.0 for entry in record.evaluations)
-    per_step = seconds / max(1, steps) + evaluated / max(1, last.step)
-    return per_step * max(0.0, planned - last.step)
+    costs = _costs(record)
+    spent = seconds / (weighed(costs, last.step - steps, last.step) or 1.0)
+    per_cost = spent + evaluated / (weighed(costs, 0, last.step) or 1.0)
+    return per_cost * weighed(costs, last.step, int(planned))
+
+
+def _costs(record: RunRecord) -> Costs:
+    """Tell what steps cost, by what was planned and by what became of it since."""
+    costs = costs_in(record.started.get("costs"))
+    begun = finite(record.started.get("step")) or 0
+    for entry in record.of_kind("Grown"):
+        cost = finite(entry.fields.get("cost"))
+        if cost is not None and entry.step >= begun:
+            costs = after_growth(costs, entry.step, str(entry.fields.get("verdict")), cost)
+    return costs
 
 
 def _progress(record: RunRecord) -> dict[str, Any] | None:

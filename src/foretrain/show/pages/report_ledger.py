@@ -101,6 +101,8 @@ def _said(entry: Entry) -> tuple[str, str, str]:
         case "Grown":
             mark = growth_mark(entry).replace(" ", "-")
             return f"mark {mark}", growth_words(entry), str(fields.get("reason", ""))
+        case "Planned":
+            return "", f"target: {fields.get('what')}", str(fields.get("text", ""))
         case "Tuned":
             words = assignments(fields.get("change"))
             return "mark recovery", f"tuned: {words}", str(fields.get("ailment", ""))
@@ -109,6 +111,10 @@ def _said(entry: Entry) -> tuple[str, str, str]:
             best = ", the best so far" if fields.get("best") else ""
             reached = "no number" if loss is None else f"held-out loss {loss_text(loss)}"
             return "", f"learning rate {rate_text(tried)} tried", f"{reached} after {fields.get('steps')} steps{best}"
+        case "Annealed":
+            loss, before = finite(fields.get("loss")), finite(fields.get("before"))
+            losses = " -> ".join("no number" if one is None else loss_text(one) for one in (before, loss))
+            return "", f"copy annealed over {fields.get('steps')} steps", f"held-out loss {losses}; the run goes on"
         case "Resumed":
             again = int(finite(fields.get("done_again")) or 0)
             told = f"; {counted(again, 'step')} after it {'was' if again == 1 else 'were'} done again" if again else ""

@@ -13,6 +13,7 @@ from foretrain.show.pages.charts import MARKS, PHASES, key
 from foretrain.show.pages.render import Cell, PageTable, macro, number, one_file, script, served, settings_table
 from foretrain.show.pages.report_cards import moves
 from foretrain.show.pages.report_charts import METRICS, charts
+from foretrain.show.pages.report_end import said_of_the_end
 from foretrain.show.pages.report_forecasts import calibration, horizons, said_of_prediction
 from foretrain.show.pages.report_health import findings, heat_map, layer_table
 from foretrain.show.pages.report_lead import lead, share_done
@@ -41,6 +42,8 @@ _WORDS = {
     "confidence": "how likely the next move is to be kept, by what came of the ones before.",
     "phase": "full: ordinary steps. Warm-up: ordinary steps before forecasts begin. Predict: a move is made. Correct: "
     "ordinary steps that check a move.",
+    "forecast of the end": "the held-out loss with which the run will end, forecast from its curve and from the plan "
+    "of its learning rate. The end should lie in the interval as often as it says.",
     "R²": "the share of the weights' motion that was forecast: 1 is exact, 0 no better than standing still.",
 }
 """What is said in a report must not need another page."""
@@ -88,7 +91,7 @@ def _layout(made: Parts) -> dict[str, Any]:
     """Return what the template of the document asks for beside the data."""
     prediction, metrics = made.charts["shared"]["prediction"], [f"metric-{place}" for place in range(METRICS)]
     absent = {"health": not made.charts["heat"], "prediction": prediction == "off"}
-    optional = ["horizons", "calibration", "blocks", *metrics]
+    optional = ["end", "horizons", "calibration", "blocks", "rates", *metrics]
     return {
         "title": made.title,
         "sections": made.sections,
@@ -115,6 +118,7 @@ def _sections(records: Records, shared: Mapping[str, Any], beside: Path | None) 
         "key": _made("signs", _key(shared)),
         "prediction-title": "Prediction" if tried else "Prediction (not tried)",
         "prediction": _made("prediction", _each(records, lambda record: said_of_prediction(record, *moves(record)))),
+        "end": _made("scores", [one for one in _each(records, said_of_the_end) if one[1]["said"]]),
         "horizons": _made("scores", _each(records, horizons)),
         "calibration": _made("scores", [one for one in _each(records, calibration) if one[1]["table"]]),
         "layers": _made("layers", layers),

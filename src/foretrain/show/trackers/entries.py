@@ -15,9 +15,11 @@ from foretrain.events import (
     Event,
     Grown,
     HealthFound,
+    LossForecasted,
     Moved,
     Notice,
     PhaseChanged,
+    Planned,
     Progress,
     Recovered,
     Tuned,
@@ -48,6 +50,9 @@ def entry_of(event: Event, step: int, unit: str = "tokens") -> TrackerEntry | No
         case Evaluated():
             metrics = {f"held_out/{name}": value for name, value in event.metrics.items()}
             return TrackerEntry(event.step, _finite({"held_out/loss": event.loss, **metrics}))
+        case LossForecasted():
+            numbers = {"loss": event.loss, "low": event.low, "high": event.high}
+            return TrackerEntry(event.step, _finite({f"end/{name}": value for name, value in numbers.items()}))
         case Moved():
             far = chain_in_words(event.horizon, event.leaps) if event.chained else f"{event.horizon} steps ahead"
             text = f"{far}: {event.verdict} ({event.reason})"
@@ -61,6 +66,8 @@ def entry_of(event: Event, step: int, unit: str = "tokens") -> TrackerEntry | No
         case Grown():
             text = f"to {event.layers} of {event.of} blocks: {event.verdict} ({event.reason})"
             return TrackerEntry(event.step, texts={"growth": text})
+        case Planned():
+            return TrackerEntry(event.step, texts={"target": event.text})
         case Tuned():
             return TrackerEntry(event.step, texts={"recovery": f"{event.ailment}: set {assignments(event.change)}"})
         case Notice(level="warning"):

@@ -15,7 +15,7 @@ from foretrain.show.trackers.tracker import PROJECT, Place, Tracker
 
 _LONGEST = 500
 _MOST = 100
-_STATES = {"finished": "FINISHED", "stopped early": "FINISHED", "interrupted": "KILLED"}
+_STATES = {"finished": "FINISHED", "stopped early": "FINISHED", "interrupted": "KILLED", "paused": "KILLED"}
 
 
 class MLflow(Tracker):

@@ -1,0 +1,138 @@
+"""`optimizer.learning_rate = "auto"` against full runs at seven rates: the final loss, and what it costs in runs.
+
+python benchmarks/auto_rate.py --tasks bytes-adamw bytes-muon digits diabetes --data ../shared/data --out result.json
+python benchmarks/auto_rate.py --tasks lm30m-wiki-adamw --data FOLDER --device cuda --seeds 3 --out result.json
+
+A FOLDER for a GPU holds `enwiki_train.bin` and `stories_train.bin`, GPT-2's tokens of two corpora (little-endian
+uint16). Every run of a seed begins with the same weights and batches. Rates are chosen on held-out data, and the loss
+that is reported is measured on a test set that no decision knows. The swept rates are a factor of two apart around
+the default rate of the optimizer (or `--middle`); runs have the warm-up that `auto` gives itself. What --out holds is
+not run again, so calls add up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+import time
+from dataclasses import asdict
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from auto_rate_tasks import TASKS, RateTask, settings_of
+from foretrain import HybridTrainer, environment
+from foretrain.config import from_mapping
+from foretrain.hybrid.rate_plan import plan_of
+
+RATES = 7
+_DEFAULT = {"adamw": 2e-3, "muon": 6e-3}
+
+
+def run(task: RateTask, options: argparse.Namespace, rate: float | str, seed: int) -> dict[str, Any]:
+    """One whole run at a rate, or with `auto`."""
+    steps = options.steps or int(task.settings["max_steps"])
+    changes = {"optimizer.learning_rate": rate, "max_steps": steps}
+    changes["schedule.warmup_steps"] = plan_of(steps, adapters=False).steps // 2
+    if options.copies and rate != "auto":
+        changes |= {"forecast.copies": options.copies, "forecast.copy_steps": 0.01}
+    config = from_mapping(settings_of(task, options.data, options.device, seed, changes))
+    work = task.build(config)
+    trainer = HybridTrainer(work.model, loss_fn=work.loss_fn, config=config, probe=work.held_out)
+    if trainer.race is not None and task.text:
+        trainer.race.use(work.held_out, config.model.context or work.model.shape.context)
+    batches, started = iter(work.loader), clock(options.device)
+    for _ in range(steps):
+        trainer.step(next(batches))
+    seconds = clock(options.device) - started
+    return {
+        "rate": rate,
+        "seed": seed,
+        "test": trainer.evaluate(work.test),
+        "held_out": trainer.evaluate(work.held_out),
+        "seconds": round(seconds, 3),
+        "backward_passes": trainer.backward_passes,
+        "steps": steps,
+        "found": None if trainer.race is None else trainer.race.summary(),
+        "copies": [asdict(point) for point in trainer.copies.points],
+    }
+
+
+def clock(device: str) -> float:
+    if device == "cpu":
+        return time.process_time()  # other programs do not count
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def verdict(runs: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Compare `auto` with the best of the swept rates, chosen by held-out loss and reported on the test set."""
+    swept = [one for one in runs if one["rate"] != "auto"]
+    auto = [one for one in runs if one["rate"] == "auto"]
+    if not swept or not auto:
+        return None
+    rates = sorted({one["rate"] for one in swept})
+    means = {rate: statistics.fmean(_number(one["held_out"]) for one in swept if one["rate"] == rate) for rate in rates}
+    best = min(rates, key=lambda rate: means[rate])
+    tests = {one["seed"]: one["test"] for one in swept if one["rate"] == best}
+    pairs = [(one["test"], tests[one["seed"]]) for one in auto if one["seed"] in tests]
+    gaps = [100 * (mine / theirs - 1) for mine, theirs in pairs]
+    return {
+        "best_rate": best,
+        "edge": best in (rates[0], rates[-1]),
+        "best_test": statistics.fmean(theirs for _, theirs in pairs) if pairs else None,
+        "auto_rates": [one["found"]["chosen"] for one in auto],
+        "auto_test": statistics.fmean(one["test"] for one in auto),
+        "gap_percent": gaps,
+        "cost_in_runs": statistics.fmean(one["backward_passes"] / one["steps"] for one in auto),
+    }
+
+
+def _number(value: float) -> float:
+    return value if math.isfinite(value) else math.inf
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tasks", nargs="+", choices=list(TASKS), required=True)
+    parser.add_argument("--data", type=Path, default=Path("../shared/data"))
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--steps", type=int, help="instead of the task's own")
+    parser.add_argument("--middle", type=float, help="the middle of the swept rates")
+    parser.add_argument("--copies", type=float, nargs="*", help="shares of a swept run at which a copy is annealed")
+    parser.add_argument("--rates", type=int, default=RATES, help="swept rates; 0: auto only")
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    if options.device == "cpu":
+        torch.set_num_threads(1)
+    kept: dict[str, Any] = json.loads(options.out.read_text()) if options.out.exists() else {"tasks": {}}
+    kept |= {
+        "benchmark": "learning_rate = auto against seven rates",
+        "command": " ".join(["python", "benchmarks/auto_rate.py", *sys.argv[1:]]),
+        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "environment": environment.describe(options.device),
+    }
+    for name in options.tasks:
+        task, found = TASKS[name], kept["tasks"].setdefault(name, {"runs": []})
+        middle = options.middle or _DEFAULT[task.settings["optimizer.type"]]
+        places = range(-(options.rates // 2), options.rates - options.rates // 2)
+        for seed in range(1, options.seeds + 1):
+            for rate in ("auto", *(middle * 2.0**place for place in places)):
+                if any(one["rate"] == rate and one["seed"] == seed for one in found["runs"]):
+                    continue
+                found["runs"].append(one := run(task, options, rate, seed))
+                rate_text = "auto" if rate == "auto" else f"{rate:.3g}"
+                print(f"{name} {rate_text} seed {seed}: {one['test']:.4f}, {one['seconds']:.1f} s", flush=True)
+                found["verdict"] = verdict(found["runs"])
+                options.out.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+        print(json.dumps({name: found.get("verdict")}))
+
+
+if __name__ == "__main__":
+    main()

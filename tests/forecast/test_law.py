@@ -1,0 +1,83 @@
+"""The law describes curves that follow it, under any plan."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from tests.forecast.curves import CONSTANT, PLAN, STEPS, annealed_copy, true_law
+
+from foretrain.forecast import law, plans
+from foretrain.forecast.records import LossCurve, RatePlan
+
+TRUE = true_law()
+
+
+def test_a_curve_that_follows_the_law_is_found_again() -> None:
+    fitted = law.fit(LossCurve(STEPS, TRUE.losses_at(PLAN, STEPS), PLAN))
+    assert fitted is not None
+    assert fitted.drop == pytest.approx(0.15, abs=1e-3)
+    assert fitted.exponent == pytest.approx(TRUE.exponent, rel=1e-2)
+    for other in (plans.resized(PLAN, 20000), plans.decaying_from(PLAN, 3000, 500)):
+        end = other.total_steps
+        assert fitted.loss_at(other, end) == pytest.approx(TRUE.loss_at(other, end), abs=1e-3)
+
+
+@pytest.mark.parametrize("drop", [0.05, 0.3])
+def test_an_annealed_copy_measures_the_drop_before_the_decay_begins(drop: float) -> None:
+    true = true_law(drop)
+    point = annealed_copy(drop)
+    seen = STEPS[STEPS <= 1250]
+    without = LossCurve(seen, true.losses_at(PLAN, seen), PLAN)
+    measured, guessed = law.fit(dataclasses.replace(without, annealed=(point,))), law.fit(without)
+    assert measured is not None
+    assert guessed is not None
+    truth = true.loss_at(PLAN, 5000)
+    assert measured.loss_at(PLAN, 5000) == pytest.approx(truth, abs=0.015)
+    assert abs(measured.loss_at(PLAN, 5000) - truth) < abs(guessed.loss_at(PLAN, 5000) - truth) / 3
+
+
+def test_a_short_copy_shows_a_part_of_what_the_decay_is_worth() -> None:
+    shares = [law.shown_share(PLAN, steps) for steps in (5, 15, 75, 750, 1500, 3000)]
+    assert shares == sorted(shares)
+    assert shares[0] < 0.1
+    assert shares[-2:] == [1.0, 1.0]  # as long as the decay of the plan, or longer
+    assert law.shown_share(CONSTANT, 15) == 1.0
+
+
+def test_the_unit_of_a_step_does_not_matter() -> None:
+    losses = TRUE.losses_at(PLAN, STEPS)
+    seen = STEPS <= 4000
+    small = RatePlan(50, PLAN.steps / 100, PLAN.multipliers)
+    coarse, fine = (
+        law.fit(LossCurve(STEPS[seen] / 100, losses[seen], small)),
+        law.fit(LossCurve(STEPS[seen], losses[seen], PLAN)),
+    )
+    assert coarse is not None
+    assert fine is not None
+    assert coarse.loss_at(small, 50) == pytest.approx(fine.loss_at(PLAN, 5000), rel=1e-6)
+
+
+def test_what_is_known_before_counts_until_the_rate_falls() -> None:
+    def end(prior: law.LawPrior, until: float) -> float:
+        seen = STEPS[until >= STEPS]
+        fitted = law.fit(LossCurve(seen, TRUE.losses_at(PLAN, seen), PLAN), prior)
+        assert fitted is not None
+        return fitted.loss_at(PLAN, 5000)
+
+    deep, flat = law.LawPrior(drop=0.1), law.LawPrior(drop=0.01)
+    assert end(flat, 1250) - end(deep, 1250) > 0.1
+    assert abs(end(flat, 4800) - end(deep, 4800)) < 0.01
+
+
+def test_three_losses_are_needed() -> None:
+    assert law.fit(LossCurve(STEPS[:2], np.array([5.0, 4.0]), PLAN)) is None
+    assert law.fit(LossCurve(STEPS[:3], np.array([5.0, 4.0, 3.5]), PLAN)) is not None
+
+
+def test_annealing_counts_falls_that_came_before() -> None:
+    gains = law.annealing(PLAN, np.array([0.0, 3000.0, 4000.0, 5000.0]))
+    assert gains[0] == gains[1] == 0
+    assert 0 < gains[2] < 1 / 3
+    assert 0.8 < gains[3] < 1
