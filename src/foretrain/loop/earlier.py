@@ -27,7 +27,7 @@ def begin_with_last(race: RateRace, kind: str, max_steps: int, folder: Path) -> 
             continue
         rate = float(f"{at_length(*found, max_steps):.3g}")
         if race.centre / _FARTHEST <= rate <= race.centre * _FARTHEST:
-            race.begin_with(rate, f"that of {other.name}")
+            race.begin_with(rate, f"that of {Path(other).name}")
             return
 
 
