@@ -20,10 +20,11 @@ from foretrain.errors import CheckpointError, OutOfMemory, SaveError
 from foretrain.events import CheckpointRejected, CheckpointSaved, Event, Notice, Resumed
 from foretrain.health import shortage
 from foretrain.health.rescue import Rescue
+from foretrain.launch.group import ALONE, Group, OtherRankFailed
 from foretrain.loop import words
 from foretrain.persist import checkpoint
 from foretrain.persist.checkpoint import CheckpointStore
-from foretrain.persist.codec import Snapshot, put_together, take_apart
+from foretrain.persist.codec import Snapshot, put_together, seed_of_rank, seed_random, take_apart
 from foretrain.persist.folder import RunFolder
 
 
@@ -32,7 +33,7 @@ class Saver:
 
     fingerprint: of the data; a checkpoint of other data is refused. state: gives everything that decides how the run
     goes on; load: puts such a state back, and is told where it comes from. judging: whether a move is open, which may
-    be undone.
+    be undone. group: the processes of the run: all gather their states, rank 0 writes, and all learn whether it could.
     """
 
     def __init__(
@@ -48,7 +49,9 @@ class Saver:
         state: Callable[[], dict[str, Any]],
         load: Callable[[dict[str, Any], str], None],
         judging: Callable[[], bool],
+        group: Group = ALONE,
     ) -> None:
+        self.group = group
         self.engine = engine
         self.config = config
         self.folder = folder
@@ -81,23 +84,39 @@ class Saver:
         if path is None:
             return
         step = self.saved_step = self.engine.progress.global_step
+        if self.group.first:
+            self._tell_saved(step, path, started)
+        self._write_best()
+
+    def _tell_saved(self, step: int, path: Path, started: float) -> None:
         sizes = {file.stem: file.stat().st_size / 1e6 for file in path.iterdir()}
         seconds = round(time.perf_counter() - started, 3)
         weights, prediction = (round(sizes.get(part, 0.0), 2) for part in ("model", "hybrid"))
         size = round(sum(sizes.values()), 2)
         self.emit(CheckpointSaved(step, str(path), size, seconds, weights, prediction))
-        self._write_best()
 
     def _write(self, place: Callable[[], Any]) -> Path:
         self.engine.meter.fetch()
-        where = place()
-        return self.store.save(self.engine.progress.global_step, self.state() | {"loader": where, "meta": self._meta()})
+        state = self.state() | {"loader": place(), "meta": self._meta()}
+        return self._by_first(lambda: self.store.save(self.engine.progress.global_step, state))
+
+    def _by_first(self, write: Callable[[], Path]) -> Path:
+        """Let rank 0 write, and return in all processes what it has written."""
+        written: list[Path] = []
+        with self.group.together():
+            if self.group.first:
+                written.append(write())
+        return Path(self.group.from_first(lambda: str(written[0])))
 
     def _saved(self, save: Callable[[], Path], must: bool) -> Path | None:
         with self.engine.untimed(), self.memory.during("checkpoint"):
             try:
                 self.folder.check_place()
                 return save()
+            except OtherRankFailed:
+                if must:
+                    raise
+                return None
             except SaveError as error:
                 if must:
                     raise SaveError(f"{error}, then go on with {self.folder.again}") from error
@@ -120,6 +139,7 @@ class Saver:
             "foretrain": environment.version("foretrain"),
             "muon_type": iteration_type(self.engine.device),
             "total_seconds": self.total_seconds,
+            "ranks": self.group.size,
         }
 
     # --- the best weights --------------------------------------------------------------------------------------------
@@ -141,7 +161,8 @@ class Saver:
         if state is not None:
             step = int(state["best"]["step"])
             gone = step != self.engine.progress.best_step
-            if gone or self._saved(lambda: self.store.save_best(step, state, keep_others), must=False) is not None:
+            save = partial(self._by_first, lambda: self.store.save_best(step, state, keep_others))
+            if gone or self._saved(save, must=False) is not None:
                 self.unsaved_best = None
 
     def complete_best(self, weights: Mapping[str, torch.Tensor]) -> None:
@@ -158,10 +179,12 @@ class Saver:
                 continue
             model = {**state["model"], **{name: weight.detach() for name, weight in weights.items()}}
             state |= {"model": model, "frozen": frozen}
-            self._saved(partial(self.store.save_best, step, state, keep_others=True), must=False)
+            save = partial(self.store.save_best, step, state, keep_others=True)
+            self._saved(partial(self._by_first, save), must=False)
 
     def prune_best(self) -> None:
-        self.store.prune_best(self.engine.progress.best_step)
+        if self.group.first:
+            self.store.prune_best(self.engine.progress.best_step)
 
     def load_best(self) -> None:
         """The model as it was where the held-out loss was lowest; everything else stays at the end of the run."""
@@ -203,12 +226,14 @@ class Saver:
         raise OutOfMemory(text)
 
     def _load_newest(self) -> dict[str, Any] | None:
-        loaded = self.store.load_newest(lambda path, reason: self.emit(CheckpointRejected(str(path), reason)))
+        loaded = self._newest()
         if loaded is None:
             self.emit(words.no_checkpoint(self.folder))
             return None
         meta = self._check_origin(loaded)
         self.load(loaded.state, str(loaded.path))
+        if self.group.rank:  # what was saved is the random state of rank 0
+            seed_random(seed_of_rank(self.config.seed + loaded.step, self.group.rank))
         place = checked_state(loaded.state.get("loader"), str(loaded.path))
         self.saved_step = loaded.step
         try:
@@ -219,6 +244,31 @@ class Saver:
         for notice in words.since_saved(meta, self.config, self.engine):
             self.emit(notice)
         return place
+
+    def _newest(self) -> checkpoint.Loaded | None:
+        """Return the newest checkpoint: rank 0 finds it, and the others read the same one."""
+        found: list[checkpoint.Loaded | None] = []
+        with self.group.together():
+            if self.group.first:
+                tell = lambda path, reason: self.emit(CheckpointRejected(str(path), reason))  # noqa: E731
+                found.append(self.store.load_newest(tell))
+        if self.group.alone:
+            return found[0]
+        name = self.group.from_first(lambda: "" if found[0] is None else found[0].path.name)
+        with self.group.together():
+            if not self.group.first:
+                found.append(self._read(name) if name else None)
+        return found[0]
+
+    def _read(self, name: str) -> checkpoint.Loaded:
+        path = self.store.root / name
+        if not path.is_dir():
+            raise CheckpointError(
+                f"{path}: rank 0 has found it, and rank {self.group.rank} does not see it; let --out name a folder "
+                "that all machines share"
+            )
+        state = checkpoint.read(path)
+        return checkpoint.Loaded(int(state["progress"]["global_step"]), path, state)
 
     def _check_origin(self, loaded: checkpoint.Loaded) -> dict[str, Any]:
         """Refuse a checkpoint of another kind or of other data."""

@@ -6,6 +6,7 @@ becomes a JSON tree that refers to them. Nothing is lost: integer keys, tuples a
 
 from __future__ import annotations
 
+import hashlib
 import math
 import random
 from collections.abc import Iterator, Mapping
@@ -159,6 +160,13 @@ def seed_random(seed: int) -> None:
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002 - user code may use it
+
+
+def seed_of_rank(seed: int, rank: int) -> int:
+    """Return what the generators of one of several processes start from: those of rank 0 start from the seed itself."""
+    if rank == 0:
+        return seed
+    return int.from_bytes(hashlib.blake2b(f"{seed} {rank}".encode(), digest_size=7).digest(), "big")
 
 
 def random_state() -> dict[str, Any]:
