@@ -29,6 +29,26 @@ class Snapshot:
     tree: Any
 
 
+@dataclass(frozen=True, slots=True)
+class OfRank:
+    """Marks a part of a state of which each of several processes has its own.
+
+    rows: its tensors hold rows of a batch, of which all processes have some; otherwise nobody else can use it.
+    """
+
+    value: Any
+    rows: bool
+
+
+def unmarked(value: Any) -> Any:
+    """Return what a mark is put around, or the value itself."""
+    return value.value if isinstance(value, OfRank) else value
+
+
+class MarkedTensors(dict[str, Tensor]):
+    """Tensors that are taken out of a tree in which `OfRank` leaves its mark."""
+
+
 def real_view(tensor: Tensor) -> Tensor:
     """Return the tensor itself, or the parts [..., 2] of complex numbers in the same memory."""
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
@@ -43,9 +63,13 @@ def form_in_words(value: Any) -> str:
     return f"{list(value.shape)} {value.dtype}" if isinstance(value, Tensor) else "no tensor"
 
 
-def take_apart(state: Any) -> Snapshot:
-    """Separate tensors from everything else. Tensors are referred to, not copied."""
-    tensors: dict[str, Tensor] = {}
+ROWS, OWN = "$rows", "$own"
+
+
+def take_apart(state: Any, marked: bool = False) -> Snapshot:
+    """Separate tensors from everything else. Tensors are referred to, not copied. marked: the tree says what belongs
+    to one of several processes."""
+    tensors: dict[str, Tensor] = MarkedTensors() if marked else {}
     return Snapshot(tensors, _encode(state, "", tensors))
 
 
@@ -80,6 +104,9 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
             }
         entries = [[_plain(key), _encode(item, _join(path, key), tensors)] for key, item in value.items()]
         return {"$entries": entries}
+    if isinstance(value, OfRank):
+        inner = _encode(value.value, path, tensors)
+        return {ROWS if value.rows else OWN: inner} if isinstance(tensors, MarkedTensors) else inner
     return _plain(value)
 
 
@@ -181,6 +208,18 @@ def random_state() -> dict[str, Any]:
         "numpy": [kind, torch.from_numpy(np.asarray(words).astype(np.int64)), place, has_gauss, gauss],
         "python": [version, torch.tensor(internal, dtype=torch.int64), gauss_next],
     }
+
+
+RANDOM = frozenset({"torch", "cuda", "numpy", "python"})
+"""The entries of a random state: by these one is told from all else in a tree."""
+
+
+def random_state_anew(seed: int, step: int, rank: int) -> dict[str, Any]:
+    """Return random states that follow from these numbers, where those that were saved belong to other processes."""
+    digest = hashlib.sha256(f"{seed} {step} {rank}".encode()).digest()
+    with same_random_numbers():
+        seed_random(int.from_bytes(digest[:7]))
+        return random_state()
 
 
 def restore_random_state(state: Mapping[str, Any]) -> None:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foretrain.errors import CheckpointError
-from foretrain.persist.codec import copy_all, form_in_words, form_of, own_copy
+from foretrain.persist.codec import copy_all, form_in_words, form_of, own_copy, unmarked
 
 _IN_PLACE = "in place"
 Buffer = Annotated[Tensor, _IN_PLACE]
@@ -53,7 +53,7 @@ class Reader:
 
     def read(self, kind: Any, saved: Any, present: Any, place: str) -> Any:
         """Read one value. present: what is there now, or None; it says the length of a deque, the form of an array."""
-        origin, arguments = get_origin(kind), get_args(kind)
+        origin, arguments, saved = get_origin(kind), get_args(kind), unmarked(saved)
         if kind is Any or kind is object:
             return own_copy(saved, self.device)
         if origin is Annotated:
