@@ -123,6 +123,7 @@ def difference(first: Any, second: Any, place: str = "") -> str:
 @contextmanager
 def nothing_is_pickled() -> Iterator[None]:
     """Whatever pickles, on the disk or between ranks, raises."""
+
     def refused(*arguments: Any, **options: Any) -> None:
         raise AssertionError("pickled")
 

@@ -139,7 +139,6 @@ def fit(
                 state=trainer.state_dict,
                 load=lambda state, origin: load(trainer, state, origin),
                 judging=lambda: trainer.judging or (trainer.growth is not None and trainer.growth.on_trial),
-                group=group,
             )
         evaluator = Evaluator(
             engine,

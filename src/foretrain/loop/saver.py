@@ -20,12 +20,12 @@ from foretrain.errors import CheckpointError, OutOfMemory, SaveError
 from foretrain.events import CheckpointRejected, CheckpointSaved, Event, Notice, Resumed
 from foretrain.health import shortage
 from foretrain.health.rescue import Rescue
-from foretrain.launch.group import ALONE, Group, OtherRankFailed
 from foretrain.loop import words
 from foretrain.persist import checkpoint
 from foretrain.persist.checkpoint import CheckpointStore
-from foretrain.persist.codec import Snapshot, put_together, seed_of_rank, seed_random, take_apart
+from foretrain.persist.codec import Snapshot, put_together, random_state_anew, take_apart
 from foretrain.persist.folder import RunFolder
+from foretrain.persist.pieces import ONE_PROCESS, Layouts, ReadBy
 
 
 class Saver:
@@ -33,7 +33,7 @@ class Saver:
 
     fingerprint: of the data; a checkpoint of other data is refused. state: gives everything that decides how the run
     goes on; load: puts such a state back, and is told where it comes from. judging: whether a move is open, which may
-    be undone. group: the processes of the run: all gather their states, rank 0 writes, and all learn whether it could.
+    be undone. Of several processes each saves and loads its part, and all learn whether that went well.
     """
 
     def __init__(
@@ -49,9 +49,7 @@ class Saver:
         state: Callable[[], dict[str, Any]],
         load: Callable[[dict[str, Any], str], None],
         judging: Callable[[], bool],
-        group: Group = ALONE,
     ) -> None:
-        self.group = group
         self.engine = engine
         self.config = config
         self.folder = folder
@@ -62,7 +60,7 @@ class Saver:
         self.state = state
         self.load = load
         self.judging = judging
-        self.store = CheckpointStore(folder.checkpoints, config.checkpoint.keep)
+        self.store = CheckpointStore(folder.checkpoints, config.checkpoint.keep, engine.world, self._reader)
         self.saved_step = -1
         self.earlier_seconds = 0.0
         """What the parts of this run took before it was resumed, with start-up, evaluation and saving."""
@@ -84,7 +82,7 @@ class Saver:
         if path is None:
             return
         step = self.saved_step = self.engine.progress.global_step
-        if self.group.first:
+        if self.engine.world.rank == 0:
             self._tell_saved(step, path, started)
         self._write_best()
 
@@ -97,26 +95,22 @@ class Saver:
 
     def _write(self, place: Callable[[], Any]) -> Path:
         self.engine.meter.fetch()
-        state = self.state() | {"loader": place(), "meta": self._meta()}
-        return self._by_first(lambda: self.store.save(self.engine.progress.global_step, state))
+        where = place()
+        return self.store.save(self.engine.progress.global_step, self.state() | {"loader": where, "meta": self._meta()})
 
-    def _by_first(self, write: Callable[[], Path]) -> Path:
-        """Let rank 0 write, and return in all processes what it has written."""
-        written: list[Path] = []
-        with self.group.together():
-            if self.group.first:
-                written.append(write())
-        return Path(self.group.from_first(lambda: str(written[0])))
+    def _reader(self, step: int) -> ReadBy:
+        """How this process reads a checkpoint that may be of another number of processes."""
+        world, seed = self.engine.world, self.config.seed
+        if world.size == 1 and not self.engine.full_step.spread:
+            return ONE_PROCESS
+        layouts = Layouts(dict(self.engine.model.named_parameters()))
+        return ReadBy(world.rank, world.size, layouts, lambda: random_state_anew(seed, step, world.rank))
 
     def _saved(self, save: Callable[[], Path], must: bool) -> Path | None:
         with self.engine.untimed(), self.memory.during("checkpoint"):
             try:
                 self.folder.check_place()
                 return save()
-            except OtherRankFailed:
-                if must:
-                    raise
-                return None
             except SaveError as error:
                 if must:
                     raise SaveError(f"{error}, then go on with {self.folder.again}") from error
@@ -139,7 +133,7 @@ class Saver:
             "foretrain": environment.version("foretrain"),
             "muon_type": iteration_type(self.engine.device),
             "total_seconds": self.total_seconds,
-            "ranks": self.group.size,
+            "ranks": self.engine.world.size,
         }
 
     # --- the best weights --------------------------------------------------------------------------------------------
@@ -161,8 +155,7 @@ class Saver:
         if state is not None:
             step = int(state["best"]["step"])
             gone = step != self.engine.progress.best_step
-            save = partial(self._by_first, lambda: self.store.save_best(step, state, keep_others))
-            if gone or self._saved(save, must=False) is not None:
+            if gone or self._saved(lambda: self.store.save_best(step, state, keep_others), must=False) is not None:
                 self.unsaved_best = None
 
     def complete_best(self, weights: Mapping[str, torch.Tensor]) -> None:
@@ -174,17 +167,15 @@ class Saver:
             self.unsaved_best |= {"model": {**self.unsaved_best["model"], **added}, "frozen": frozen}
         for step, path in self.store.best().items():
             try:
-                state = checkpoint.read(path)
+                state = self.store.read(path)
             except CheckpointError:  # damaged: nothing can be made of it anyway
                 continue
             model = {**state["model"], **{name: weight.detach() for name, weight in weights.items()}}
             state |= {"model": model, "frozen": frozen}
-            save = partial(self.store.save_best, step, state, keep_others=True)
-            self._saved(partial(self._by_first, save), must=False)
+            self._saved(partial(self.store.save_best, step, state, keep_others=True), must=False)
 
     def prune_best(self) -> None:
-        if self.group.first:
-            self.store.prune_best(self.engine.progress.best_step)
+        self.store.prune_best(self.engine.progress.best_step)
 
     def load_best(self) -> None:
         """The model as it was where the held-out loss was lowest; everything else stays at the end of the run."""
@@ -195,7 +186,7 @@ class Saver:
         best = self.engine.progress.best_step
         step = best if best in found else next(iter(found))
         path = found[step]
-        state = checkpoint.read(path)
+        state = self.store.read(path)
         self.engine.load_weights(state, str(path))
         loss = float(state["best"]["loss"])
         self.emit(
@@ -226,14 +217,12 @@ class Saver:
         raise OutOfMemory(text)
 
     def _load_newest(self) -> dict[str, Any] | None:
-        loaded = self._newest()
+        loaded = self.store.load_newest(lambda path, reason: self.emit(CheckpointRejected(str(path), reason)))
         if loaded is None:
             self.emit(words.no_checkpoint(self.folder))
             return None
         meta = self._check_origin(loaded)
         self.load(loaded.state, str(loaded.path))
-        if self.group.rank:  # what was saved is the random state of rank 0
-            seed_random(seed_of_rank(self.config.seed + loaded.step, self.group.rank))
         place = checked_state(loaded.state.get("loader"), str(loaded.path))
         self.saved_step = loaded.step
         try:
@@ -244,31 +233,6 @@ class Saver:
         for notice in words.since_saved(meta, self.config, self.engine):
             self.emit(notice)
         return place
-
-    def _newest(self) -> checkpoint.Loaded | None:
-        """Return the newest checkpoint: rank 0 finds it, and the others read the same one."""
-        found: list[checkpoint.Loaded | None] = []
-        with self.group.together():
-            if self.group.first:
-                tell = lambda path, reason: self.emit(CheckpointRejected(str(path), reason))  # noqa: E731
-                found.append(self.store.load_newest(tell))
-        if self.group.alone:
-            return found[0]
-        name = self.group.from_first(lambda: "" if found[0] is None else found[0].path.name)
-        with self.group.together():
-            if not self.group.first:
-                found.append(self._read(name) if name else None)
-        return found[0]
-
-    def _read(self, name: str) -> checkpoint.Loaded:
-        path = self.store.root / name
-        if not path.is_dir():
-            raise CheckpointError(
-                f"{path}: rank 0 has found it, and rank {self.group.rank} does not see it; let --out name a folder "
-                "that all machines share"
-            )
-        state = checkpoint.read(path)
-        return checkpoint.Loaded(int(state["progress"]["global_step"]), path, state)
 
     def _check_origin(self, loaded: checkpoint.Loaded) -> dict[str, Any]:
         """Refuse a checkpoint of another kind or of other data."""

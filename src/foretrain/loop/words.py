@@ -17,7 +17,6 @@ from foretrain.engine.engine import Engine
 from foretrain.engine.optim.muon import Muon, iteration_type
 from foretrain.errors import InputError
 from foretrain.events import Notice
-from foretrain.launch.joining import current_group
 from foretrain.persist.folder import RunFolder
 
 
@@ -89,7 +88,7 @@ def since_saved(meta: Mapping[str, Any], config: Config, engine: Engine) -> list
         notices.append(
             Notice(f"saved with torch {saved_with}, now {torch.__version__}: results may differ in the last bits")
         )
-    ranks, were = current_group().size, meta.get("ranks", 1)
+    ranks, were = engine.world.size, meta.get("ranks", 1)
     if were != ranks:
         text = f"saved by {were} process{'es' * (were != 1)}, and goes on in {ranks}: the same data and decisions"
         notices.append(Notice(f"{text}, and sums that may differ in the last bits", level="info"))

@@ -191,13 +191,6 @@ def seed_random(seed: int) -> None:
     np.random.seed(seed % 2**32)  # noqa: NPY002 - user code may use it
 
 
-def seed_of_rank(seed: int, rank: int) -> int:
-    """Return what the generators of one of several processes start from: those of rank 0 start from the seed itself."""
-    if rank == 0:
-        return seed
-    return int.from_bytes(hashlib.blake2b(f"{seed} {rank}".encode(), digest_size=7).digest(), "big")
-
-
 def random_state() -> dict[str, Any]:
     """Return the states of all generators that a model, a loss function or a data set may draw from."""
     kind, words, place, has_gauss, gauss = np.random.get_state()  # noqa: NPY002 - user code may use it
