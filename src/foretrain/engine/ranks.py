@@ -11,8 +11,7 @@ cases for DDP, FSDP2, HSDP and tensor parallelism.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,11 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from foretrain.engine.agreement import SIGNATURE, Agreement, DecidedValue, all_the_same
+from foretrain.engine.syncing import Syncing
 from foretrain.engine.world import ALONE, Decision, FailedRank, ReduceKind, World
 from foretrain.errors import RanksError
 from foretrain.persist.parts import is_spread, like, local
 
-__all__ = ["Ranks", "is_spread", "like", "local", "settle", "settled", "world_of_ranks"]
+__all__ = ["Ranks", "is_spread", "like", "local", "settle", "world_of_ranks"]
 
 _WORDS = 1024
 """Bytes of a sentence that one rank tells the others. Chosen: a long sentence."""
@@ -52,6 +52,8 @@ class Ranks(World):
         self._votes: dict[str, bool] = {}
         self._counted: dict[str, int] = {}
         self._steps: Callable[[], int] = lambda: 0
+        self._often = 1
+        self._met_at = 0
 
     # --- numbers -----------------------------------------------------------------------------------------------------
 
@@ -112,6 +114,11 @@ class Ranks(World):
         found: list[float] = values[:count].tolist()
         return found
 
+    def total(self, numbers: Sequence[float]) -> list[float]:
+        """Add up numbers of the host over all ranks."""
+        sent = torch.tensor(numbers, dtype=torch.float64, device=self._device)
+        return self.to_host(self.reduce(sent, "sharded"))
+
     def of_first(self, numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """What the rank with number 0 holds: for numbers that the host computes, in its own way of rounding."""
         sent = torch.from_numpy(np.array(numbers, dtype=np.float64)).to(self._device)
@@ -125,9 +132,14 @@ class Ranks(World):
         self.agreement.add(decision, name)
         return decision
 
-    def follow(self, steps: Callable[[], int]) -> None:
-        """steps: tells how many were done, for messages and for `check`."""
-        self._steps = steps
+    def follow(self, steps: Callable[[], int], often: int) -> None:
+        """steps: tells how many were done. often: steps after which ranks meet, where nothing else makes them."""
+        self._steps, self._often = steps, often
+
+    def step_done(self) -> None:
+        """A step is over: ranks meet now where the last time is long ago."""
+        if not 0 <= self._steps() - self._met_at < self._often:
+            self.read([], [])
 
     def vote(self, name: str, yes: bool) -> None:
         """Say yes or no to a question that each rank has an own answer to. It is counted when ranks meet next."""
@@ -148,14 +160,14 @@ class Ranks(World):
             self.read([], [])
         return self._counted.pop(name)
 
-    def check(self, step: int) -> None:
+    def check(self) -> None:
         """Meet now: compare what was decided, count votes and put means where `later` promised them."""
-        self._steps = lambda: step
         self.read([], [])
 
     def _met(self, names: Sequence[str], told: Sequence[float]) -> None:
         """told: sums over all ranks of votes and signatures."""
         *votes, _, _, _, _ = told
+        self._met_at = self._steps()
         self._counted.update(zip(names, (round(count) for count in votes), strict=True))
         self._votes.clear()
         if not all_the_same(told[-SIGNATURE:], self.size):
@@ -199,18 +211,5 @@ class Ranks(World):
 
 
 def settle(model: nn.Module) -> None:
-    """Let go of weights that FSDP2 gathered for a forward pass without a backward pass: it would use them again in the
-    next one, though they were moved meanwhile."""
-    for module in model.modules():
-        reshard = getattr(module, "reshard", None)
-        if reshard is not None and hasattr(module, "unshard"):
-            reshard()
-
-
-@contextmanager
-def settled(model: nn.Module) -> Iterator[None]:
-    """`settle` after the block, whatever happens in it."""
-    try:
-        yield
-    finally:
-        settle(model)
+    """To be called after every forward pass that no backward pass follows: `Syncing.settle` says why."""
+    Syncing(model).settle()

@@ -56,6 +56,10 @@ class World:
         """Combine tensors over all processes, each by its kind, and bring all numbers to the host, in one transfer."""
         return self.to_host(torch.cat([tensor.reshape(-1).to(tensors[0].dtype) for tensor in tensors]))
 
+    def total(self, numbers: Sequence[float]) -> list[float]:
+        """Add up numbers of the host over all processes."""
+        return list(numbers)
+
     def of_first(self, numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """What the process with rank 0 holds: for numbers that the host computes, in its own way of rounding."""
         return numbers
@@ -72,8 +76,11 @@ class World:
         called where they do not agree."""
         return decision
 
-    def follow(self, steps: Callable[[], int]) -> None:
-        """steps: tells how many were done, for messages."""
+    def follow(self, steps: Callable[[], int], often: int) -> None:
+        """steps: tells how many were done. often: steps after which processes meet, where nothing else makes them."""
+
+    def step_done(self) -> None:
+        """A step is over: processes meet now where the last time is long ago."""
 
     def vote(self, name: str, yes: bool) -> None:
         """Say yes or no to a question that each process has an own answer to. It is counted when they meet next."""
@@ -86,7 +93,7 @@ class World:
         """Whether one of them does."""
         return yes
 
-    def check(self, step: int) -> None:
+    def check(self) -> None:
         """Meet now: compare what was decided, and count votes."""
 
     def all_well(self, words: str | None = None) -> FailedRank | None:

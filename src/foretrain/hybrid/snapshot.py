@@ -13,6 +13,7 @@ from foretrain.engine.memory.host import host_like
 from foretrain.engine.memory.offload import HostSnapshots
 from foretrain.engine.progress import HELD_OUT_RECORD, TAKEN_BACK
 from foretrain.persist.codec import Snapshot, put_together, snapshot
+from foretrain.persist.parts import local
 
 _ON_HOST = ("random.", "loader.", "predictor.")
 """Parts of a state that are never on the device begin with these."""
@@ -150,8 +151,9 @@ class Snapshots:
             for name, weight in zip(trained.names, trained.parameters, strict=True):
                 key = f"model.{name}"
                 if key not in one.tensors:
-                    place = host_like(weight, weight.device) if self.host is not None else torch.empty_like(weight)
-                    one.tensors[key] = place.copy_(weight.detach())
+                    part = local(weight)
+                    place = host_like(part, part.device) if self.host is not None else torch.empty_like(part)
+                    one.tensors[key] = place.copy_(part)
                     one.tree["model"][name] = {"$tensor": key}
             for name in (name for name, part in self.parts.items() if part.of_weights):
                 one.tree[name] = None

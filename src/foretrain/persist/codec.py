@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+
+from foretrain.persist.parts import local
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, Tensor):
         while path in tensors:  # such as {"a.b": ...} beside {"a": {"b": ...}}
             path += "'"
-        tensors[path] = real_view(value.detach())
+        tensors[path] = real_view(local(value))
         return {"$complex" if value.is_complex() else "$tensor": path}
     if isinstance(value, (list, tuple)):
         items = [
@@ -195,7 +197,7 @@ def random_state() -> dict[str, Any]:
     version, internal, gauss_next = random.getstate()
     return {
         "torch": torch.get_rng_state(),
-        "cuda": [torch.cuda.get_rng_state(index) for index in range(_cuda_devices())],
+        "cuda": [torch.cuda.get_rng_state(index) for index in _cuda_devices()],
         "numpy": [kind, torch.from_numpy(np.asarray(words).astype(np.int64)), place, has_gauss, gauss],
         "python": [version, torch.tensor(internal, dtype=torch.int64), gauss_next],
     }
@@ -215,7 +217,7 @@ def random_state_anew(seed: int, step: int, rank: int) -> dict[str, Any]:
 
 def restore_random_state(state: Mapping[str, Any]) -> None:
     torch.set_rng_state(state["torch"].cpu())
-    for index, value in enumerate(state["cuda"][: _cuda_devices()]):
+    for index, value in zip(_cuda_devices(), state["cuda"], strict=False):
         torch.cuda.set_rng_state(value.cpu(), index)
     kind, words, place, has_gauss, gauss = state["numpy"]
     np.random.set_state((kind, words.cpu().numpy().astype(np.uint32), place, has_gauss, gauss))  # noqa: NPY002
@@ -233,5 +235,12 @@ def same_random_numbers() -> Iterator[None]:
         restore_random_state(state)
 
 
-def _cuda_devices() -> int:
-    return torch.cuda.device_count() if torch.cuda.is_available() and torch.cuda.is_initialized() else 0  # type: ignore[no-untyped-call]
+def _cuda_devices() -> Sequence[int]:
+    """Devices with generators that are used: all, or in one of several processes its own only, since to ask another one
+    takes memory on it."""
+    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
+        return ()
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        return (torch.cuda.current_device(),)
+    return range(torch.cuda.device_count())

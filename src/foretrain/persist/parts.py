@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -36,3 +37,34 @@ def like(part: Tensor, whole: Tensor) -> Tensor:
         part, form.device_mesh, form.placements, run_check=False, shape=whole.shape, stride=whole.stride()
     )
     return made
+
+
+def places_in_whole(tensor: Tensor, width: int = 1) -> Tensor:
+    """Return where the numbers of this process's part are in the whole tensor, flattened, counted from 1.
+
+    width: real numbers that one of its numbers is made of.
+    """
+    part = local(tensor)
+    if not is_spread(tensor):
+        return torch.arange(1, part.numel() * width + 1, device=part.device, dtype=torch.int64)
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    spread: Any = tensor
+    shape, starts = compute_local_shape_and_global_offset(tensor.shape, spread.device_mesh, spread.placements)
+    place = torch.zeros((), dtype=torch.int64)
+    for dimension, (count, start) in enumerate(zip(shape, starts, strict=True)):
+        step = math.prod(tensor.shape[dimension + 1 :])
+        place = place.unsqueeze(-1) + (start + torch.arange(count)) * step
+    return (place.reshape(-1, 1) * width + torch.arange(width)).flatten() + 1
+
+
+def total_over_parts(number: Tensor, tensor: Tensor) -> Tensor:
+    """Add up what every part of a tensor gives; parts of which several processes hold a copy count once."""
+    if not is_spread(tensor):
+        return number
+    spread: Any = tensor
+    for dimension, placement in enumerate(spread.placements):
+        if not placement.is_replicate():
+            number = number.clone()
+            torch.distributed.all_reduce(number, group=spread.device_mesh.get_group(dimension))
+    return number

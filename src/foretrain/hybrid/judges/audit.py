@@ -98,7 +98,7 @@ class Audited(Judge):
                 mean = tools.forks.add(mean)
         without = self._losses(mean, move, batches)
         move.cost += len(self.batches) + FORWARD * 2 * len(batches)
-        audit = self.weigh(move, with_move, without)
+        audit = engine.world.agree(self.weigh(move, with_move, without), "the audit")
         if audit.gain_steps > 0:
             snapshots.rewind(end)
         engine.progress.position = position

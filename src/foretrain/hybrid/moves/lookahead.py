@@ -16,6 +16,7 @@ from foretrain.engine.step import StepOutput
 from foretrain.events import Phase
 from foretrain.hybrid.judges.judgement import Judgement
 from foretrain.hybrid.moves.base import Move
+from foretrain.persist.parts import local
 from foretrain.persist.stateful import Buffer
 
 
@@ -48,7 +49,7 @@ class LookAhead(StepHook, Move):
 
     def cover(self, parameters: Sequence[Tensor]) -> None:
         """Watch these from now on, of whose motion nothing is known yet."""
-        self.parameters = [p.detach() for p in parameters]
+        self.parameters = [local(p) for p in parameters]
         self.steps = 0
         """Since the last move ahead."""
         self.m = [torch.zeros_like(p) for p in self.parameters]
