@@ -8,7 +8,9 @@ import multiprocessing
 import os
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,16 +64,61 @@ def _outcome(code: int, path: Path) -> Outcome:
     return Outcome(code, **json.loads(path.read_text())) if path.is_file() else Outcome(code)
 
 
-def _rank(rank: int, size: int, folder: str, work: Callable[..., Any], given: tuple[Any, ...]) -> None:
-    torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
+@contextmanager
+def fewer(size: int) -> Iterator[bool]:
+    """The first `size` ranks are the world inside of the block; the others, which get False, wait at its end."""
+    rank, whole = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+    if rank < size:
+        _meet(rank, size)
+    yield rank < size
+    if rank < size:
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+    _meet(rank, whole)
+
+
+def in_forks(work: Callable[[], object]) -> int:
+    """Call it in a fork of each rank; these are a world of their own. Returns how this rank's fork ended: 0, 1 where
+    it raised, or the negative number of the signal that killed it."""
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            _meet(rank, size)
+            work()
+            code = 0
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(child, 0)
+    _meetings[size] += 1  # the one of the forks
+    _meet(rank, size)
+    return os.waitstatus_to_exitcode(status)
+
+
+_meetings: Counter[int] = Counter()
+
+
+def _meet(rank: int, size: int) -> None:
+    """Form a group. Each has a file of its own, by which its ranks find each other."""
+    _meetings[size] += 1
     torch.distributed.init_process_group(
         "gloo",
-        init_method=f"file://{folder}/store",
+        init_method=f"file://{os.environ['GLOO_FOLDER']}/group-of-{size}-{_meetings[size]}",
         rank=rank,
         world_size=size,
         timeout=dt.timedelta(seconds=_PATIENCE),
     )
+
+
+def _rank(rank: int, size: int, folder: str, work: Callable[..., Any], given: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "GLOO_FOLDER": folder}
+    _meet(rank, size)
     told: dict[str, Any] = {}
     try:
         told["result"] = work(rank, *given)

@@ -13,7 +13,7 @@ from foretrain.engine.memory.host import host_like
 from foretrain.engine.memory.offload import HostSnapshots
 from foretrain.engine.progress import HELD_OUT_RECORD, TAKEN_BACK
 from foretrain.persist.codec import Snapshot, put_together, snapshot
-from foretrain.persist.parts import local
+from foretrain.persist.parts import form_of_spread, local
 
 _ON_HOST = ("random.", "loader.", "predictor.")
 """Parts of a state that are never on the device begin with these."""
@@ -155,6 +155,8 @@ class Snapshots:
                     place = host_like(part, part.device) if self.host is not None else torch.empty_like(part)
                     one.tensors[key] = place.copy_(part)
                     one.tree["model"][name] = {"$tensor": key}
+                    if (form := form_of_spread(weight)) is not None:
+                        one.spread[key] = form
             for name in (name for name, part in self.parts.items() if part.of_weights):
                 one.tree[name] = None
         self._other = None
@@ -209,8 +211,8 @@ class Snapshots:
     def state_dict(self) -> dict[str, Any]:
         if self.host is not None:
             self.host.lane.finish()
-        best = None if self.best is None else put_together(self.best)
-        safe = None if self.taken is None else put_together(self.taken)
+        best = None if self.best is None else put_together(self.best, spread=True)
+        safe = None if self.taken is None else put_together(self.taken, spread=True)
         return {"safe": safe, "taken_at": self.taken_at, "best": best}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -227,7 +229,8 @@ class Snapshots:
         if self.host is not None:
             return self.host.take(state)
         taken = snapshot(state)
-        return Snapshot({name: _place(name, tensor, device) for name, tensor in taken.tensors.items()}, taken.tree)
+        placed = {name: _place(name, tensor, device) for name, tensor in taken.tensors.items()}
+        return Snapshot(placed, taken.tree, taken.spread)
 
 
 def _place(name: str, tensor: Tensor, device: torch.device) -> Tensor:

@@ -22,10 +22,17 @@ from foretrain.health import shortage
 from foretrain.health.rescue import Rescue
 from foretrain.loop import words
 from foretrain.persist import checkpoint
+<<<<<<< HEAD
 from foretrain.persist.checkpoint import CheckpointStore
 from foretrain.persist.codec import Snapshot, put_together, random_state_anew, take_apart
 from foretrain.persist.folder import RunFolder
 from foretrain.persist.pieces import ONE_PROCESS, Layouts, ReadBy
+=======
+from foretrain.persist.checkpoint import CheckpointStore, sizes_of
+from foretrain.persist.codec import Snapshot, put_together, random_state_anew, take_apart
+from foretrain.persist.folder import RunFolder
+from foretrain.persist.pieces import Layouts, ReadBy
+>>>>>>> ranks
 
 
 class Saver:
@@ -72,6 +79,12 @@ class Saver:
         """What all parts of the run took, with start-up, evaluation and saving."""
         return self.earlier_seconds + time.monotonic() - self.folder.opened
 
+    def _reader(self, step: int) -> ReadBy:
+        """How this process reads the checkpoint of a step."""
+        world, model = self.engine.world, self.engine.model
+        layouts = Layouts(dict(model.named_parameters(remove_duplicate=False)))
+        return ReadBy(world.rank, world.size, layouts, lambda: random_state_anew(self.config.seed, step, world.rank))
+
     # --- saving ------------------------------------------------------------------------------------------------------
 
     def save(self, must: bool, place: Callable[[], Any]) -> None:
@@ -82,12 +95,16 @@ class Saver:
         if path is None:
             return
         step = self.saved_step = self.engine.progress.global_step
+<<<<<<< HEAD
         if self.engine.world.rank == 0:
             self._tell_saved(step, path, started)
         self._write_best()
 
     def _tell_saved(self, step: int, path: Path, started: float) -> None:
         sizes = {file.stem: file.stat().st_size / 1e6 for file in path.iterdir()}
+=======
+        sizes = sizes_of(path)
+>>>>>>> ranks
         seconds = round(time.perf_counter() - started, 3)
         weights, prediction = (round(sizes.get(part, 0.0), 2) for part in ("model", "hybrid"))
         size = round(sum(sizes.values()), 2)
@@ -95,6 +112,7 @@ class Saver:
 
     def _write(self, place: Callable[[], Any]) -> Path:
         self.engine.meter.fetch()
+        self.engine.world.catch_up()
         where = place()
         return self.store.save(self.engine.progress.global_step, self.state() | {"loader": where, "meta": self._meta()})
 
@@ -109,7 +127,7 @@ class Saver:
     def _saved(self, save: Callable[[], Path], must: bool) -> Path | None:
         with self.engine.untimed(), self.memory.during("checkpoint"):
             try:
-                self.folder.check_place()
+                self.store.together.only_first(self.folder.check_place, SaveError)
                 return save()
             except SaveError as error:
                 if must:
@@ -133,8 +151,12 @@ class Saver:
             "foretrain": environment.version("foretrain"),
             "muon_type": iteration_type(self.engine.device),
             "total_seconds": self.total_seconds,
+<<<<<<< HEAD
             "ranks": self.engine.world.size,
         }
+=======
+        } | ({"ranks": self.engine.world.size} if self.engine.world.size > 1 else {})
+>>>>>>> ranks
 
     # --- the best weights --------------------------------------------------------------------------------------------
 
@@ -147,7 +169,7 @@ class Saver:
         if self.unsaved_best is not None:  # at the next save the weights are others
             parts = take_apart(self.unsaved_best)
             copies = {name: tensor.to("cpu", copy=True) for name, tensor in parts.tensors.items()}
-            self.unsaved_best = put_together(Snapshot(copies, parts.tree))
+            self.unsaved_best = put_together(Snapshot(copies, parts.tree, parts.spread), spread=True)
 
     def _write_best(self) -> None:
         """The best weights that are not on the disk yet, as far as they are the best still."""

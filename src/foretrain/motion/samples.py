@@ -38,6 +38,7 @@ class Sample(Stateful):
     """Fixed coordinates of the largest parameters."""
 
     saved = ("_before",)
+    own_of_rank = ("_before",)
     _before: Tensor | None
 
     def __init__(self, parameters: Sequence[nn.Parameter], optimizer: Optimizer) -> None:

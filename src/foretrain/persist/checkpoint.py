@@ -46,12 +46,13 @@ from foretrain.persist.reading import (
     checked,
     read,
     read_weights,
+    sizes_of,
     state_in,
     verify,
 )
 from foretrain.persist.together import Processes, Together
 
-__all__ = ["CheckpointStore", "Loaded", "read", "read_weights", "separate", "verify"]
+__all__ = ["CheckpointStore", "Loaded", "read", "read_weights", "separate", "sizes_of", "verify"]
 
 
 @dataclass(frozen=True)

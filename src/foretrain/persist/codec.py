@@ -11,22 +11,26 @@ import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from foretrain.persist.parts import local
+from foretrain.persist.parts import SpreadForm, form_of_spread, local, spread_as
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Holds named tensors and the tree that refers to them, as they are on disk."""
+    """Holds named tensors and the tree that refers to them, as they are on disk.
+
+    spread: of tensors that are spread over several processes, how they are; `tensors` has this process's parts.
+    """
 
     tensors: dict[str, Tensor]
     tree: Any
+    spread: dict[str, SpreadForm] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +49,12 @@ def unmarked(value: Any) -> Any:
     return value.value if isinstance(value, OfRank) else value
 
 
-class MarkedTensors(dict[str, Tensor]):
-    """Tensors that are taken out of a tree in which `OfRank` leaves its mark."""
+class _Taken(dict[str, Tensor]):
+    """Tensors that are taken out of a tree. marked: `OfRank` leaves its mark there."""
+
+    def __init__(self, marked: bool) -> None:
+        self.marked = marked
+        self.spread: dict[str, SpreadForm] = {}
 
 
 def real_view(tensor: Tensor) -> Tensor:
@@ -69,24 +77,29 @@ ROWS, OWN = "$rows", "$own"
 def take_apart(state: Any, marked: bool = False) -> Snapshot:
     """Separate tensors from everything else. Tensors are referred to, not copied. marked: the tree says what belongs
     to one of several processes."""
-    tensors: dict[str, Tensor] = MarkedTensors() if marked else {}
-    return Snapshot(tensors, _encode(state, "", tensors))
+    tensors = _Taken(marked)
+    return Snapshot(tensors, _encode(state, "", tensors), tensors.spread)
 
 
-def put_together(snapshot: Snapshot) -> Any:
-    """Return the state that `take_apart` was given."""
-    return _decode(snapshot.tree, snapshot.tensors)
+def put_together(snapshot: Snapshot, spread: bool = False) -> Any:
+    """Return the state that `take_apart` was given. spread: with spread tensors, and not with parts in their place."""
+    tensors = snapshot.tensors
+    if spread and snapshot.spread:
+        tensors = {name: spread_as(tensor, snapshot.spread.get(name)) for name, tensor in tensors.items()}
+    return _decode(snapshot.tree, tensors)
 
 
 _AS_THEY_ARE = frozenset({bool, int, str, type(None)})
 """Most of a state. They are told by their exact type, at once: a state is taken apart at every move."""
 
 
-def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+def _encode(value: Any, path: str, tensors: _Taken) -> Any:
     if isinstance(value, Tensor):
         while path in tensors:  # such as {"a.b": ...} beside {"a": {"b": ...}}
             path += "'"
         tensors[path] = real_view(local(value))
+        if (form := form_of_spread(value)) is not None:
+            tensors.spread[path] = form
         return {"$complex" if value.is_complex() else "$tensor": path}
     if isinstance(value, (list, tuple)):
         items = [
@@ -106,7 +119,7 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         return {"$entries": entries}
     if isinstance(value, OfRank):
         inner = _encode(value.value, path, tensors)
-        return {ROWS if value.rows else OWN: inner} if isinstance(tensors, MarkedTensors) else inner
+        return {ROWS if value.rows else OWN: inner} if tensors.marked else inner
     return _plain(value)
 
 
@@ -158,7 +171,7 @@ def snapshot(state: Any, into: Snapshot | None = None) -> Snapshot:
             copies[name] = tensor.clone()
     if targets:
         torch._foreach_copy_(targets, sources)  # a few launches instead of one per tensor
-    return Snapshot(copies, parts.tree)
+    return Snapshot(copies, parts.tree, parts.spread)
 
 
 def own_copy(state: Any, device: torch.device | None = None) -> Any:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +40,62 @@ def like(part: Tensor, whole: Tensor) -> Tensor:
     return made
 
 
+class SpreadForm(NamedTuple):
+    """How a tensor is spread over processes."""
+
+    mesh: Any
+    placements: tuple[Any, ...]
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+
+    def rows(self, count: int) -> SpreadForm:
+        """Return the form of so many such tensors, one below the other."""
+        from torch.distributed.tensor import Shard
+
+        moved = [Shard(how.dim + 1) if how.is_shard() else how for how in self.placements]
+        return SpreadForm(self.mesh, tuple(moved), (count, *self.shape))
+
+    def region(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return shape and beginning of the part that this process holds."""
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+        sizes, begin = compute_local_shape_and_global_offset(self.shape, self.mesh, self.placements)
+        return tuple(sizes), tuple(begin)
+
+
+def form_of_spread(tensor: Tensor) -> SpreadForm | None:
+    """Return how a tensor is spread, complex numbers as their real view; None where it is not."""
+    if not is_spread(tensor):
+        return None
+    spread: Any = tensor
+    shape = (*spread.shape, 2) if spread.is_complex() else tuple(spread.shape)
+    return SpreadForm(spread.device_mesh, tuple(spread.placements), shape)
+
+
+def spread_as(part: Tensor, form: SpreadForm | None) -> Tensor:
+    """Return a part as a spread tensor, in the same memory, which need not be on the device of the other parts."""
+    if form is None:
+        return part
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    strides = [math.prod(form.shape[place + 1 :]) for place in range(len(form.shape))]
+    meta = TensorMeta(torch.Size(form.shape), tuple(strides), part.dtype)
+    spec = DTensorSpec(form.mesh, form.placements, tensor_meta=meta)
+    made: Tensor = DTensor(part, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    return made
+
+
+def spread_like(parts: Sequence[Tensor], wholes: Sequence[Tensor]) -> list[Tensor]:
+    """Return parts, in the same memory, as tensors that are spread as others are: so they are saved."""
+    return [spread_as(part, form_of_spread(whole)) for part, whole in zip(parts, wholes, strict=True)]
+
+
+def region(tensor: Tensor, begin: Sequence[int], shape: Sequence[int]) -> Tensor:
+    """Return a view of a part of a tensor."""
+    return tensor[tuple(slice(start, start + size) for start, size in zip(begin, shape, strict=True))]
+
+
 def places_in_whole(tensor: Tensor, width: int = 1) -> Tensor:
     """Return where the numbers of this process's part are in the whole tensor, flattened, counted from 1.
 
@@ -47,10 +104,8 @@ def places_in_whole(tensor: Tensor, width: int = 1) -> Tensor:
     part = local(tensor)
     if not is_spread(tensor):
         return torch.arange(1, part.numel() * width + 1, device=part.device, dtype=torch.int64)
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
     spread: Any = tensor
-    shape, starts = compute_local_shape_and_global_offset(tensor.shape, spread.device_mesh, spread.placements)
+    shape, starts = SpreadForm(spread.device_mesh, tuple(spread.placements), tuple(tensor.shape)).region()
     place = torch.zeros((), dtype=torch.int64)
     for dimension, (count, start) in enumerate(zip(shape, starts, strict=True)):
         step = math.prod(tensor.shape[dimension + 1 :])

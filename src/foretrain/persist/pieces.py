@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from foretrain.errors import CheckpointError
 from foretrain.persist.codec import OWN, RANDOM, Snapshot, put_together, random_state, take_apart
-from foretrain.persist.parts import is_spread
+from foretrain.persist.parts import SpreadForm, form_of_spread, region, spread_as
 from foretrain.persist.shards import (
     RANDOM_MARK,
     Piece,
@@ -25,7 +25,6 @@ from foretrain.persist.shards import (
     names_in,
     own_trees_of,
     rank_file,
-    region_of,
 )
 
 _WEIGHT_LIKE = ("optimizer.state", "average.average", "look_ahead.m", "look_ahead.before")
@@ -33,76 +32,36 @@ _WEIGHT_LIKE = ("optimizer.state", "average.average", "look_ahead.m", "look_ahea
 _ANEW = "random anew"
 
 
-class Placed(NamedTuple):
-    """How tensors of one shape are spread over the processes of a run."""
-
-    mesh: Any
-    placements: tuple[Any, ...]
-
-
 class Layouts:
     """How the tensors of this run are spread, as far as its parameters tell: what belongs to one is cut as it is."""
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
-        self._by_shape: dict[tuple[int, ...], Placed] = {}
-        self._by_name: dict[str, Placed] = {}
-        for name, parameter in parameters.items():
-            if is_spread(parameter):
-                spread: Any = parameter
-                placed = Placed(spread.device_mesh, tuple(spread.placements))
-                self._by_shape.setdefault(tuple(parameter.shape), placed)
-                self._by_name[name] = placed
+        found = {name: form_of_spread(parameter) for name, parameter in parameters.items()}
+        self._by_name = {name: form for name, form in found.items() if form is not None}
+        self._by_shape = {form.shape: form for form in reversed(self._by_name.values())}
 
-    def of(self, name: str, shape: tuple[int, ...], cut: bool) -> Placed | None:
+    def of(self, name: str, shape: tuple[int, ...], cut: bool) -> SpreadForm | None:
         """Return how this run spreads the tensor; None: each process holds all of it. cut: several ranks saved pieces
         of it."""
         _, of_model, own_name = f".{name}".partition(".model.")
         named = self._by_name.get(own_name)
-        weight_like = cut or (not of_model and any(f".{start}." in f".{name}" for start in _WEIGHT_LIKE))
-        return named or (self._by_shape.get(shape) or self._of_rows(shape) if weight_like else None)
-
-    def _of_rows(self, shape: tuple[int, ...]) -> Placed | None:
-        """Several directions in one tensor: each is cut as the weights are."""
-        placed = self._by_shape.get(shape[1:])
-        if placed is None:
+        if named is not None and named.shape == shape:
+            return named
+        if not cut and (of_model or not any(f".{start}." in f".{name}" for start in _WEIGHT_LIKE)):
             return None
-        return placed._replace(placements=tuple(shifted(placement, 1) for placement in placed.placements))
-
-
-def shifted(placement: Any, dimensions: int) -> Any:
-    """Return the placement of a tensor with so many more dimensions in front."""
-    from torch.distributed.tensor import Shard
-
-    return Shard(placement.dim + dimensions) if placement.is_shard() else placement
-
-
-def part_of_spread(part: Tensor, shape: Sequence[int], placed: Placed) -> Tensor:
-    """Return this process's part as a spread tensor. It stays on the host: there may be no room for it on the device
-    before it is copied to its place."""
-    from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-
-    strides = [math.prod(shape[place + 1 :]) for place in range(len(shape))]
-    meta = TensorMeta(torch.Size(shape), tuple(strides), part.dtype)
-    spec = DTensorSpec(placed.mesh, placed.placements, tensor_meta=meta)
-    spread: Tensor = DTensor(part, spec, requires_grad=False)  # type: ignore[no-untyped-call]
-    return spread
+        row = self._by_shape.get(shape[1:])  # several directions in one tensor: each is cut as the weights are
+        return self._by_shape.get(shape) or (None if row is None else row.rows(shape[0]))
 
 
 def as_needed(
     name: str, shape: tuple[int, ...], cut: bool, layouts: Layouts | None, read: Callable[..., Tensor]
 ) -> Tensor:
     """Return a tensor as this process needs it. read: gives the region of it that begins there and has this shape."""
-    placed = None if layouts is None else layouts.of(name, shape, cut)
-    if placed is None:
+    form = None if layouts is None else layouts.of(name, shape, cut)
+    if form is None:
         return read((0,) * len(shape), shape)
-    sizes, begin = region_of(shape, placed.mesh, placed.placements)
-    return part_of_spread(read(begin, sizes), shape, placed)
-
-
-def region(tensor: Tensor, begin: Sequence[int], shape: Sequence[int]) -> Tensor:
-    """Return a view of a part of a tensor."""
-    return tensor[tuple(slice(start, start + size) for start, size in zip(begin, shape, strict=True))]
+    sizes, begin = form.region()
+    return spread_as(read(begin, sizes), form)
 
 
 class Pieces:

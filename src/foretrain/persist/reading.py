@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from foretrain.persist.codec import Snapshot, put_together
 from foretrain.persist.files import digest, from_json
 from foretrain.persist.form import IN_PIECES, USABLE, WITH_READABLE_WEIGHTS, check_format
 from foretrain.persist.pieces import ONE_PROCESS, ReadBy, state_in_pieces, state_of_one
-from foretrain.persist.shards import WHERE, read_where
+from foretrain.persist.shards import WHERE, Where, read_where
 from foretrain.persist.together import Together
 
 MANIFEST = "manifest.json"
@@ -107,7 +109,7 @@ def checked(folder: Path, formats: tuple[int, ...], together: Together | None = 
 def state_in(folder: Path, manifest: Manifest, reader: ReadBy, wanted: tuple[str, ...] | None = None) -> dict[str, Any]:
     """Return the state in a verified folder. wanted: parts of it; None: all."""
     try:
-        content = from_json(_read_limited(folder / STATE))
+        content = from_json(read_limited(folder / STATE))
         if content["format"] != manifest.format or content["step"] != manifest.step:
             raise CheckpointError(f"{folder / STATE} does not belong to this checkpoint")
         tree = content["state"]
@@ -125,7 +127,7 @@ def state_in(folder: Path, manifest: Manifest, reader: ReadBy, wanted: tuple[str
 
 def _state_of(folder: Path, manifest: Manifest, tree: Any, reader: ReadBy) -> Any:
     if manifest.format == IN_PIECES:
-        where = read_where(folder, _read_limited(folder / WHERE), manifest.files)
+        where = read_where(folder, read_limited(folder / WHERE), manifest.files)
         return state_in_pieces(folder, tree, where, reader)
     tensors: dict[str, Tensor] = {}
     for name in manifest.files:
@@ -151,7 +153,7 @@ def _read_manifest(folder: Path) -> Manifest:
     if not path.is_file():
         raise CheckpointError(f"{folder} is incomplete: it has no {MANIFEST}")
     try:
-        manifest = Manifest.model_validate_json(_read_limited(path))
+        manifest = Manifest.model_validate_json(read_limited(path))
     except (ValidationError, OSError) as error:
         raise CheckpointError(f"{path} is damaged: {_first_problem(error)}") from None
     match = STEP_FOLDER.fullmatch(folder.name) or BEST_FOLDER.fullmatch(folder.name)
@@ -172,7 +174,21 @@ def _first_problem(error: ValidationError | OSError) -> str:
     return f"{place}: {problem['msg']}" if place else str(problem["msg"])
 
 
-def _read_limited(path: Path) -> bytes:
+def read_limited(path: Path) -> bytes:
     if path.stat().st_size > JSON_LIMIT:
         raise CheckpointError(f"{path} is larger than any state file can be")
     return path.read_bytes()
+
+
+def sizes_of(folder: Path) -> dict[str, float]:
+    """Return how large the parts of a checkpoint are, in MB, by the names of its files without their endings; where
+    several ranks saved it, by the names of its components, and `rest`."""
+    files = {file.stem: file.stat().st_size / 1e6 for file in folder.iterdir()}
+    if not (folder / WHERE).is_file():
+        return files
+    where = Where.model_validate(from_json(read_limited(folder / WHERE)))
+    sizes: Counter[str] = Counter()
+    for name, stored in where.tensors.items():
+        sizes[name.partition(".")[0]] += math.prod(stored.shape) * stored.width
+    components = {name: size / 1e6 for name, size in sizes.items()}
+    return components | {"rest": sum(files.values()) - sum(components.values())}

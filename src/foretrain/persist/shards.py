@@ -24,7 +24,7 @@ from torch import Tensor
 from foretrain.errors import SaveError
 from foretrain.persist.codec import OWN, RANDOM, ROWS, Snapshot
 from foretrain.persist.files import digest, from_json, give_mode_of_folder, sync_file, write_synced
-from foretrain.persist.parts import is_spread, local
+from foretrain.persist.parts import SpreadForm
 
 WHERE = "where.json"
 RANDOM_MARK = "$random"
@@ -44,12 +44,13 @@ class Piece(NamedTuple):
 class StoredTensor(BaseModel):
     """A tensor of a checkpoint. pieces: the number of a pattern; None: each rank has it in another form.
 
-    rows: it holds rows of a batch, of which each rank has some.
+    width: bytes of a number. rows: it holds rows of a batch, of which each rank has some.
     """
 
     model_config = ConfigDict(extra="forbid")
     shape: tuple[int, ...]
     pieces: int | None
+    width: int
     rows: bool = False
 
 
@@ -76,6 +77,8 @@ class Note(BaseModel):
     """The whole shape, and the piece that this rank wrote."""
     rows: dict[str, tuple[int, ...]]
     """The shapes of tensors with rows of a batch."""
+    widths: dict[str, int]
+    """Bytes of a number."""
 
 
 def rank_file(rank: int) -> str:
@@ -128,14 +131,14 @@ def share_of(parts: Snapshot, rank: int) -> RankShare:
     share.tree = _cut_out(parts.tree, share.own, rows)
     of_this_rank = rows | {name for tree in share.own for name in names_in(tree)}
     for name, tensor in parts.tensors.items():
-        whole, begin, owner = _place(tensor, rank)
+        whole, begin, owner = _place(tensor, parts.spread.get(name), rank)
         if name in rows:
             share.rows[name] = tuple(tensor.shape)
         elif name not in of_this_rank and owner:
-            share.pieces[name] = whole, Piece(rank, begin, tuple(local(tensor).shape))
+            share.pieces[name] = whole, Piece(rank, begin, tuple(tensor.shape))
         elif name not in of_this_rank:
             continue
-        share.tensors[name] = local(tensor)
+        share.tensors[name] = tensor
     return share
 
 
@@ -163,26 +166,17 @@ def names_in(tree: Any) -> Iterator[str]:
             yield from names_in(item)
 
 
-def _place(tensor: Tensor, rank: int) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
+def _place(part: Tensor, form: SpreadForm | None, rank: int) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
     """Return the whole shape, where this rank's part begins in it, and whether it is this rank that writes it."""
-    if not is_spread(tensor):
-        return tuple(tensor.shape), (0,) * tensor.ndim, rank == 0
-    spread: Any = tensor
-    if any(placement.is_partial() for placement in spread.placements):
+    if form is None:
+        return tuple(part.shape), (0,) * part.ndim, rank == 0
+    if any(how.is_partial() for how in form.placements):
         raise ValueError("a part of a sum that was not added up yet cannot be saved")
-    _, begin = region_of(tuple(spread.shape), spread.device_mesh, spread.placements)
-    coordinate = spread.device_mesh.get_coordinate()
-    replicas = zip(coordinate or (), spread.placements, strict=False)
+    _, begin = form.region()
+    coordinate = form.mesh.get_coordinate()
+    replicas = zip(coordinate or (), form.placements, strict=False)
     owner = coordinate is not None and all(place == 0 for place, how in replicas if how.is_replicate())
-    return tuple(spread.shape), begin, owner
-
-
-def region_of(shape: Sequence[int], mesh: Any, placements: Sequence[Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return shape and beginning of the part that this rank holds of a tensor that is placed so."""
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    sizes, begin = compute_local_shape_and_global_offset(tuple(shape), mesh, placements)
-    return tuple(sizes), tuple(begin)
+    return form.shape, begin, owner
 
 
 def write_share(folder: Path, share: RankShare, tensors: dict[str, Tensor]) -> None:
@@ -191,7 +185,8 @@ def write_share(folder: Path, share: RankShare, tensors: dict[str, Tensor]) -> N
     save_file(tensors, path, metadata={_OWN_TREES: json.dumps(share.own, allow_nan=False)})
     give_mode_of_folder(path)
     sync_file(path)
-    note = Note(size=path.stat().st_size, sha256=digest(path), pieces=share.pieces, rows=share.rows)
+    widths = {name: tensor.element_size() for name, tensor in tensors.items()}
+    note = Note(size=path.stat().st_size, sha256=digest(path), pieces=share.pieces, rows=share.rows, widths=widths)
     write_synced(_note(folder, share.rank), note.model_dump_json())
 
 
@@ -201,13 +196,15 @@ def join_notes(folder: Path, ranks: int) -> dict[str, dict[str, Any]]:
     notes = [Note.model_validate_json(_note(folder, rank).read_bytes()) for rank in range(ranks)]
     patterns: dict[tuple[Piece, ...], int] = {}
     tensors: dict[str, StoredTensor] = {}
+    widths = {name: width for note in notes for name, width in note.widths.items()}
     for name, (shape, pieces) in _gathered(notes).items():
-        tensors[name] = StoredTensor(shape=shape, pieces=patterns.setdefault(pieces, len(patterns)))
+        number = patterns.setdefault(pieces, len(patterns))
+        tensors[name] = StoredTensor(shape=shape, pieces=number, width=widths[name])
     for name in notes[0].rows:
         rows = _joined_rows([note.rows.get(name) for note in notes])
-        number = None if rows is None else patterns.setdefault(rows, len(patterns))
+        place = None if rows is None else patterns.setdefault(rows, len(patterns))
         shape = () if rows is None else (sum(piece.shape[0] for piece in rows), *rows[0].shape[1:])
-        tensors[name] = StoredTensor(shape=shape, pieces=number, rows=True)
+        tensors[name] = StoredTensor(shape=shape, pieces=place, width=widths[name], rows=True)
     write_synced(folder / WHERE, Where(ranks=ranks, patterns=list(patterns), tensors=tensors).model_dump_json())
     for rank in range(ranks):
         _note(folder, rank).unlink()

@@ -13,7 +13,7 @@ from foretrain.hybrid.gate import FORWARD
 from foretrain.hybrid.judges.probes import Probes
 from foretrain.hybrid.snapshot import Snapshots
 from foretrain.persist.codec import same_random_numbers
-from foretrain.persist.parts import local
+from foretrain.persist.parts import local, spread_like
 from foretrain.persist.stateful import Stateful
 
 _FEWEST_LEAPS = 4
@@ -88,7 +88,8 @@ class HeldOut(Stateful):
         """An evaluation of weights that stay: they are kept where the loss is the lowest so far."""
         if self.active and self.engine.average is None and not loss >= self.evaluated:
             self.evaluated, self.step = loss, self.engine.progress.global_step
-            self._weights = [local(p).clone() for p in self.engine.full_step.parameters]
+            parameters = self.engine.full_step.parameters
+            self._weights = spread_like([local(p).clone() for p in parameters], parameters)
 
     @torch.no_grad()
     def finish(self) -> tuple[float, float] | None:
@@ -97,7 +98,7 @@ class HeldOut(Stateful):
             return None
         parameters = [local(p) for p in self.engine.full_step.parameters]
         here, now = self.loss(), [p.clone() for p in parameters]
-        torch._foreach_copy_(parameters, self._weights)
+        torch._foreach_copy_(parameters, [local(weight) for weight in self._weights])
         there = self.loss()
         if there >= here:
             torch._foreach_copy_(parameters, now)
@@ -154,4 +155,5 @@ class HeldOut(Stateful):
         return self.lowest if self.risen else self.last
 
     def after_load(self) -> None:
-        self._weights = [tensor.to(self.engine.device) for tensor in self._weights]
+        parts = [tensor.to(self.engine.device) for tensor in self._weights]
+        self._weights = spread_like(parts, self.engine.full_step.parameters) if parts else []

@@ -34,6 +34,7 @@ class JudgedMove(Move):
         *("phase", "batch", "random", "cost", "refused", "reason", "anchor", "moved", "share", "loss", "credit"),
         *("made", "steps", "harmed", "overfits", "_outputs", "judge_of_move"),
     )
+    rows_of_rank = ("batch",)
     random: dict[str, Any]
     _outputs: list[Tensor]
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from foretrain.engine.world import ALONE, World
 from foretrain.motion.predictors.base import Array
+from foretrain.motion.rows import SavedRows
 from foretrain.motion.trajectory import Layout
 from foretrain.persist.codec import real_view
 from foretrain.persist.parts import local
@@ -35,7 +36,9 @@ class Secant:
         self.world = world
         self.parameters = [real_view(local(p)) for p in parameters]
         self.layout = Layout(self.parameters, [str(index) for index in range(len(self.parameters))])
-        self._shares = [world.share(p) for p in parameters]
+        self._rows_saved = SavedRows(self.layout, parameters)
+        self._parted = world.is_parted(parameters)
+        self._shares = [world.share(p) for p in parameters] if self._parted else []
         self._share_row: Tensor | None = None
         """What each number counts in a sum over ranks; None where all count whole."""
         device, size = self.parameters[0].device, self.layout.size
@@ -148,7 +151,7 @@ class Secant:
 
     def _dot(self, left: Tensor, right: Tensor) -> Tensor:
         """Rows of `left` times `right`, over all ranks."""
-        if self.world.size == 1:
+        if not self._parted:
             return left @ right
         counted = right if self._share_row is None else right * self._share_row
         return self.world.reduce((left @ counted).double(), "sharded")
@@ -172,14 +175,16 @@ class Secant:
 
     def state_dict(self) -> dict[str, Any]:
         count = len(self.order)
-        tensors = {"s": self.s[:count], "y": self.y[:count], "weights": self.weights, "gradient": self.gradient}
+        rows = {"s": self.s[:count], "y": self.y[:count], "weights": self.weights, "gradient": self.gradient}
+        tensors = self._rows_saved.of(rows)
         tensors["sy"] = torch.from_numpy(self._sy[:count, :count].copy())
         tensors["lengths"] = torch.from_numpy(self._lengths[:count].copy())
-        points: dict[str, Any] = {}
+        points: dict[str, Tensor] = {}
         for name, point in (("mark", self.mark), ("best", self.best)):
             if point is not None:
                 points[f"{name}_weights"], points[f"{name}_gradient"] = point
-        return {"order": list(self.order), "known": self.known} | points | (tensors if self.known else {})
+        known = {"order": list(self.order), "known": self.known}
+        return known | self._rows_saved.of(points) | (tensors if self.known else {})
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -189,18 +194,19 @@ class Secant:
             return
         self.known, self.order = True, [int(row) for row in state["order"]]
         count = len(self.order)
-        self.s[:count].copy_(state["s"])
-        self.y[:count].copy_(state["y"])
-        self.weights.copy_(state["weights"])
-        self.gradient.copy_(state["gradient"])
+        rows = {"s": self.s[:count], "y": self.y[:count], "weights": self.weights, "gradient": self.gradient}
+        for name, tensor in rows.items():
+            self._rows_saved.fill(tensor, state, name, "Secant")
         self._lengths[:count] = state["lengths"].cpu().numpy()
         self._sy[:count, :count] = state["sy"].cpu().numpy()
 
     def _point(self, state: dict[str, Any], name: str) -> Point | None:
-        if f"{name}_weights" not in state:
+        if not self._rows_saved.held(state, f"{name}_weights"):
             return None
-        device = self.weights.device
-        return state[f"{name}_weights"].clone().to(device), state[f"{name}_gradient"].clone().to(device)
+        weights, gradient = torch.zeros_like(self.weights), torch.zeros_like(self.gradient)
+        for tensor, of in ((weights, "weights"), (gradient, "gradient")):
+            self._rows_saved.fill(tensor, state, f"{name}_{of}", "Secant")
+        return weights, gradient
 
 
 def _solve(triangle: Tensor, right: Tensor, upper_triangle: bool) -> Tensor:
