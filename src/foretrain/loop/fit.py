@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from foretrain.config import Config
 from foretrain.config.schema import Level
 from foretrain.engine.batches import steps_in
+from foretrain.engine.gathered import gathered
 from foretrain.engine.own import Measure, as_tensors, check_metrics
 from foretrain.engine.rates import FollowedRates, Rates
 from foretrain.engine.weights import write_weights
@@ -158,8 +159,8 @@ def fit(
             loader, options.resume, options.title, details, options.load_best, options.data_fingerprint
         )
         if folder is not None and folder is not out and summary["reason"] not in LEFT_OPEN:
-            with engine.averaged_weights(), group.together():
-                if group.first:
+            with engine.averaged_weights(), gathered(engine.model, group.rank) as first, group.together():
+                if first:
                     write_weights(engine.model, folder.path / WEIGHTS)
     order = engine.fence.taken()
     if order is not None and not (isinstance(order, KeyboardInterrupt) and options.on_interrupt == "return"):

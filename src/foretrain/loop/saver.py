@@ -22,17 +22,10 @@ from foretrain.health import shortage
 from foretrain.health.rescue import Rescue
 from foretrain.loop import words
 from foretrain.persist import checkpoint
-<<<<<<< HEAD
-from foretrain.persist.checkpoint import CheckpointStore
-from foretrain.persist.codec import Snapshot, put_together, random_state_anew, take_apart
-from foretrain.persist.folder import RunFolder
-from foretrain.persist.pieces import ONE_PROCESS, Layouts, ReadBy
-=======
 from foretrain.persist.checkpoint import CheckpointStore, sizes_of
 from foretrain.persist.codec import Snapshot, put_together, random_state_anew, take_apart
 from foretrain.persist.folder import RunFolder
 from foretrain.persist.pieces import Layouts, ReadBy
->>>>>>> ranks
 
 
 class Saver:
@@ -95,16 +88,12 @@ class Saver:
         if path is None:
             return
         step = self.saved_step = self.engine.progress.global_step
-<<<<<<< HEAD
         if self.engine.world.rank == 0:
             self._tell_saved(step, path, started)
         self._write_best()
 
     def _tell_saved(self, step: int, path: Path, started: float) -> None:
-        sizes = {file.stem: file.stat().st_size / 1e6 for file in path.iterdir()}
-=======
         sizes = sizes_of(path)
->>>>>>> ranks
         seconds = round(time.perf_counter() - started, 3)
         weights, prediction = (round(sizes.get(part, 0.0), 2) for part in ("model", "hybrid"))
         size = round(sum(sizes.values()), 2)
@@ -115,14 +104,6 @@ class Saver:
         self.engine.world.catch_up()
         where = place()
         return self.store.save(self.engine.progress.global_step, self.state() | {"loader": where, "meta": self._meta()})
-
-    def _reader(self, step: int) -> ReadBy:
-        """How this process reads a checkpoint that may be of another number of processes."""
-        world, seed = self.engine.world, self.config.seed
-        if world.size == 1 and not self.engine.full_step.spread:
-            return ONE_PROCESS
-        layouts = Layouts(dict(self.engine.model.named_parameters()))
-        return ReadBy(world.rank, world.size, layouts, lambda: random_state_anew(seed, step, world.rank))
 
     def _saved(self, save: Callable[[], Path], must: bool) -> Path | None:
         with self.engine.untimed(), self.memory.during("checkpoint"):
@@ -151,12 +132,7 @@ class Saver:
             "foretrain": environment.version("foretrain"),
             "muon_type": iteration_type(self.engine.device),
             "total_seconds": self.total_seconds,
-<<<<<<< HEAD
-            "ranks": self.engine.world.size,
-        }
-=======
         } | ({"ranks": self.engine.world.size} if self.engine.world.size > 1 else {})
->>>>>>> ranks
 
     # --- the best weights --------------------------------------------------------------------------------------------
 
