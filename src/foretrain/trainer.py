@@ -418,9 +418,11 @@ class HybridTrainer:
         return fit(self, loader, held_out, replace(told, on_interrupt=on_interrupt, pause_at=pause_at))
 
     def stop(self, reason: str = "") -> None:
-        """End `fit` after this step, or after the move that is open, as early stopping does. For callbacks. reason: why,
-        in words of your own: the summary has them as `stopped_because`. Of several processes one may call it: all end
-        after the same step."""
+        """End `fit` after this step, or after the move that is open, as early stopping does. For callbacks.
+
+        reason: why, in words of your own: the summary has them as `stopped_because`. Of several processes one may call
+        it: all end after the same step.
+        """
         self.stopping, self.stopped_because = True, reason or self.stopped_because
         if self.hybrid is not None and self.engine.world.size == 1:  # else all processes hear of it first
             self.hybrid.end_soon()

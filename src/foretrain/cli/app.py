@@ -20,8 +20,8 @@ from foretrain.cli.report import report, watch
 from foretrain.cli.sweep import sweep
 from foretrain.cli.terminal import (
     Document,
-    OtherRank,
     Json,
+    OtherRank,
     flag,
     put_beside,
     put_json,

@@ -261,7 +261,7 @@ class Loop:
         return reason
 
     def _agree_on_stop(self, step: int) -> None:
-        """Of several processes one may have got a signal, or called `HybridTrainer.stop`: all hear of it here."""
+        """Let all processes hear of it where one has got a signal, or called `HybridTrainer.stop`."""
         trainer, stop = self.trainer, self.stop
         if isinstance(stop, AgreedStop) and trainer.stopping:
             stop.ask(trainer.stopped_because)
