@@ -121,7 +121,7 @@ class Roll:
         cause = " ".join(str(error).split())[:200]
         if not lost:
             return LostRank(f"processes lost each other after step {self._step} ({cause}); start again with --resume")
-        names = ", ".join(f"rank {rank} hangs or is gone after step {steps[rank]}" for rank in lost)
+        names = ", ".join(f"rank {rank} hangs or is gone, last seen after step {steps[rank]}" for rank in lost)
         return LostRank(f"{names}; {own} (distributed.timeout_seconds = {self.group.timeout:g}: {cause})")
 
     def _lost(self) -> list[int]:

@@ -26,7 +26,8 @@ from foretrain.motion.state import StateEncoder
 from foretrain.motion.trajectory import Motion, Since, Trajectory
 from foretrain.persist.stateful import Stateful, entry
 
-_KINDS: tuple[ReduceKind, ...] = ("replicated", "sharded", "sharded")
+_WHOLE: tuple[ReduceKind, ...] = ("same", "same", "same")
+_OF_PARTS: tuple[ReduceKind, ...] = ("same", "sharded", "sharded")
 """How the numbers of a window are combined over ranks: those of steps, the sampled ones, and that of the weights."""
 
 
@@ -169,10 +170,13 @@ class Observer(StepHook, Stateful):
 
     def measure(self, moment: Moment) -> None:
         """End a window: read what it showed, and score forecasts. Only here the observer waits for the device."""
-        outputs = torch.stack([value.float() for value in self._outputs])
-        extra, kinds = [outputs, self.sample.statistics(), self._weight_norm()], _KINDS
         if self.trajectory.world.size > 1:
+            self.trajectory.world.meet()  # losses are means over ranks from here on
+        outputs = torch.stack([value.float() for value in self._outputs])
+        extra, kinds = [outputs, self.sample.statistics(), self._weight_norm()], _WHOLE
+        if self.trajectory.parted:
             extra = [outputs, self.sample.weighed_statistics(), self._weight_norm().double().square()]
+            kinds = _OF_PARTS
         self._outputs.clear()
         if not self.trajectory.held:
             record = self._record(self.trajectory.skip(extra, kinds), None, moment)
@@ -218,7 +222,7 @@ class Observer(StepHook, Stateful):
 
     def _record(self, extra: Sequence[Array], motion: Motion | None, moment: Moment) -> WindowRecord:
         outputs, sampled, weight_norm = extra  # as `measure` asked for them
-        if self.trajectory.world.size > 1:
+        if self.trajectory.parted:
             sampled, weight_norm = sampled[:-1] / sampled[-1:], np.sqrt(weight_norm)
         rows, statistics = outputs.reshape(-1, 3), Statistics(*sampled.tolist())
         losses = np.where(rows[:, 2] > 0, math.nan, rows[:, 0])

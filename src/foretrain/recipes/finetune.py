@@ -38,7 +38,7 @@ from foretrain.recipes.compiling import as_it_began, with_compiling
 from foretrain.recipes.export import read_checkpoint
 from foretrain.recipes.frame import RunOptions, TrainingJob, carry_out
 from foretrain.recipes.open_model import Base, find_folder, open_base
-from foretrain.recipes.spreading import ONE_PROCESS, Spreading, check_rows, choose, spread
+from foretrain.recipes.spreading import ONE_PROCESS, Spreading, check_rows, choose, spread, without_linearised
 from foretrain.serve.answers import answer_questions
 from foretrain.show.follow import read_runs
 from foretrain.show.numbers import finite
@@ -95,7 +95,7 @@ def _job(
     """Open the base, read the examples, choose what `memory.budget` asks for, and build the trainer."""
     check_rows(config, group.size)
     base = base_of(config)
-    config, growth = with_growth(config, None, None)
+    config, growth = with_growth(without_linearised(config, group, say), None, None)
     config = with_templates(config, say)
     data = prepare(config, base, say)
     loader = build_loader(config, data, group)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from foretrain.config import Config
+from foretrain.config import Config, changed
 from foretrain.config.units import format_size
 from foretrain.engine.precision import choose_device, choose_precision
 from foretrain.errors import ConfigError
@@ -51,6 +51,16 @@ def check_rows(config: Config, ranks: int) -> None:
             f"batch_size = {config.batch_size} rows cannot be shared by {ranks} ranks{each}: it must be a multiple of "
             f"{parts}, such as {rows}"
         )
+
+
+def without_linearised(config: Config, group: Group, say: Callable[[str], None]) -> Config:
+    """Return the configuration with linearised leaps switched off, unless somebody set them: they look at the whole
+    model in one process."""
+    usual = type(config.hybrid).model_fields["linear_rows"].default
+    if group.alone or config.hybrid.mode != "leap" or config.hybrid.linear_rows != usual:
+        return config
+    say("note: linearised leaps need one process; hybrid.linear_rows is 0")
+    return changed(config, {"hybrid.linear_rows": 0})
 
 
 def choose(config: Config, target: PlanTarget, group: Group) -> Spreading:

@@ -32,7 +32,7 @@ from foretrain.planning.growing import with_planned_growth
 from foretrain.recipes.compiling import as_it_began, with_compiling
 from foretrain.recipes.export import NO_TOKENIZER, export
 from foretrain.recipes.frame import RunOptions, TrainingJob, carry_out
-from foretrain.recipes.spreading import ONE_PROCESS, Spreading, check_rows, choose, spread
+from foretrain.recipes.spreading import ONE_PROCESS, Spreading, check_rows, choose, spread, without_linearised
 from foretrain.show.pages import report
 from foretrain.trainer import HybridTrainer
 
@@ -149,7 +149,7 @@ def _job(config: Config, path: Path, say: Callable[[str], None], bus: Bus, group
     check_rows(config, group.size)
     corpus = group.by_first(lambda: tokens.prepare(config.data, say))
     named = configuration.given(config)
-    config = with_vocabulary(config, corpus)
+    config = without_linearised(with_vocabulary(config, corpus), group, say)
     shape = gpt2.shape_from_config(config.model)
     loader = build_loader(config, corpus, shape.context, device, group)
     config, growth = with_planned_growth(with_steps(config, loader), shape)

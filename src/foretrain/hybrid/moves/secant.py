@@ -37,7 +37,8 @@ class Secant:
         self.parameters = [real_view(local(p)) for p in parameters]
         self.layout = Layout(self.parameters, [str(index) for index in range(len(self.parameters))])
         self._rows_saved = SavedRows(self.layout, parameters)
-        self._shares = [world.share(p) for p in parameters]
+        self._parted = world.is_parted(parameters)
+        self._shares = [world.share(p) for p in parameters] if self._parted else []
         self._share_row: Tensor | None = None
         """What each number counts in a sum over ranks; None where all count whole."""
         device, size = self.parameters[0].device, self.layout.size
@@ -150,7 +151,7 @@ class Secant:
 
     def _dot(self, left: Tensor, right: Tensor) -> Tensor:
         """Rows of `left` times `right`, over all ranks."""
-        if self.world.size == 1:
+        if not self._parted:
             return left @ right
         counted = right if self._share_row is None else right * self._share_row
         return self.world.reduce((left @ counted).double(), "sharded")
