@@ -548,6 +548,23 @@ class GrowthConfig(Section):
         return self
 
 
+class DistributedConfig(Section):
+    """How several processes, started by torchrun, share a run. One process alone has no use for it."""
+
+    type: Literal["auto", "off", "ddp", "fsdp2"] = "auto"
+    """`ddp`: each process holds the whole model and computes its rows of a batch; `fsdp2`: each holds a shard of every
+    weight as well, and of the optimizer's state. `auto`: `ddp` where a process has the memory for it, else `fsdp2`; it
+    is said which. `off`: several processes are refused."""
+    shard: CountOrZero = 0
+    """Processes that share one copy of the weights under `fsdp2`. 0: all, or what `replicate` leaves."""
+    replicate: CountOrZero = 0
+    """Copies of the weights under `fsdp2`, one per machine for example: shards are sent within a copy only. 0: one, or
+    what `shard` leaves."""
+    timeout_seconds: Annotated[float, Field(ge=1, le=86400)] = 600.0
+    """Seconds that a process waits for the others in the middle of a step; then the one that hangs is named, and the
+    launcher may start all of them again."""
+
+
 class ForecastConfig(Section):
     """What a run does to tell where it will end."""
 
@@ -621,6 +638,7 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     growth: GrowthConfig = GrowthConfig()
     forecast: ForecastConfig = ForecastConfig()
+    distributed: DistributedConfig = DistributedConfig()
     hybrid: HybridConfig = HybridConfig()
     predictor: PredictorConfig = PredictorConfig()
     correction: CorrectionConfig = CorrectionConfig()

@@ -34,6 +34,7 @@ _SAY_EVERY = 100
 _LOOK_EVERY = 10
 """Steps of a rest after which its losses are looked at. Chosen: as often as a window of the default length ends."""
 _OBSTACLES = "obstacles"
+_SAME = "every batch is the same"
 
 
 class Hybrid:
@@ -79,6 +80,7 @@ class Hybrid:
         """Whether learning rates are tried: then nothing is watched. Set by the trainer."""
         self.said: dict[str, int] = {}
         """Kind of action, or text -> step at which it was last told."""
+        engine.world.compare(self._decided)
         engine.on_cover.append(self.cover)
         engine.on_length.append(policy.appraiser.plan_for)
         rescue.excursions = emergencies = Emergencies(policy)
@@ -104,6 +106,18 @@ class Hybrid:
     def may_be_examined(self) -> bool:
         """Nothing stands in the way of judging the run's health: no window is due, no short move is open."""
         return not self.observer.due and (self.policy.move is None or self.chaining)
+
+    def _decided(self) -> dict[str, Any]:
+        """What ranks must have in common at any time."""
+        cycle, progress = self.policy.cycle, self.engine.progress
+        return {
+            "global_step": progress.global_step,
+            "position": progress.position,
+            "phase": cycle.phase,
+            "rest_steps": self.policy.rest.steps,
+            "full_steps_needed": cycle.full_steps_needed,
+            "rate_factor": self.engine.rate_factor,
+        }
 
     def cover(self) -> None:
         """Others are trained from now on."""
@@ -168,6 +182,8 @@ class Hybrid:
             acceptance_rate=policy.score.counts.acceptance_rate,
             confidence=policy.appraiser.current_confidence,
         )
+        if engine.world.size > 1:
+            engine.world.vote(_SAME, policy.tools.recent.same())
         policy.observer.measure(moment)
         self.judge_window()
 
@@ -179,7 +195,8 @@ class Hybrid:
         except Ordered:  # the next step begins with it, here or in the run that is resumed
             return
         policy.heed()
-        actions = policy.watch(record, engine.world.agree(policy.tools.recent.same()), fp16=engine.precision.scaled)
+        same = engine.world.every(_SAME, policy.tools.recent.same())
+        actions = policy.watch(record, same, fp16=engine.precision.scaled)
         policy.score.exact.watched(record, engine.clock.seconds, engine.progress.backward_passes)
         if self.carry_out(actions):
             return

@@ -12,7 +12,9 @@ from safetensors import SafetensorError
 from foretrain import config as configuration
 from foretrain.config import Config
 from foretrain.data.tokenizers import Tokenizer
+from foretrain.engine.gathered import gathered
 from foretrain.errors import CheckpointError, InputError, SaveError
+from foretrain.launch.group import ALONE, Group
 from foretrain.models import gpt2, huggingface
 from foretrain.models.gpt2 import GPT2
 from foretrain.persist import checkpoint
@@ -27,12 +29,13 @@ NO_TOKENIZER = (
 )
 
 
-def export(trainer: HybridTrainer, folder: Path, tokenizer: Tokenizer | None = None) -> None:
+def export(trainer: HybridTrainer, folder: Path, tokenizer: Tokenizer | None = None, group: Group = ALONE) -> None:
     """Write the finished model in Hugging Face's format, at averaged weights if there is an average."""
     model = trainer.model
     if isinstance(model, GPT2) and huggingface.is_exportable(model):
-        with trainer.averaged_weights():
-            write_model(model, folder, "go on with --resume", tokenizer)
+        with trainer.averaged_weights(), gathered(model, group.rank) as first:
+            if first:
+                write_model(model, folder, "go on with --resume", tokenizer)
 
 
 def write_model(
