@@ -67,8 +67,7 @@ class Engine:
         if config.engine.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs to repeat itself
             torch.use_deterministic_algorithms(True)
-        seed_random(config.seed)
-        self.model = own.ready_to_train(model).to(self.device)
+        self.model = self._prepared(model)
         self.own_optimizer = optimizer is not None
         self.optimizer = (
             optim.build(self.model, config.optimizer)
@@ -81,7 +80,7 @@ class Engine:
         """What the loss is made of, where its form is known."""
         self.float_type = own.float_type(self.model)
         physical = isinstance(self.objective, Residuals)  # they take derivatives, and are to become small
-        self.precision = Precision(config.precision, self.device, exact=physical)
+        self.precision = self._formats(exact=physical)
         self.rate = self._rates(scheduler)
         self.clip = config.optimizer.gradient_clip_norm
         """Without what the rate sources make of it; 0: none."""
@@ -138,6 +137,14 @@ class Engine:
         self.on_length: list[Callable[[int], None]] = []
         """Called when it becomes known how many steps the run has, before its rates are planned for them."""
         self._fingerprint = state.Fingerprint()
+
+    def _prepared(self, model: nn.Module) -> nn.Module:
+        """Bring the model to where it is trained. Random numbers begin with the seed before."""
+        seed_random(self.config.seed)
+        return own.ready_to_train(model).to(self.device)
+
+    def _formats(self, exact: bool) -> Precision:
+        return Precision(self.config.precision, self.device, exact=exact)
 
     def _compiling_pays(self) -> bool:
         work = known_workload(self.config, self.model, self.has_end)

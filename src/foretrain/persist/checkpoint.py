@@ -304,6 +304,37 @@ def _verified(folder: Path, formats: tuple[int, ...] = WITH_READABLE_WEIGHTS) ->
     return manifest
 
 
+def write(folder: Path, step: int, state: Mapping[str, Any]) -> None:
+    """Write a state as a folder of its own, whole or not at all, in place of the one that is there.
+
+    Raises SaveError that says why nothing was written.
+    """
+    temporary, replaced = (folder.with_name(f".{what}-{folder.name}") for what in ("tmp", "old"))
+    try:
+        make_folder(folder.parent)
+        remove(temporary)
+        temporary.mkdir()
+        _write(temporary, step, take_apart(state))
+        if folder.exists():
+            remove(replaced)
+            folder.rename(replaced)
+        temporary.rename(folder)
+        sync_file(folder.parent)
+        remove(replaced)
+    except (OSError, SafetensorError) as error:
+        with contextlib.suppress(OSError):
+            remove(temporary)
+        cause, advice = explain_failed_write(error)
+        raise SaveError(f"{folder}: cannot be written: {cause}. {advice}") from error
+
+
+def put_back_replaced(folder: Path) -> None:
+    """A kill may have come between the two renames of `write`: then the folder from before counts."""
+    replaced = folder.with_name(f".old-{folder.name}")
+    if not folder.exists() and replaced.is_dir():
+        replaced.rename(folder)
+
+
 def read(folder: str | Path) -> dict[str, Any]:
     """Read the state in a checkpoint folder, after verifying all of it. Nothing in it is ever executed."""
     return _read(Path(folder), (FORMAT,))
