@@ -44,6 +44,8 @@ class GuestVoice:
         """It is that of the last step."""
         self.next_log = self.next_evaluation = 0
         self._logged = (0, 0.0)
+        self._measured_at = -1
+        """The held-out loss is known at this step."""
         self._stack = ExitStack()
         self._folder: RunFolder | None = None
 
@@ -168,6 +170,7 @@ class GuestVoice:
     def note_held_out(self, loss: float, seconds: float) -> None:
         """A held-out loss was measured."""
         progress = self.engine.progress
+        self._measured_at = progress.global_step
         best = loss == loss and (progress.best_val_loss is None or loss < progress.best_val_loss)
         progress.last_val_loss = loss
         if best:
@@ -199,7 +202,7 @@ class GuestVoice:
             if not failed:
                 if self._logged[0] < step:
                     self.log()
-                if not self.forecaster or not self.forecaster.evaluations or self.forecaster.evaluations[-1][0] < step:
+                if self._measured_at < step:
                     self.evaluate()
                 self.hybrid.checkup.finish()
             engine.clock.stop()
