@@ -235,6 +235,7 @@ class GuestRun:
     def begin_at(self, step: int) -> None:
         """The host goes on at this step, and what was seen before it is not known."""
         self.engine.begin_at(step)
+        self._origin = f"step {step}, of which nothing was saved here"
 
 
 def checked_probe(probe: Any) -> list[Any]:

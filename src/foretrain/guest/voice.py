@@ -56,6 +56,7 @@ class GuestVoice:
         engine, resumed = self.engine, bool(origin)
         if out is not None:
             folder = RunFolder(user_path(out, "out"), resumed, overwrite, in_python=True)
+            folder.again = "the checkpoint of the loop that it belongs to"
             self._folder = self._stack.enter_context(folder)
             if overwrite and not resumed:
                 folder.clear()
