@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from foretrain.engine.memory.usage import MemoryMeter
 from foretrain.engine.meters import Stopwatch
@@ -64,14 +65,14 @@ class GuestRun:
         self._open, self._closed = False, False
         optimizer = engine.optimizer
         self._hooks = [
-            optimizer.register_step_pre_hook(lambda *_: self._before_step()),
+            optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(lambda *_: self._after_step()),
         ]
         self._looked: MadeStep | None = None
 
     # --- the host's steps --------------------------------------------------------------------------------------------
 
-    def _before_step(self) -> None:
+    def _before_step(self, optimizer: Optimizer, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
         """The optimizer is about to step. If nobody called `between_steps` since its last step, that step is taken in
         now, without its loss, and no leap can be made any more."""
         self.open()
@@ -82,12 +83,21 @@ class GuestRun:
         if engine.trained.changed:
             follow_freezing(engine, self.hybrid.policy, None, self._emit)
         engine.before_step(*((self.hybrid.observer,) if self.hybrid.watches else ()))
+        closure = options.get("closure", arguments[1] if len(arguments) > 1 else None)
+        self._looked = None if closure is not None else self._look()  # else the gradients are made in the step
+
+    def _look(self) -> MadeStep:
         if self.hybrid.watches:
             self.hybrid.see_gradients()
-        self._looked = engine.look_at_gradients()
+        return self.engine.look_at_gradients()
 
     def _after_step(self) -> None:
-        self._made, self._looked = self._looked, None
+        self._made, self._looked = self._look() if self._looked is None else self._looked, None
+
+    @property
+    def stepped(self) -> bool:
+        """Whether the optimizer has made a step that `between_steps` was not called for yet."""
+        return self._made is not None
 
     def between_steps(self, loss: Tensor | float | None = None) -> Moved | None:
         """To be called after the optimizer's step, and before the next batch: here a leap may be made. Between two
