@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -63,6 +63,10 @@ class GuestRun:
         self._origin = ""
         """What the state was loaded from."""
         self._open, self._closed = False, False
+        self._anew = False
+        """Weights may have been put back since they were watched."""
+        self.at_end: list[Callable[[], None]] = []
+        """Are called when the run is closed."""
         optimizer = engine.optimizer
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step),
@@ -80,6 +84,9 @@ class GuestRun:
         if self.hybrid.leap_is_due:
             self._miss()
         engine = self.engine
+        if self._anew:
+            self.hybrid.observer.restart()
+            self._anew = False
         if engine.trained.changed:
             follow_freezing(engine, self.hybrid.policy, None, self._emit)
         engine.before_step(*((self.hybrid.observer,) if self.hybrid.watches else ()))
@@ -171,8 +178,8 @@ class GuestRun:
         if self._closed:
             return
         self._closed = True
-        for hook in self._hooks:
-            hook.remove()
+        for end in (*(hook.remove for hook in self._hooks), *self.at_end):
+            end()
         if self._open:
             self._settle()
             self.voice.end(failed)
@@ -205,9 +212,7 @@ class GuestRun:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], origin: str = "the given state") -> None:
-        """Put a state back, after the host has put back weights and optimizer, and before its first step."""
-        if self._open:
-            raise CheckpointError(f"{origin}: load the state of a watch before the first step")
+        """Put a state back, between two steps. The host puts back weights and optimizer, before this or after it."""
         if state.get("form") != _FORM:
             raise CheckpointError(f"{origin}: its form is {state.get('form')!r}, and this version reads {_FORM}")
         if state.get("groups") != list(self.hybrid.observer.trajectory.groups):
@@ -225,7 +230,10 @@ class GuestRun:
             self.checkup.load_state_dict(entry(state, "checkup", "GuestRun"))
             if forecaster is not None and state["forecaster"] is not None:
                 forecaster.load_state_dict(state["forecaster"])
-        self._origin = origin
+        self._made, self._origin = None, origin
+        self._anew = not engine.config.checkpoint.directions
+        if self._open:
+            self.voice.resume(origin)
 
     def save(self, folder: str | Path) -> None:
         """Write the state as a folder of safetensors and JSON with checksums, whole or not at all. It belongs to a
@@ -238,6 +246,7 @@ class GuestRun:
         checkpoint.put_back_replaced(folder)
         if not folder.is_dir():
             self._emit(Notice(f"{folder} is not there: the run goes on, and is watched anew"))
+            self._made, self._anew = None, True
             return False
         self.load_state_dict(checkpoint.read(folder), str(folder))
         return True

@@ -61,15 +61,21 @@ class GuestVoice:
             if overwrite and not resumed:
                 folder.clear()
         self._listen(resumed)
-        self._announce(origin)
-        step = engine.progress.global_step
+        self._announce()
+        self.resume(origin)
+        if engine.progress.global_step == 0:
+            self.evaluate()
+
+    def resume(self, origin: str) -> None:
+        """Go on at the step that the run is at. origin: of the state that was put back; empty if none was."""
+        engine, step = self.engine, self.engine.progress.global_step
+        if origin:
+            self.emit(Resumed(step, origin))
         self.next_log, self.next_evaluation = (
             (step // every + 1) * every if every else 0 for every in (engine.config.log.interval, self.evaluate_every)
         )
         engine.clock.start()
         self._logged = (step, engine.clock.seconds)
-        if step == 0:
-            self.evaluate()
 
     def _listen(self, resumed: bool) -> None:
         """The console says only what needs attention, unless its level was asked for: a host shows its own progress."""
@@ -78,7 +84,7 @@ class GuestVoice:
         settings = summaries.settings_of(self.engine)
         listen(self._stack, self.bus, config, self._folder, resume=resumed, level=level, table=False, settings=settings)
 
-    def _announce(self, origin: str) -> None:
+    def _announce(self) -> None:
         engine = self.engine
         step, parameters = engine.progress.global_step, list(engine.model.parameters())
         title = type(unwrapped(engine.model)).__name__
@@ -97,8 +103,6 @@ class GuestVoice:
                 optimizer=summaries.optimizer_in_words(engine),
             )
         )
-        if origin:
-            self.emit(Resumed(step, origin))
         if self.forecaster is not None:
             self.forecaster.begin(kind, None if self._folder is None else self._folder.path)
 
