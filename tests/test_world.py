@@ -40,7 +40,7 @@ class Recording(World):
         self.numbers += tensor.numel()
         return super().to_host(tensor)
 
-    def agree(self, decision: Decision) -> Decision:
+    def agree(self, decision: Decision, name: str = "the decision") -> Decision:
         self.decisions.append(decision)
         return decision
 
@@ -119,7 +119,7 @@ def test_a_result_is_read_through_the_world() -> None:
 class Stubborn(World):
     """Another process wants to stop early."""
 
-    def agree(self, decision: Decision) -> Decision:
+    def agree(self, decision: Decision, name: str = "the decision") -> Decision:
         return "stopped early" if decision is None else decision  # type: ignore[return-value]
 
 

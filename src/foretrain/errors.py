@@ -43,6 +43,10 @@ class DivergenceError(ForetrainError):
     """The run produced non-finite losses and cannot go on by itself."""
 
 
+class RanksError(ForetrainError):
+    """Processes that train together came apart: they decided differently, or one of them failed."""
+
+
 class OutOfMemory(ForetrainError):
     """The device or the host had too little memory. The message says where, and what to change."""
 

@@ -22,6 +22,7 @@ from foretrain.engine.growing import trained_sizes, with_growth
 from foretrain.engine.memory.usage import MemoryMeter
 from foretrain.engine.objective import ResidualFunction, objective_given
 from foretrain.engine.own import Measure, OptimizerLike, check_processes
+from foretrain.engine.ranks import world_of_ranks
 from foretrain.engine.result import StepResult
 from foretrain.engine.state import as_checkpoint_error
 from foretrain.engine.world import World
@@ -63,8 +64,11 @@ class HybridTrainer:
     `weights` by name (`foretrain.logistic` and `cross_entropy` make blocks that count by those losses). Without
     `max_steps` in the configuration the run has no end and no rate decays. predictor: instead of the configuration's;
     with `hybrid.mode = "off"` it is the plain loop. probe: batches that are never trained on; moves are then searched
-    and judged on them, at the run's charge. world: a seam for whoever will connect several processes
-    (`foretrain.engine.world` says what is missing); today `WORLD_SIZE` > 1 is refused while anything is predicted.
+    and judged on them, at the run's charge; on several ranks each hands in its own part of them.
+
+    On several ranks the model is wrapped in DistributedDataParallel or sharded by `fully_shard` before, and every rank
+    makes the same calls; each hands in its own rows of every batch. world: None: the default process group of
+    torch.distributed, where there is one.
     """
 
     def __init__(
@@ -83,7 +87,8 @@ class HybridTrainer:
         world: World | None = None,
     ) -> None:
         config = config or Config()
-        check_processes(config)
+        check_processes(config, model)
+        world = world or world_of_ranks()
         loss_fn = objective_given(loss_fn, residuals, weights)
         if predictor is not None:
             check_predictor(predictor)
@@ -272,6 +277,7 @@ class HybridTrainer:
         if engine.ended and not self.judging:
             self.copies.end()
         engine.fence.obey()
+        engine.world.step_done()
         back = position + 1 - engine.progress.position
         return result if back <= 0 else replace(result, rewound=back)
 

@@ -233,12 +233,12 @@ def test_a_model_that_only_evaluates_is_set_to_train() -> None:
 # --- processes -------------------------------------------------------------------------------------------------------
 
 
-def test_prediction_in_several_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prediction_in_processes_that_have_not_met_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match=r'works in one process, and this is one of 2: set hybrid\.mode = "off"'):
+    with pytest.raises(ConfigError, match=r"one of 2 processes, and they have not met: call .*init_process_group"):
         HybridTrainer(net(), None, nn.CrossEntropyLoss(), CPU)
     HybridTrainer(net(), None, nn.CrossEntropyLoss(), from_mapping(OFF)).step(batch())
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 3)
-    with pytest.raises(ConfigError, match="this is one of 3"):
+    with pytest.raises(ConfigError, match="one of 3 processes, and .* is neither in DistributedDataParallel"):
         HybridTrainer(net(), None, nn.CrossEntropyLoss(), CPU)

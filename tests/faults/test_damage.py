@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from foretrain.persist import checkpoint
+from foretrain.persist import reading
 
 FILES = [
     *("average.safetensors", "hybrid.safetensors", "model.safetensors", "optimizer.safetensors"),
@@ -120,7 +120,7 @@ def test_what_cannot_be_read_once_for_a_lack_of_memory_is_not_damaged(
     workshop: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So safetensors says it."""
-    load, failed = checkpoint.load_file, []
+    load, failed = reading.load_file, []
 
     def short_of_memory(path: Path) -> Any:
         if not failed:
@@ -128,7 +128,7 @@ def test_what_cannot_be_read_once_for_a_lack_of_memory_is_not_damaged(
             raise ValueError("could not determine the shape of object type 'torch.storage.UntypedStorage'")
         return load(path)
 
-    monkeypatch.setattr(checkpoint, "load_file", short_of_memory)
+    monkeypatch.setattr(reading, "load_file", short_of_memory)
     code, printed = workshop.resume()
     assert (code, failed) == (0, ["step-00000009"])
     assert "resumed from step 9" in printed

@@ -265,14 +265,14 @@ def test_a_look_that_was_begun_with_the_step_is_made_when_the_run_goes_on(what: 
 
 def test_memory_that_runs_out_while_a_checkpoint_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a program of one's own: an error of ours, and nothing is put aside."""
-    from foretrain.persist import checkpoint
+    from foretrain.persist import reading
 
     def short(path: Path) -> None:
         raise shortage()
 
     tight(Tight())[0].fit(Batches(rows), out=tmp_path, progress=False)
     before = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
-    monkeypatch.setattr(checkpoint, "load_file", short)
+    monkeypatch.setattr(reading, "load_file", short)
     with pytest.raises(OutOfMemory, match=r"out of memory in setup .* All checkpoints are as they were"):
         tight(Tight())[0].fit(Batches(rows), out=tmp_path, resume=True, progress=False)
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == before

@@ -70,7 +70,7 @@ def forge(workshop: Any, change: Callable[[dict[str, Any]], object]) -> None:
         change(content["state"])
         (folder / "state.json").write_text(json.dumps(content))
         manifest = json.loads((folder / "manifest.json").read_text())
-        size, digest = (folder / "state.json").stat().st_size, checkpoint._digest(folder / "state.json")
+        size, digest = (folder / "state.json").stat().st_size, checkpoint.digest(folder / "state.json")
         manifest["files"]["state.json"] = {"size": size, "sha256": digest}
         (folder / "manifest.json").write_text(json.dumps(manifest))
 

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foretrain.errors import CheckpointError, SaveError
-from foretrain.persist import checkpoint
+from foretrain.persist import checkpoint, reading
 from foretrain.persist.checkpoint import CheckpointStore, read, verify
 
 
@@ -116,7 +116,7 @@ def test_a_component_whose_name_is_no_file_name_is_refused(tmp_path: Path) -> No
 
 
 def test_a_state_that_could_not_be_read_again_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "_JSON_LIMIT", 1000)
+    monkeypatch.setattr(checkpoint, "JSON_LIMIT", 1000)
     with pytest.raises(ValueError, match="keep large values in tensors"):
         CheckpointStore(tmp_path).save(1, {"numbers": list(range(1000))})
     assert CheckpointStore(tmp_path).load_newest() is None
@@ -455,12 +455,12 @@ def test_what_was_put_aside_earlier_still_forbids_a_silent_start(tmp_path: Path)
 
 def test_a_newer_format_is_refused_and_left_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "FORMAT", 3)
+        patch.setattr(checkpoint, "FORMAT", 4)
         CheckpointStore(tmp_path).save(1, state())
     with pytest.raises(CheckpointError) as raised:
         CheckpointStore(tmp_path).load_newest()
     assert str(raised.value) == (
-        f"{tmp_path / 'step-00000001'}: saved by a newer version (format 3, this one reads format 2); update foretrain"
+        f"{tmp_path / 'step-00000001'}: saved by a newer version (format 4, this one reads format 2); update foretrain"
     )
     with pytest.raises(CheckpointError, match="saved by a newer version"):
         checkpoint.read_weights(tmp_path / "step-00000001")
@@ -521,7 +521,7 @@ def test_a_file_that_cannot_be_read_is_a_checkpoint_error(tmp_path: Path, monkey
     def broken(path: Path) -> str:
         raise OSError(errno.EIO, "Input/output error", str(path))
 
-    monkeypatch.setattr(checkpoint, "_digest", broken)
+    monkeypatch.setattr(reading, "digest", broken)
     for function in (read, verify):
         with pytest.raises(CheckpointError, match="Input/output error"):
             function(folder)
@@ -537,7 +537,7 @@ def forge(folder: Path, **files: bytes | None) -> None:
             (folder / name.replace("__", ".")).write_bytes(content)
     manifest = json.loads((folder / "manifest.json").read_text())
     for name in manifest["files"]:
-        entry = {"size": (folder / name).stat().st_size, "sha256": checkpoint._digest(folder / name)}
+        entry = {"size": (folder / name).stat().st_size, "sha256": checkpoint.digest(folder / name)}
         manifest["files"][name] = entry
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
@@ -610,7 +610,7 @@ def test_a_manifest_that_names_other_places_is_refused(name: str, tmp_path: Path
     folder = CheckpointStore(tmp_path).save(1, state())
     (tmp_path / "secret.json").write_text("{}")
     manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["files"][name] = {"size": 2, "sha256": checkpoint._digest(tmp_path / "secret.json")}
+    manifest["files"][name] = {"size": 2, "sha256": checkpoint.digest(tmp_path / "secret.json")}
     (folder / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(CheckpointError, match="not a plain file of this folder"):
         read(folder)

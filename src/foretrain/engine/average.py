@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from foretrain.engine.memory.host import add_each, copy_each, on_device
 from foretrain.persist.codec import real_view
+from foretrain.persist.parts import like, local
 from foretrain.persist.stateful import entry
 
 
@@ -22,7 +23,9 @@ class WeightAverage:
         self.updates = 0
         self.names: list[str] = []
         self.weights: list[Tensor] = []
+        """This process's parts of them."""
         self.average: list[Tensor] = []
+        self._whole: list[Tensor] = []
         self._moving: list[int] = []
         """Places of those that are trained now; others were frozen in mid-run, and the average still goes towards
         them."""
@@ -33,7 +36,8 @@ class WeightAverage:
     def cover(self, weights: Mapping[str, Tensor], trained: Sequence[str]) -> None:
         """Average these from now on. What is new did not change so far: its average is itself."""
         known, share = dict(zip(self.names, self.average, strict=True)), 1 - self.decay**self.updates
-        self.names, self.weights = list(weights), [weight.detach() for weight in weights.values()]
+        self.names, self.weights = list(weights), [local(weight) for weight in weights.values()]
+        self._whole = list(weights.values())
         self.average = [
             known[name] if name in known else weight * share if self.updates else torch.zeros_like(weight)
             for name, weight in zip(self.names, self.weights, strict=True)
@@ -84,7 +88,8 @@ class WeightAverage:
                 torch._foreach_copy_(self.weights, kept)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"updates": self.updates, "average": list(self.average), "names": list(self.names)}
+        average = [like(mean, whole) for mean, whole in zip(self.average, self._whole, strict=True)]
+        return {"updates": self.updates, "average": average, "names": list(self.names)}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -96,7 +101,7 @@ class WeightAverage:
         saved = dict(zip(names, averages, strict=True))
         share = 1 - self.decay**self.updates
         sources = [
-            saved[name] if name in saved else weight * share
+            local(saved[name]) if name in saved else weight * share
             for name, weight in zip(self.names, self.weights, strict=True)
         ]
         copy_each(self.average, sources)

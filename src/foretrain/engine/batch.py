@@ -94,8 +94,13 @@ def count(batch: Any) -> int:
 
 def part_weights(parts: list[Any], device: torch.device) -> Tensor:
     """Each part's share of the whole batch: by targets that count where there are targets, by rows otherwise."""
-    counts = torch.stack([_count(part, device) for part in parts])
+    counts = part_counts(parts, device)
     return counts / counts.sum().clamp(min=1.0)
+
+
+def part_counts(parts: list[Any], device: torch.device) -> Tensor:
+    """How much each part counts: its targets that count where there are targets, its rows otherwise."""
+    return torch.stack([_count(part, device) for part in parts])
 
 
 def _count(part: Any, device: torch.device) -> Tensor:

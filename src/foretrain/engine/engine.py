@@ -28,11 +28,13 @@ from foretrain.engine.objective import Residuals, block_weights, objective_of
 from foretrain.engine.optim import build as optim
 from foretrain.engine.precision import Precision, choose_device
 from foretrain.engine.progress import RunProgress
+from foretrain.engine.ranks_limits import check_ranks, device_of_rank, seed_of_rank
 from foretrain.engine.rates import FollowedRates, Rates, RateSource, ScheduledRates, check_scheduler
 from foretrain.engine.result import StepResult
 from foretrain.engine.schedule import DecayPlan
 from foretrain.engine.sparse import check_sparse
 from foretrain.engine.step import FullStep, LossFunction, StepOutput
+from foretrain.engine.syncing import loss_through, prepared_for_loss
 from foretrain.engine.trained import Change, TrainedWeights
 from foretrain.engine.world import ALONE, World
 from foretrain.errors import ConfigError
@@ -41,6 +43,7 @@ from foretrain.persist.codec import (
     seed_random,
 )
 from foretrain.persist.form import FORMAT
+from foretrain.persist.parts import is_spread
 
 
 class Engine:
@@ -63,11 +66,12 @@ class Engine:
         known = {"max_steps", "schedule"} & config.model_fields_set and config.epochs is None
         self.has_end = bool(known) and config.steps_are_limited
         """Somebody said how long the run is: else it goes on for as long as steps are made, and no rate decays."""
-        self.device = choose_device(config.device)
+        model = self._ready(model)
+        self.device = device_of_rank(model, choose_device(config.device), self.world)
         if config.engine.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs to repeat itself
             torch.use_deterministic_algorithms(True)
-        self.model = self._prepared(model)
+        self.model = self._placed(model)
         self.own_optimizer = optimizer is not None
         self.optimizer = (
             optim.build(self.model, config.optimizer)
@@ -76,6 +80,8 @@ class Engine:
         )
         check_sparse(self.model, self.optimizer)
         self.loss_fn: LossFunction = own_loss if loss_fn is None else own.as_loss(loss_fn, self.device)
+        if loss_fn is None:
+            prepared_for_loss(self.model)
         self.objective = objective_of(self.loss_fn)
         """What the loss is made of, where its form is known."""
         self.float_type = own.float_type(self.model)
@@ -112,6 +118,7 @@ class Engine:
         self._steady: tuple[float, float] | None = None
         fixed = self.away is None  # a graph is bound to addresses: its tensors cannot leave
         recordable = fixed and (not self.own_optimizer or optim.can_be_recorded(self.optimizer))
+        recordable = recordable and self.world.size == 1 and not self.full_step.spread
         self.execution = Execution(self.full_step, config.engine.cuda_graph, recordable)
         self.meter = StepMeter(lagging=self.device.type == "cuda", world=self.world)
         self.clock = Stopwatch()
@@ -137,16 +144,23 @@ class Engine:
         self.on_length: list[Callable[[int], None]] = []
         """Called when it becomes known how many steps the run has, before its rates are planned for them."""
         self._fingerprint = state.Fingerprint()
+        self.world.follow(lambda: self.progress.global_step, config.hybrid.window_steps)
+        check_ranks(self)
 
-    def _prepared(self, model: nn.Module) -> nn.Module:
-        """Bring the model to where it is trained. Random numbers begin with the seed before."""
-        seed_random(self.config.seed)
-        return own.ready_to_train(model).to(self.device)
+    def _ready(self, model: nn.Module) -> nn.Module:
+        return own.ready_to_train(model)
+
+    def _placed(self, model: nn.Module) -> nn.Module:
+        """Bring the model to where it is trained. From now on random numbers follow from the seed."""
+        seed_random(seed_of_rank(self.config.seed, self.world.rank))
+        return model.to(self.device)
 
     def _formats(self, exact: bool) -> Precision:
         return Precision(self.config.precision, self.device, exact=exact)
 
     def _compiling_pays(self) -> bool:
+        if self.world.size > 1 or any(is_spread(p) for p in self.model.parameters()):
+            return False  # blocks are compiled before they are wrapped, the loss as a whole is not
         work = known_workload(self.config, self.model, self.has_end)
         return self.device.type == "cuda" and is_worthwhile(work, self.config)
 
@@ -311,7 +325,7 @@ class Engine:
             self.average.update()
         self.meter.add(output)
         progress = self.progress
-        progress.tokens += self.count(batch)
+        progress.tokens += self.count(batch) * self.world.size
         progress.rows = max(progress.rows, rows_of(batch))  # the last batch of an epoch may be smaller
         progress.backward_passes += passes
         return output
@@ -357,7 +371,8 @@ class Engine:
 
     def gradient(self, batch: Any) -> Tensor:
         """Forward and backward alone: the loss, and gradients on the parameters."""
-        return self.execution.gradient(batch)
+        loss = self.execution.gradient(batch)
+        return loss if self.world.size == 1 else self.world.reduce(loss.double(), "replicated").float()
 
     def probe(self, batch: Any) -> float:
         """Loss of a training batch at the weights as they are, forward only, in the parts that a full step has."""
@@ -418,6 +433,10 @@ class Engine:
 
 
 def own_loss(model: nn.Module, batch: Any) -> Tensor:
+    """The loss by the model's own method, also where DistributedDataParallel is around the model."""
+    found = loss_through(model, batch)
+    if found is not None:
+        return found
     loss = getattr(model, "loss", None)
     if loss is None:
         raise ConfigError(f"{type(model).__name__} has no method loss(batch); pass a loss_fn to HybridTrainer")

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from foretrain.events import told_of
+from foretrain.persist.parts import is_spread, local
 from foretrain.persist.signals import Interrupted
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -173,6 +174,7 @@ def same_model(model: nn.Module) -> Iterator[list[str]]:
     """Trained weights, buffers, gradients and modes are the same after the block; gives names of weights that were
     changed in it. The copies are in host memory."""
     weights: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    weights = {name: local(p) if is_spread(p) else p for name, p in weights.items()}
     tensors = weights | dict(model.named_buffers())
     kept = {name: (tensor.data, tensor.detach().to("cpu", copy=True)) for name, tensor in tensors.items()}
     modes = [(module, module.training) for module in model.modules()]

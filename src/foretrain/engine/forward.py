@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, overload
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from foretrain.engine import own
 from foretrain.engine.average import WeightAverage
-from foretrain.engine.batch import part_weights, rows_of, split
+from foretrain.engine.batch import part_counts, part_weights, rows_of, split
 from foretrain.engine.execution import Execution
 from foretrain.engine.fence import Failure, Fence, OwnCodeError, failure_of, same_model
 from foretrain.engine.metrics import measured
@@ -74,6 +74,7 @@ class Forward:
             raise InputError("evaluation needs at least one held-out batch")
         if not self.execution.records:
             self.full_step.optimizer.zero_grad(set_to_none=True)  # the next step makes gradients anew
+        self.same_number(batches, "held-out batches")
         with self.averaged_weights():
             return self.world.to_host(self.forward_loss(batches))[0]
 
@@ -103,15 +104,25 @@ class Forward:
                             failed(name, value)
                             del running[name]
                 rows += rows_of(batch)
+        if self.world.size > 1:
+            own = [value if name in running else math.nan for name, value in total.items()]
+            *sums, whole = self.world.total([*own, rows])
+            total, rows = dict(zip(total, sums, strict=True)), int(whole)
         if changed and failed is not None:
             names = " or ".join(f"the metric {name!r}" for name in metrics)
             text = f"it changed weights, {changed[0]} among them; they are put back"
             failed("", Failure(names, text, ""))
         return {name: total[name] / max(1, rows) if name in running else math.nan for name in metrics}
 
+    def same_number(self, batches: Sequence[Any], what: str) -> None:
+        """Refuse another number of batches on another rank, which would wait for passes that never come."""
+        if self.world.size > 1:
+            self.world.agree(len(batches), f"the number of {what}")
+            self.world.check()
+
     def probe(self, batch: Any) -> float:
         """Loss of a training batch at the weights as they are, forward only, in the parts that a full step has."""
-        self.progress.probe_tokens += self.count(batch)
+        self.progress.probe_tokens += self.count(batch) * self.world.size
         pieces = self.full_step.accumulation
         parts = [batch] if pieces == 1 else [split(batch, pieces, index) for index in range(pieces)]
         with self._probing():
@@ -119,7 +130,7 @@ class Forward:
 
     def probe_all(self, batches: list[Any]) -> float:
         """Mean loss over several batches, each as it is."""
-        self.progress.probe_tokens += sum(self.count(batch) for batch in batches)
+        self.progress.probe_tokens += sum(self.count(batch) for batch in batches) * self.world.size
         with self._probing():
             return self.world.to_host(self.forward_loss(batches))[0]
 
@@ -137,12 +148,26 @@ class Forward:
     @torch.no_grad()
     def forward_loss(self, batches: list[Any]) -> Tensor:
         """Mean loss over `batches` on the device; neither weights nor buffers nor random states change."""
+        if self.world.size > 1:
+            return self._loss_over_ranks(batches)
         weights = part_weights(batches, self.device)
         total = torch.zeros((), device=self.device)
         with self.evaluating():
             for batch, weight in zip(batches, weights, strict=True):
                 total = total + self.execution.loss(self.to_device(batch)).float() * weight.to(self.device)
-        return self.world.reduce(total, "replicated")
+        return total
+
+    def _loss_over_ranks(self, batches: list[Any]) -> Tensor:
+        """Mean loss over the batches of all ranks, each weighed by what it counts among all of them."""
+        counts = part_counts(batches, self.device).double()
+        total = torch.zeros((), device=self.device, dtype=torch.float64)
+        with self.evaluating():
+            for batch, count in zip(batches, counts, strict=True):
+                loss = self.execution.loss(self.to_device(batch)).double() * count
+                total = total + torch.where(count > 0, loss, 0.0)  # the mean over nothing is no number
+        sums = self.world.reduce(torch.stack([total, counts.sum()]), "sharded")
+        mean: Tensor = sums[0] / sums[1].clamp(min=1.0)
+        return mean.float()
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -154,6 +179,7 @@ class Forward:
         finally:
             for module in training:
                 module.training = True
+            self.full_step.syncing.settle()
 
     def averaged_weights(self) -> AbstractContextManager[None]:
         """The model at averaged weights inside the block, if `evaluation.ema_decay` is set."""

@@ -76,6 +76,7 @@ class StepMeter(Stateful):
     def _launch(self) -> None:
         if not self._outputs:
             return
+        self._world.catch_up()
         rows = torch.stack([value.float() for value in self._outputs])
         self._outputs.clear()
         event = None

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from foretrain.config import Config, OptimizerConfig, given
 from foretrain.errors import ConfigError, InputError
+from foretrain.persist.parts import is_spread
 
 Measure = Callable[..., Any]
 """A loss or a metric: of (model, batch), or of (output, target)."""
@@ -211,17 +212,23 @@ def _overlaps(parameter: Tensor) -> bool:
     return any(size > 1 and stride == 0 for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
 
 
-def check_processes(config: Config) -> None:
-    """Replicas that predict would each move by itself, and go apart."""
+def check_processes(config: Config, model: nn.Module) -> None:
+    """Replicas that know nothing of each other would each move by itself, and go apart."""
     distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized():
-        world = distributed.get_world_size()
-    else:
-        world = int(os.environ.get("WORLD_SIZE") or 1)
-    if world > 1 and config.hybrid.mode != "off":
+    met = distributed.is_available() and distributed.is_initialized()
+    world = distributed.get_world_size() if met else int(os.environ.get("WORLD_SIZE") or 1)
+    if world == 1 or config.hybrid.mode == "off":
+        return
+    if not met:
         raise ConfigError(
-            f'prediction works in one process, and this is one of {world}: set hybrid.mode = "off", with which '
-            "DistributedDataParallel works, or start one process"
+            f"this is one of {world} processes, and they have not met: call torch.distributed.init_process_group(), "
+            "and wrap the model in DistributedDataParallel or fully_shard, or start one process"
+        )
+    wrapped = isinstance(model, nn.parallel.DistributedDataParallel)
+    if isinstance(model, nn.Module) and not wrapped and not any(is_spread(p) for p in model.parameters()):
+        raise ConfigError(
+            f"this is one of {world} processes, and {type(model).__name__} is neither in DistributedDataParallel nor "
+            "sharded by fully_shard, so that each would train a model of its own: wrap it before HybridTrainer is made"
         )
 
 

@@ -18,7 +18,9 @@ from foretrain.engine.optim.build import supports_device_skip
 from foretrain.engine.optim.in_backward import UpdatesInBackward
 from foretrain.engine.own import one_number
 from foretrain.engine.precision import Precision
+from foretrain.engine.syncing import Syncing
 from foretrain.engine.world import ALONE, World
+from foretrain.persist.parts import is_spread, local
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
 """(model, batch) -> mean loss."""
@@ -65,6 +67,9 @@ class FullStep:
         self.nan_check = nan_check
         self.device = precision.device
         self.parameters = [p for p in model.parameters() if p.requires_grad] if parameters is None else parameters
+        self.spread = any(is_spread(p) for p in self.parameters)
+        """Each rank holds parts of the weights."""
+        self.syncing = Syncing(model)
         self.buffers = list(model.buffers())
         self.changing = False
         """Something is being changed that cannot be taken back; False again when the step is counted."""
@@ -75,6 +80,9 @@ class FullStep:
         self._attention = _attention_order(self.device)
         self._always_good = torch.zeros((), device=self.device)
         self._absent = torch.full((), torch.nan, device=self.device)
+        self._shares_known: list[float] = []
+        self._shares = self._absent
+        """What this rank's parts of the gradients, and its loss, count in a sum."""
 
     @property
     def compiled(self) -> bool:
@@ -106,10 +114,11 @@ class FullStep:
         parts = [part for part in parts if rows_of(part)] or parts[:1]
         weights = part_weights(parts, self.device)
         total = torch.zeros((), device=self.device)
-        for part, weight in zip(parts, weights, strict=True):
-            # the mean over a part in which no target counts is no number, and must not count either
-            loss = torch.where(weight > 0, self.loss(part), 0.0) * weight
-            self._backward(loss)
+        for place, (part, weight) in enumerate(zip(parts, weights, strict=True), start=1):
+            with self.syncing.with_last(last=place == len(parts)):
+                # the mean over a part in which no target counts is no number, and must not count either
+                loss = torch.where(weight > 0, self.loss(part), 0.0) * weight
+                self._backward(loss)
             total = total + loss.detach().float()
         return total
 
@@ -163,11 +172,13 @@ class FullStep:
     def update(self, loss: Tensor) -> StepOutput:
         """Check, clip and apply the gradients that are there."""
         gradients = [p.grad for p in self.parameters if p.grad is not None]
-        norm, norms = self._norms(gradients)
+        norm, norms, loss = self._norms(gradients, loss)
         if self.precision.scaled:
             norm, norms = norm / self.precision.scale, norms / self.precision.scale
         if self.nan_check or self.precision.scaled:
-            bad = torch.logical_not(torch.isfinite(norm) & torch.isfinite(loss)).float()
+            own = self.world.size > 1 and not self.spread  # the loss is this rank's own until ranks meet
+            good = torch.isfinite(norm) if own else torch.isfinite(norm) & torch.isfinite(loss)
+            bad = torch.logical_not(good).float()
         else:
             bad = self._always_good
         # The gradients still carry the loss scale; dividing by `divisor` removes it and clips in the same pass.
@@ -180,17 +191,39 @@ class FullStep:
         self.precision.update(bad)
         return StepOutput(loss, norm, bad, norms)
 
-    def _norms(self, gradients: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """The norm of all gradients together, and that of each parameter."""
+    def _norms(self, gradients: list[Tensor], loss: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The norm of all gradients together, that of each parameter, and the loss.
+
+        Replicas have the same gradients: the mean of their losses is made when they meet. Of parts the squares of all
+        ranks are summed, and the mean loss comes along.
+        """
+        if self.world.size > 1 and not self.spread:
+            loss = loss.clone()
+            self.world.later(loss)
         if not gradients:
-            return torch.zeros((), device=self.device), self._absent.expand(len(self.parameters))
-        each = list(torch._foreach_norm([g.coalesce().values() if g.is_sparse else g for g in gradients]))
+            return torch.zeros((), device=self.device), self._absent.expand(len(self.parameters)), loss
+        if self.spread:
+            each, loss = self._norms_of_parts(gradients, loss)
+        else:
+            each = list(torch._foreach_norm([g.coalesce().values() if g.is_sparse else g for g in gradients]))
         together = stacked(each)
         norm = torch.linalg.vector_norm(together)
         if len(each) < len(self.parameters):
             found = iter(each)
             together = stacked([self._absent if p.grad is None else next(found) for p in self.parameters])
-        return norm, together
+        return norm, together, loss
+
+    def _norms_of_parts(self, gradients: list[Tensor], loss: Tensor) -> tuple[list[Tensor], Tensor]:
+        """The norm of each gradient, and the mean loss of all ranks, in one sum."""
+        each = torch._foreach_norm([local(gradient) for gradient in gradients])
+        if self.world.size == 1:
+            return list(each), loss
+        shares = [self.world.share(p) for p in self.parameters if p.grad is not None]
+        if shares != self._shares_known:
+            self._shares_known, self._shares = shares, torch.tensor([*shares, 1.0], device=self.device).double()
+        own = torch.cat([stacked(list(each)).double().square(), loss.double().reshape(1) / self.world.size])
+        total = self.world.reduce(own * self._shares, "sharded").float()
+        return list(total[:-1].sqrt().unbind()), total[-1]
 
     def _apply(self, gradients: list[Tensor], divisor: Tensor | None, bad: Tensor) -> None:
         optimizer: Any = self.optimizer
@@ -204,7 +237,7 @@ class FullStep:
             return
         # An optimizer that cannot skip on the device: the host has to look, which waits for the device once a step.
         if divisor is not None:
-            torch._foreach_div_([g._values() if g.is_sparse else g for g in gradients], divisor)
+            torch._foreach_div_([g._values() if g.is_sparse else local(g) for g in gradients], divisor)
         if not self.world.to_host(bad)[0]:
             optimizer.step()
 

@@ -91,11 +91,14 @@ class GuestEngine(Engine):
         self.unit = "steps"
         self.precision.scaled = True  # the host may scale its loss: a step that overflows is its business
 
-    def _prepared(self, model: nn.Module) -> nn.Module:
+    def _ready(self, model: nn.Module) -> nn.Module:
         modes = [(module, module.training) for module in model.modules()]
-        own.ready_to_train(model)
+        super()._ready(model)
         for module, training in modes:
             module.training = training
+        return model
+
+    def _placed(self, model: nn.Module) -> nn.Module:
         return model
 
     def _formats(self, exact: bool) -> Precision:

@@ -144,7 +144,7 @@ class Checkup(StepHook, Stateful):
         self._tell(self.health.evaluated(status, held_out, self.engine.progress.last_train_loss))
 
     def _tell(self, news: list[HealthFinding]) -> None:
-        for finding in self.engine.world.agree(news):
+        for finding in self.engine.world.agree(news, "findings about the run"):
             self._say(finding)
             made = self.health.tune(finding, self._peak)
             if made:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from foretrain.engine.step import StepOutput, stacked
 from foretrain.engine.world import ALONE, World
 from foretrain.persist.codec import real_view
+from foretrain.persist.parts import local
 
 SAMPLED = 4096
 """Numbers of one parameter whose update is measured; a larger one is estimated from as many, evenly spread. Chosen: the
@@ -51,7 +52,8 @@ class LayerMeter:
 
     def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter], world: World = ALONE) -> None:
         self._world = world
-        self.parameters: list[Tensor] = [real_view(p.detach()) for p in parameters]
+        self.parameters: list[Tensor] = [real_view(local(p)) for p in parameters]
+        self._shares = [world.share(p) for p in parameters]
         names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         owners = [name.rpartition(".")[0] or name for name in names]
         self.names = list(dict.fromkeys(owners))
@@ -85,6 +87,8 @@ class LayerMeter:
         (weights, sample), self._before = self._before, None
         moved = torch.split(self._sample() - sample, self._sizes)
         updates = torch.stack(torch._foreach_norm(list(moved)))
+        if self._world.size > 1:
+            weights, updates = self._over_ranks(weights, updates)
         numbers = torch.cat([output.gradient_norms, weights, updates])
         event = None
         if numbers.is_cuda:
@@ -94,6 +98,16 @@ class LayerMeter:
             event.record(stream)
         self._flight = (step, numbers, event)
 
+    def _over_ranks(self, weights: Tensor, updates: Tensor) -> tuple[Tensor, Tensor]:
+        """The norms of whole weights and updates, where ranks hold parts of them. updates: of the numbers sampled."""
+        scales = torch.tensor(self._scales, dtype=torch.float64, device=weights.device)
+        shares = torch.tensor(self._shares, dtype=torch.float64, device=weights.device)
+        if all(share == 1 / self._world.size for share in self._shares):  # replicas hold all of it
+            return weights, updates * scales.sqrt().float()
+        squares = torch.stack([weights.double().square(), updates.double().square() * scales]) * shares
+        weights, updates = self._world.reduce(squares, "sharded").sqrt().float().unbind()
+        return weights, updates
+
     def take(self) -> LayerNorms | None:
         """Return the last measurement, once. It waits for the device if that is still computing it."""
         if self._flight is None:
@@ -101,12 +115,11 @@ class LayerMeter:
         step, values = self.wait() or (0, [])
         self._flight = None
         gradient, weight, update = np.asarray(values, dtype=np.float64).reshape(3, -1)
+        scales = self._scales if self._world.size == 1 else 1.0  # there it is known already
         absent = np.bincount(self._layer_of, np.isfinite(gradient), len(self.names)) == 0
         norms = self._by_layer(np.where(np.isnan(gradient), 0.0, np.square(gradient)))
         norms[absent] = np.nan
-        return LayerNorms(
-            step, norms, self._by_layer(np.square(weight)), self._by_layer(np.square(update) * self._scales)
-        )
+        return LayerNorms(step, norms, self._by_layer(np.square(weight)), self._by_layer(np.square(update) * scales))
 
     def wait(self) -> tuple[int, list[float]] | None:
         """Return the measurement that is not taken yet, as it can be saved. It waits for the device."""

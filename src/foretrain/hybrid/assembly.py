@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from foretrain.engine.engine import Engine
+from foretrain.engine.ranks_limits import linearised_leaps_apply
 from foretrain.events import Event
 from foretrain.health.checkup import Checkup
 from foretrain.hybrid.judges.audit import Forks, RecentBatches
@@ -78,7 +79,7 @@ def equip(
         emit=emit,
     )
     kinds: list[MoveKind] = [ChainKind(tools, policy.predictability), LeapKind(tools), RolloutKind(tools)]
-    if engine.objective is not None:
+    if engine.objective is not None and linearised_leaps_apply(engine):
         kinds.insert(0, LinearisedKind(tools, policy.predictability, engine.objective))
     policy.equip(tools, kinds)
 

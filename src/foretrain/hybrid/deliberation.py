@@ -86,11 +86,11 @@ class Deliberation:
             self.correction.observe(followed, forecast.at(followed.horizon))
             right = quality.cosine > 0 if self.appraiser.searches else quality.r2 > 0
             self.appraiser.learn(forecast, followed.horizon, right, weight=0.25)
-        return self.world.agree(actions)
+        return self.world.agree(actions, "what a window shows")
 
     def rested(self, step: int, numbers: list[tuple[float, float]], fp16: bool) -> list[Action]:
         """(loss, gradient norm) of all steps of a rest since the last look."""
-        return self.world.agree(self.oversight.check_rest(step, numbers, fp16))
+        return self.world.agree(self.oversight.check_rest(step, numbers, fp16), "what a rest shows")
 
     def wake(self) -> None:
         """A rest is over: a whole FULL phase is watched before anything is decided. Where every move is searched the
@@ -136,7 +136,8 @@ class Deliberation:
             gate_reason=answer.reason,
             nothing_to_try=answer.long,
         )
-        view, answer, decision = self.world.agree((view, answer, decision))
+        self.world.agree(self.rest.steps, "rest_steps")
+        view, answer, decision = self.world.agree((view, answer, decision), "the decision")
         transition = cycle.next(view)
         self.last_reason = transition.reason
         if transition.phase is Phase.PREDICT and decision is not None:
@@ -151,7 +152,7 @@ class Deliberation:
         warm = self.cycle.phase is Phase.FULL
         asked = (kind for kind in self.kinds if warm or kind.at_once)
         found = ((decision, kind.at_once) for kind in asked if (decision := kind.propose(outlook)) is not None)
-        decision, at_once = self.world.agree(next(found, (None, False)))
+        decision, at_once = self.world.agree(next(found, (None, False)), "the proposal")
         diverged = self.guard.recent_divergence and not at_once
         view = View(step, confidence=1.0, recent_divergence=diverged, exact=at_once, at_once=at_once, gate_open=True)
         if decision is None or not self.cycle.decide(view).changed:

@@ -34,6 +34,7 @@ _SAY_EVERY = 100
 _LOOK_EVERY = 10
 """Steps of a rest after which its losses are looked at. Chosen: as often as a window of the default length ends."""
 _OBSTACLES = "obstacles"
+_SAME = "every batch is the same"
 
 
 class Hybrid:
@@ -173,6 +174,8 @@ class Hybrid:
             acceptance_rate=policy.score.counts.acceptance_rate,
             confidence=policy.appraiser.current_confidence,
         )
+        if engine.world.size > 1:
+            engine.world.vote(_SAME, policy.tools.recent.same())
         policy.observer.measure(moment)
         self.judge_window()
 
@@ -184,7 +187,8 @@ class Hybrid:
         except Ordered:  # the next step begins with it, here or in the run that is resumed
             return
         policy.heed()
-        actions = policy.watch(record, engine.world.agree(policy.tools.recent.same()), fp16=engine.precision.scaled)
+        same = engine.world.every(_SAME, policy.tools.recent.same())
+        actions = policy.watch(record, same, fp16=engine.precision.scaled)
         policy.score.exact.watched(record, engine.clock.seconds, engine.progress.backward_passes)
         if self.carry_out(actions):
             return

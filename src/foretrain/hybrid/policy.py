@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -62,7 +63,7 @@ class Policy(Deliberation):
         """The open move, or the one that was decided for, begun with this batch. It may be refused at once."""
         if self.move is not None:
             return self.move
-        decision, plan, spent = self._decided, self.plan(), 0.0
+        decision, plan, spent = self._decided, self._of_first(self.plan()), 0.0
         for kind in self.kinds:
             applies, cost = kind.applies(decision, batch)
             spent += cost
@@ -82,10 +83,17 @@ class Policy(Deliberation):
             self._learn_refused(move)
         else:
             for action in self.world.agree(
-                self.oversight.check_anchor(self.tools.engine.progress.global_step, move.anchor)
+                self.oversight.check_anchor(self.tools.engine.progress.global_step, move.anchor),
+                "what the anchor shows",
             ):
                 self.apply(action, self.tools.engine.progress.global_step)
         return move
+
+    def _of_first(self, plan: Plan) -> Plan:
+        """The move that all ranks make: solved on the host, its coefficients could differ in the last bits."""
+        if plan.coefficients is None or self.world.size == 1:
+            return plan
+        return replace(plan, coefficients=self.world.of_first(plan.coefficients))
 
     def advance(self, batch: Any) -> StepOutput | None:
         """One step of the open move. None where the batch was not used: the move was refused, or, as chains do, it came
@@ -119,7 +127,7 @@ class Policy(Deliberation):
             exit_to, actions = self.oversight.check_predicted(
                 StepReading(step, Phase.PREDICT, loss, None, expected, confidence, threshold)
             )
-            for action in self.world.agree(actions):
+            for action in self.world.agree(actions, "what a predicted step shows"):
                 if action.kind is Kind.RESET_PREDICTOR:  # it comes last: a rollback would bring the old one back
                     self._predictor_harmed = True
                 else:
@@ -134,15 +142,15 @@ class Policy(Deliberation):
                 oscillating=exit_to is Phase.CORRECT,
                 diverged=exit_to is Phase.FULL,
             )
-        return self.world.agree((view, self.cycle.decide(view)))
+        return self.world.agree((view, self.cycle.decide(view)), "a predicted step")
 
     def settle(self) -> list[Action]:
         """Judge the open move, and keep or undo it; an audit has gone to the better fork already. Returns what recovery
         wants done."""
         move, engine = self._open_move, self.tools.engine
-        actions = self.world.agree(self.oversight.check_validation(move.readings()))
+        actions = self.world.agree(self.oversight.check_validation(move.readings()), "what validating steps show")
         move.harmed = any(action.kind is Kind.ROLL_BACK for action in actions)
-        judgement = self.world.agree(move.judge())
+        judgement = self.world.agree(move.judge(), "the judgement")
         if judgement.kept and move.plan.low_noise:
             self.score.note_exact(move, judgement.loss)
         if self.tools.probes.batches:

@@ -13,6 +13,7 @@ from foretrain.engine.memory.host import host_like
 from foretrain.engine.memory.offload import HostSnapshots
 from foretrain.engine.progress import HELD_OUT_RECORD, TAKEN_BACK
 from foretrain.persist.codec import Snapshot, put_together, snapshot
+from foretrain.persist.parts import form_of_spread, local
 
 _ON_HOST = ("random.", "loader.", "predictor.")
 """Parts of a state that are never on the device begin with these."""
@@ -150,9 +151,12 @@ class Snapshots:
             for name, weight in zip(trained.names, trained.parameters, strict=True):
                 key = f"model.{name}"
                 if key not in one.tensors:
-                    place = host_like(weight, weight.device) if self.host is not None else torch.empty_like(weight)
-                    one.tensors[key] = place.copy_(weight.detach())
+                    part = local(weight)
+                    place = host_like(part, part.device) if self.host is not None else torch.empty_like(part)
+                    one.tensors[key] = place.copy_(part)
                     one.tree["model"][name] = {"$tensor": key}
+                    if (form := form_of_spread(weight)) is not None:
+                        one.spread[key] = form
             for name in (name for name, part in self.parts.items() if part.of_weights):
                 one.tree[name] = None
         self._other = None
@@ -207,8 +211,8 @@ class Snapshots:
     def state_dict(self) -> dict[str, Any]:
         if self.host is not None:
             self.host.lane.finish()
-        best = None if self.best is None else put_together(self.best)
-        safe = None if self.taken is None else put_together(self.taken)
+        best = None if self.best is None else put_together(self.best, spread=True)
+        safe = None if self.taken is None else put_together(self.taken, spread=True)
         return {"safe": safe, "taken_at": self.taken_at, "best": best}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -225,7 +229,8 @@ class Snapshots:
         if self.host is not None:
             return self.host.take(state)
         taken = snapshot(state)
-        return Snapshot({name: _place(name, tensor, device) for name, tensor in taken.tensors.items()}, taken.tree)
+        placed = {name: _place(name, tensor, device) for name, tensor in taken.tensors.items()}
+        return Snapshot(placed, taken.tree, taken.spread)
 
 
 def _place(name: str, tensor: Tensor, device: torch.device) -> Tensor:

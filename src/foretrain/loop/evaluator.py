@@ -66,7 +66,8 @@ class Evaluator:
             except Ordered:  # the run stops here, and is resumed with this evaluation
                 return False
             seconds = time.perf_counter() - started
-        best = engine.world.agree(loss == loss and (progress.best_val_loss is None or loss < progress.best_val_loss))
+        best = loss == loss and (progress.best_val_loss is None or loss < progress.best_val_loss)
+        best = engine.world.agree(best, "whether the held-out loss is the lowest")
         progress.last_val_loss = loss
         progress.evaluations_without_best = 0 if best else progress.evaluations_without_best + 1
         if best:

@@ -240,7 +240,7 @@ class Loop:
                 self.hybrid.end_soon()
         if self.targets is not None and self.targets.evaluation_due and not last and settled and not self._window_due:
             self._look()
-        reason = self.engine.world.agree("finished" if last else self._reason_to_stop())
+        reason = self.engine.world.agree("finished" if last else self._reason_to_stop(), "the reason to stop")
         if reason is None and step >= self.next_save:
             self.next_save = (step // self.save_every + 1) * self.save_every
             self._save(must=False)

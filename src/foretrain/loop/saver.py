@@ -22,9 +22,10 @@ from foretrain.health import shortage
 from foretrain.health.rescue import Rescue
 from foretrain.loop import words
 from foretrain.persist import checkpoint
-from foretrain.persist.checkpoint import CheckpointStore
-from foretrain.persist.codec import Snapshot, put_together, take_apart
+from foretrain.persist.checkpoint import CheckpointStore, sizes_of
+from foretrain.persist.codec import Snapshot, put_together, random_state_anew, take_apart
 from foretrain.persist.folder import RunFolder
+from foretrain.persist.pieces import Layouts, ReadBy
 
 
 class Saver:
@@ -59,7 +60,7 @@ class Saver:
         self.state = state
         self.load = load
         self.judging = judging
-        self.store = CheckpointStore(folder.checkpoints, config.checkpoint.keep)
+        self.store = CheckpointStore(folder.checkpoints, config.checkpoint.keep, engine.world, self._reader)
         self.saved_step = -1
         self.earlier_seconds = 0.0
         """What the parts of this run took before it was resumed, with start-up, evaluation and saving."""
@@ -71,6 +72,12 @@ class Saver:
         """What all parts of the run took, with start-up, evaluation and saving."""
         return self.earlier_seconds + time.monotonic() - self.folder.opened
 
+    def _reader(self, step: int) -> ReadBy:
+        """How this process reads the checkpoint of a step."""
+        world, model = self.engine.world, self.engine.model
+        layouts = Layouts(dict(model.named_parameters(remove_duplicate=False)))
+        return ReadBy(world.rank, world.size, layouts, lambda: random_state_anew(self.config.seed, step, world.rank))
+
     # --- saving ------------------------------------------------------------------------------------------------------
 
     def save(self, must: bool, place: Callable[[], Any]) -> None:
@@ -81,7 +88,7 @@ class Saver:
         if path is None:
             return
         step = self.saved_step = self.engine.progress.global_step
-        sizes = {file.stem: file.stat().st_size / 1e6 for file in path.iterdir()}
+        sizes = sizes_of(path)
         seconds = round(time.perf_counter() - started, 3)
         weights, prediction = (round(sizes.get(part, 0.0), 2) for part in ("model", "hybrid"))
         size = round(sum(sizes.values()), 2)
@@ -90,13 +97,14 @@ class Saver:
 
     def _write(self, place: Callable[[], Any]) -> Path:
         self.engine.meter.fetch()
+        self.engine.world.catch_up()
         where = place()
         return self.store.save(self.engine.progress.global_step, self.state() | {"loader": where, "meta": self._meta()})
 
     def _saved(self, save: Callable[[], Path], must: bool) -> Path | None:
         with self.engine.untimed(), self.memory.during("checkpoint"):
             try:
-                self.folder.check_place()
+                self.store.together.only_first(self.folder.check_place, SaveError)
                 return save()
             except SaveError as error:
                 if must:
@@ -120,7 +128,7 @@ class Saver:
             "foretrain": environment.version("foretrain"),
             "muon_type": iteration_type(self.engine.device),
             "total_seconds": self.total_seconds,
-        }
+        } | ({"ranks": self.engine.world.size} if self.engine.world.size > 1 else {})
 
     # --- the best weights --------------------------------------------------------------------------------------------
 
@@ -133,7 +141,7 @@ class Saver:
         if self.unsaved_best is not None:  # at the next save the weights are others
             parts = take_apart(self.unsaved_best)
             copies = {name: tensor.to("cpu", copy=True) for name, tensor in parts.tensors.items()}
-            self.unsaved_best = put_together(Snapshot(copies, parts.tree))
+            self.unsaved_best = put_together(Snapshot(copies, parts.tree, parts.spread), spread=True)
 
     def _write_best(self) -> None:
         """The best weights that are not on the disk yet, as far as they are the best still."""
@@ -153,7 +161,7 @@ class Saver:
             self.unsaved_best |= {"model": {**self.unsaved_best["model"], **added}, "frozen": frozen}
         for step, path in self.store.best().items():
             try:
-                state = checkpoint.read(path)
+                state = self.store.read(path)
             except CheckpointError:  # damaged: nothing can be made of it anyway
                 continue
             model = {**state["model"], **{name: weight.detach() for name, weight in weights.items()}}
@@ -172,7 +180,7 @@ class Saver:
         best = self.engine.progress.best_step
         step = best if best in found else next(iter(found))
         path = found[step]
-        state = checkpoint.read(path)
+        state = self.store.read(path)
         self.engine.load_weights(state, str(path))
         loss = float(state["best"]["loss"])
         self.emit(

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from foretrain.engine.fence import Fence
 from foretrain.engine.hooks import StepHook
 from foretrain.engine.step import StepOutput
+from foretrain.engine.world import ReduceKind
 from foretrain.motion.losses import WindowLosses
 from foretrain.motion.predictors.base import Array, Followed, Forecast, Predictor, Score, Situation, score
 from foretrain.motion.predictors.guarded import GuardedPredictor
@@ -24,6 +25,9 @@ from foretrain.motion.samples import Sample, Statistics, bias_corrections
 from foretrain.motion.state import StateEncoder
 from foretrain.motion.trajectory import Motion, Since, Trajectory
 from foretrain.persist.stateful import Stateful, entry
+
+_KINDS: tuple[ReduceKind, ...] = ("replicated", "sharded", "sharded")
+"""How the numbers of a window are combined over ranks: those of steps, the sampled ones, and that of the weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,22 +170,34 @@ class Observer(StepHook, Stateful):
     def measure(self, moment: Moment) -> None:
         """End a window: read what it showed, and score forecasts. Only here the observer waits for the device."""
         outputs = torch.stack([value.float() for value in self._outputs])
-        norms = torch.stack(torch._foreach_norm(self.trajectory.parameters)).norm()
-        extra = [outputs, self.sample.statistics(), norms]
+        extra, kinds = [outputs, self.sample.statistics(), self._weight_norm()], _KINDS
+        if self.trajectory.world.size > 1:
+            extra = [outputs, self.sample.weighed_statistics(), self._weight_norm().double().square()]
         self._outputs.clear()
         if not self.trajectory.held:
-            record = self._record(self.trajectory.skip(extra), None, moment)
+            record = self._record(self.trajectory.skip(extra, kinds), None, moment)
             self.losses.add(record.losses)
             self.scored = []
             self._due = _Due(record, None)
             return
-        motion = self.trajectory.close(extra)
+        motion = self.trajectory.close(extra, kinds)
         record = self._record(motion.extra, motion, moment)
         self.losses.add(record.losses)
         self._score(motion)
         forecast_record = self._forecast_record(moment)
         state = self.encoder.encode(record, forecast_record, moment.phase)
         self._due = _Due(record, Situation(state, motion.gram, self.window, self.smoothed_loss, moment.step))
+
+    def _weight_norm(self) -> Tensor:
+        """The norm of all weights; on several ranks the root of what this one's parts add to its square."""
+        norms, roots = (
+            torch.stack(torch._foreach_norm(self.trajectory.parameters)),
+            self.trajectory.layout.roots_of_shares,
+        )
+        if roots is not None:
+            norms = norms * roots.to(norms.dtype)
+        norm: Tensor = norms.norm()
+        return norm
 
     def learn(self) -> WindowRecord:
         """Learn from the window that `measure` ended. Raises Ordered where an order to end left the predictor: it
@@ -202,6 +218,8 @@ class Observer(StepHook, Stateful):
 
     def _record(self, extra: Sequence[Array], motion: Motion | None, moment: Moment) -> WindowRecord:
         outputs, sampled, weight_norm = extra  # as `measure` asked for them
+        if self.trajectory.world.size > 1:
+            sampled, weight_norm = sampled[:-1] / sampled[-1:], np.sqrt(weight_norm)
         rows, statistics = outputs.reshape(-1, 3), Statistics(*sampled.tolist())
         losses = np.where(rows[:, 2] > 0, math.nan, rows[:, 0])
         return WindowRecord(

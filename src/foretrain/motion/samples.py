@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from foretrain.engine.optim.build import is_wrapped
 from foretrain.engine.optim.moments import sample_moment
 from foretrain.persist.codec import real_view
+from foretrain.persist.parts import local
 from foretrain.persist.stateful import Stateful
 
 _TENSORS = 16
@@ -37,6 +38,7 @@ class Sample(Stateful):
     """Fixed coordinates of the largest parameters."""
 
     saved = ("_before",)
+    own_of_rank = ("_before",)
     _before: Tensor | None
 
     def __init__(self, parameters: Sequence[nn.Parameter], optimizer: Optimizer) -> None:
@@ -46,7 +48,7 @@ class Sample(Stateful):
 
     @property
     def device(self) -> torch.device:
-        return self.parameters[0].device
+        return local(self.parameters[0]).device
 
     def cover(self, parameters: Sequence[nn.Parameter]) -> None:
         """Choose among these parameters from now on."""
@@ -71,11 +73,20 @@ class Sample(Stateful):
         if self._seen:
             return torch.cat(list(self._seen.values()))
         gradients = [p.grad for p in self.parameters if p.grad is not None]
-        return _pick(gradients) if gradients else torch.zeros(1, device=self.parameters[0].device)
+        return _pick(gradients) if gradients else torch.zeros(1, device=self.device)
 
     def remember(self) -> None:
         """Keep the gradient of the step before the last one of a window."""
         self._before = self.gradient()
+
+    def weighed_statistics(self) -> Tensor:
+        """The statistics of this rank's part times how many numbers they are of, and that count: for sums over ranks.
+        A rank that holds nothing of the largest parameters adds nothing."""
+        count = self.gradient().numel()
+        if not count:
+            return torch.zeros(len(Statistics._fields) + 1, dtype=torch.float64, device=self.device)
+        whole = torch.full((1,), float(count), dtype=torch.float64, device=self.device)
+        return torch.cat([self.statistics().double() * count, whole])
 
     @torch.no_grad()
     def statistics(self) -> Tensor:
@@ -121,7 +132,7 @@ def _pick(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _strided(tensor: Tensor) -> Tensor:
-    numbers = real_view(tensor.detach()._values() if tensor.is_sparse else tensor.detach())
+    numbers = real_view(tensor.detach()._values() if tensor.is_sparse else local(tensor))
     return numbers.reshape(-1)[:: _stride(numbers)][:_PER_TENSOR].float()
 
 
@@ -129,7 +140,7 @@ def _sampled(state: dict[str, Any], name: str) -> Tensor | None:
     moment = state.get(name)
     if not isinstance(moment, Tensor) or is_wrapped(moment):
         return None
-    return sample_moment(state, name, _stride(real_view(moment)), _PER_TENSOR)
+    return sample_moment(state, name, _stride(real_view(local(moment))), _PER_TENSOR)
 
 
 def _stride(tensor: Tensor) -> int:

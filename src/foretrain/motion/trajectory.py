@@ -17,17 +17,14 @@ from torch import Tensor
 
 from foretrain.engine.memory.host import add_each, copy_each
 from foretrain.engine.precision import full_precision
-from foretrain.engine.world import ALONE, World
+from foretrain.engine.world import ALONE, ReduceKind, World
 from foretrain.motion.predictors.base import Array
 from foretrain.motion.records import DIRECTIONS, HORIZONS_IN_WINDOWS, WINDOWS_OF_MEANS
+from foretrain.motion.rows import SavedRows, grouped, lie_in_row, places_in_rows
 from foretrain.persist.codec import real_view
-from foretrain.persist.stateful import Stateful, entry
+from foretrain.persist.parts import local
+from foretrain.persist.stateful import Stateful
 
-_MOST_CHUNKS, _SMALLEST_CHUNK = 8192, 256
-"""Pieces that rows are cut into for batched dot products, and their least length. Chosen: enough to fill a GPU, and the
-sums over them stay small."""
-_MOST_GROUPS = 256
-"""Groups of weights with coefficients of their own. Chosen: a deep model has about as many parameters."""
 _R = len(DIRECTIONS)
 
 
@@ -101,8 +98,10 @@ class Trajectory(Stateful):
         self.restart()
 
     def _lay_out(self, parameters: Sequence[Tensor], names: Sequence[str] | None, dtype: torch.dtype) -> None:
-        self.parameters[:] = [real_view(p.detach()) for p in parameters]
-        self.layout = Layout(self.parameters, names or [str(index) for index in range(len(self.parameters))])
+        self.parameters[:] = [real_view(local(p)) for p in parameters]
+        shares = [self.world.share(p) for p in parameters]
+        self.layout = Layout(self.parameters, names or [str(index) for index in range(len(self.parameters))], shares)
+        self._rows_saved = SavedRows(self.layout, parameters)
         self.device = self.parameters[0].device
         self._dtype = dtype
 
@@ -177,26 +176,31 @@ class Trajectory(Stateful):
         self.steps += 1
         return self.steps >= self.window
 
-    def skip(self, extra: Sequence[Tensor]) -> tuple[Array, ...]:
+    def skip(self, extra: Sequence[Tensor], kinds: Sequence[ReduceKind] = ()) -> tuple[Array, ...]:
         """End a window of which no direction is kept, and read only what the caller wants."""
         self.steps = 0
-        return tuple(self._to_host(extra))
+        return tuple(self._to_host(extra, kinds or ["replicated"] * len(extra)))
 
-    def _to_host(self, tensors: Sequence[Tensor]) -> list[Array]:
+    def _to_host(self, tensors: Sequence[Tensor], kinds: Sequence[ReduceKind]) -> list[Array]:
         """Read all numbers in one transfer."""
-        flat = torch.cat([tensor.reshape(-1).to(tensors[0].dtype) for tensor in tensors])
-        numbers = np.asarray(self.world.to_host(flat), dtype=np.float64)
+        numbers = np.asarray(self.world.read(tensors, kinds), dtype=np.float64)
         return np.split(numbers, np.cumsum([tensor.numel() for tensor in tensors])[:-1])
 
     @torch.no_grad()
-    def close(self, extra: Sequence[Tensor] = ()) -> Motion:
-        """End a window: compute dot products, then let its displacement enter the basis. The host waits once."""
+    def close(self, extra: Sequence[Tensor] = (), kinds: Sequence[ReduceKind] = ()) -> Motion:
+        """End a window: compute dot products, then let its displacement enter the basis. The host waits once.
+
+        kinds: how numbers that the caller wants are combined where there are several processes.
+        """
         frozen = self.frozen_windows >= 0
         freeze = not frozen or self.frozen_windows + 1 >= HORIZONS_IN_WINDOWS[-1]
         self.windows += 1
         self.steps = 0
         followed, gram = (self.layout.sum_groups(partial) for partial in self._enter(frozen, freeze))
-        numbers = self._to_host([self.world.reduce(torch.cat([followed, gram], dim=1), "sharded"), *extra])
+        dots_here = torch.cat([followed, gram], dim=1)
+        if self.layout.shares is not None:
+            dots_here = dots_here * self.layout.shares
+        numbers = self._to_host([dots_here, *extra], ["sharded", *(kinds or ["replicated"] * len(extra))])
         dots = numbers[0].reshape(len(self.groups), -1)
         followed_size, gram_size = followed.shape[1], gram.shape[1]
         followed_dots = dots[:, :followed_size].reshape(-1, followed_size // 2, 2)
@@ -284,53 +288,49 @@ class Trajectory(Stateful):
         return tensors
 
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | self._directions()
+        return super().state_dict() | self._rows_saved.of(self._directions())
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Put a state back. Directions are copied in place, because there may be no room for them twice."""
-        if "basis" in state:
+        if self._rows_saved.held(state, "basis"):
             self.hold()
         else:
             self.release()
         super().load_state_dict({name: value for name, value in state.items() if name in self.saved})
         for name, tensor in self._directions().items():
-            tensor.copy_(entry(state, name, "Trajectory"))
+            self._rows_saved.fill(tensor, state, name, "Trajectory")
 
 
 class Layout:
     """Knows where each parameter lies in a row. Each is a group; neighbours share one where there are too many."""
 
-    def __init__(self, parameters: Sequence[Tensor], names: Sequence[str]) -> None:
+    def __init__(self, parameters: Sequence[Tensor], names: Sequence[str], shares: Sequence[float] = ()) -> None:
+        """shares: what the part of each parameter that is here counts in a sum over processes; none: 1. Parameters of
+        one group have one share."""
         self.parameters = list(parameters)
-        per_group = -(-len(parameters) // _MOST_GROUPS)
-        members = [list(range(i, min(i + per_group, len(parameters)))) for i in range(0, len(parameters), per_group)]
+        members = grouped(list(shares) or [1.0] * len(parameters))
         self.names = tuple(names[group[0]] if len(group) == 1 else f"{names[group[0]]} ..." for group in members)
-        total = sum(p.numel() for p in parameters)
-        self.chunk = max(_SMALLEST_CHUNK, -(-total // (64 * _MOST_CHUNKS)) * 64)  # aligned rows load faster
-        self.starts: list[int] = []
-        lengths: list[int] = []
-        used = 0
-        for group in members:
-            place = used * self.chunk
-            for index in group:
-                self.starts.append(place)
-                place += parameters[index].numel()
-            lengths.append(-(-(place - used * self.chunk) // self.chunk))
-            used += lengths[-1]
-        self.chunks = used
-        self.size = used * self.chunk
+        self.chunk, self.starts, lengths = lie_in_row([p.numel() for p in parameters], members)
+        self.chunks = sum(lengths)
+        self.size = self.chunks * self.chunk
         device = parameters[0].device
         self.group_of_chunk = torch.repeat_interleave(torch.arange(len(members)), torch.tensor(lengths)).to(device)
         exact = torch.float32 if device.type == "mps" else torch.float64
+        self.shares: Tensor | None = None
+        """[G, 1] of each group; None where all count whole."""
+        if any(share != 1 for share in shares):
+            self.shares = torch.tensor([[shares[group[0]]] for group in members], dtype=exact, device=device)
+        self.roots_of_shares: Tensor | None = None
+        """[parameters] roots of their shares, for norms."""
+        if self.shares is not None:
+            self.roots_of_shares = torch.tensor(list(shares), dtype=exact, device=device).sqrt()
         # Summing by a product gives the same bits in every run, unlike adding by index.
         self._membership = torch.nn.functional.one_hot(self.group_of_chunk, len(members)).T.to(exact).contiguous()
 
     def views(self, row: Tensor) -> list[Tensor]:
         """The places of the parameters in a row."""
-        return [
-            row[start : start + p.numel()].view(p.shape) for start, p in zip(self.starts, self.parameters, strict=True)
-        ]
+        return places_in_rows(row, self.starts, [p.shape for p in self.parameters])
 
     def sum_groups(self, partial: Tensor) -> Tensor:
         """Sum [chunks, n] to [G, n]."""

@@ -5,59 +5,54 @@ checkpoints/step-00000500/   appears only by rename, complete; later than an eme
   state.json                 everything that is not a tensor
   manifest.json              size and SHA-256 of every other file, written last
 checkpoints/best-step-00000400/  the same way, but weights and buffers alone: where the held-out loss was lowest
+
+Where several processes train together, each writes a file of its own instead of those per component: see `shards`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
-from foretrain.errors import CheckpointError, SaveError
-from foretrain.persist.codec import Snapshot, put_together, take_apart
+from foretrain.errors import CheckpointError, RanksError, SaveError
+from foretrain.persist import shards
+from foretrain.persist.codec import take_apart
 from foretrain.persist.files import (
+    digest,
     explain_failed_write,
-    from_json,
     give_mode_of_folder,
     make_folder,
     remove,
     sync_file,
     write_synced,
 )
-from foretrain.persist.form import FORMAT, WITH_READABLE_WEIGHTS, FormatError, check_format
+from foretrain.persist.form import FORMAT, IN_PIECES, USABLE, FormatError
+from foretrain.persist.pieces import ONE_PROCESS, ReadBy
+from foretrain.persist.reading import (
+    BEST_FOLDER,
+    FILE_NAME,
+    JSON_LIMIT,
+    MANIFEST,
+    STATE,
+    STEP_FOLDER,
+    checked,
+    read,
+    read_weights,
+    sizes_of,
+    state_in,
+    verify,
+)
+from foretrain.persist.together import Processes, Together
 
-_MANIFEST = "manifest.json"
-_STATE = "state.json"
-_STEP_FOLDER = re.compile(r"step-([0-9]{8,18})(?:-after-rollback-([0-9]{1,9}))?")
-"""The second number counts how often a checkpoint was saved at an earlier step than the one before it."""
-_BEST_FOLDER = re.compile(r"best-step-([0-9]{8,18})")
-_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-_JSON_LIMIT = 64 * 2**20
-_WEIGHTS = ("model", "average", "frozen", "meta", "progress")
-"""Parts of a state that do not depend on how a run is steered."""
-
-
-class _FileEntry(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-    size: int
-    sha256: str
-
-
-class _Manifest(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-    format: int
-    step: int
-    files: dict[str, _FileEntry]
+__all__ = ["CheckpointStore", "Loaded", "read", "read_weights", "put_back_replaced", "separate", "sizes_of", "verify", "write"]
 
 
 @dataclass(frozen=True)
@@ -71,17 +66,29 @@ class Loaded:
 
 
 class CheckpointStore:
-    """Saves, finds and loads the checkpoints of one run, which are in one folder."""
+    """Saves, finds and loads the checkpoints of one run, which are in one folder.
 
-    def __init__(self, root: str | Path, keep: int = 2) -> None:
+    processes: those that save and load together; all of them call the same methods, and the first one owns the folder.
+    reader: how this one reads the checkpoint of a step.
+    """
+
+    def __init__(
+        self,
+        root: str | Path,
+        keep: int = 2,
+        processes: Processes | None = None,
+        reader: Callable[[int], ReadBy] = lambda step: ONE_PROCESS,
+    ) -> None:
         self.root = Path(root)
         self.keep = max(2, keep)
+        self.together = Together(processes)
+        self.reader = reader
 
     # --- saving ------------------------------------------------------------------------------------------------------
 
     def save(self, step: int, state: Mapping[str, Any]) -> Path:
         """Write `state` as the checkpoint of `step`. On failure nothing changes and SaveError says why."""
-        final = self._save(self.root / self._name(step), step, state)
+        final = self._save(self._name(step), step, state)
         self._prune()
         return final
 
@@ -90,33 +97,56 @@ class CheckpointStore:
 
         keep_others: earlier ones stay, because one of them may turn out to be the best after all.
         """
-        final = self._save(self.root / f"best-step-{step:08d}", step, state)
+        final = self._save(f"best-step-{step:08d}", step, state)
         if not keep_others:
             self.prune_best(step)
         return final
 
-    def _save(self, final: Path, step: int, state: Mapping[str, Any]) -> Path:
-        temporary = self.root / f".tmp-{final.name}"
-        parts = take_apart(state)
-        try:
+    def _save(self, name: str, step: int, state: Mapping[str, Any]) -> Path:
+        final, temporary = self.root / name, self.root / f".tmp-{name}"
+        together = self.together
+        parts = take_apart(state, marked=together.several)
+        share = shards.share_of(parts, together.rank) if together.several else None
+
+        def begin() -> None:
             make_folder(self.root)
             remove(temporary)
             temporary.mkdir()
-            _write(temporary, step, parts)
+
+        def end() -> None:
+            if share is None:
+                _write_components(temporary, parts.tensors)
+                _complete(temporary, step, parts.tree, FORMAT, {})
+            else:
+                _complete(temporary, step, share.tree, IN_PIECES, shards.join_notes(temporary, together.size))
             self._put_in_place(temporary, final)
-        except (OSError, SafetensorError) as error:
-            self._sweep()
-            raise SaveError(self._explain(error, step)) from error
-        except (RuntimeError, MemoryError):  # out of memory
-            self._sweep()
+
+        try:
+            self._do(begin, step, first_only=True)
+            if share is not None:
+                self._do(lambda: shards.write_share(temporary, share, separate(share.tensors)), step)
+            self._do(end, step, first_only=True)
+        except (SaveError, RanksError, RuntimeError, MemoryError):  # the last two: out of memory
+            if together.first:
+                self._sweep()
             raise
         return final
+
+    def _do(self, action: Callable[[], None], step: int, first_only: bool = False) -> None:
+        """Do a part of a save. Where it fails in one process, it fails in all of them."""
+
+        def explained() -> None:
+            try:
+                action()
+            except (OSError, SafetensorError) as error:
+                raise SaveError(self._explain(error, step)) from error
+
+        self.together.do(explained if self.together.first or not first_only else lambda: None, SaveError)
 
     def _name(self, step: int) -> str:
         """Return a name by which what is saved after a rollback is newer than what was saved before it."""
         rollbacks, newest = next((place for place, _ in self._found()), (0, 0))
-        rollbacks += step < newest
-        return f"step-{step:08d}" + (f"-after-rollback-{rollbacks}" if rollbacks else "")
+        return _folder_name(self.together.number(rollbacks + (step < newest)), step)
 
     def _put_in_place(self, temporary: Path, final: Path) -> None:
         """Rename once. A checkpoint of the same step is replaced, and comes back if a kill falls in between."""
@@ -133,19 +163,28 @@ class CheckpointStore:
         newest = next(iter(self.steps()), None)
         intact = f"the checkpoint of step {newest[0]} is intact" if newest else "no earlier checkpoint was touched"
         cause, advice = explain_failed_write(error)
-        return f"{self.root}: cannot save the checkpoint of step {step}: {cause}; {intact}. {advice}"
+        where = f"rank {self.together.rank}: " if self.together.several else ""
+        return f"{self.root}: cannot save the checkpoint of step {step}: {where}{cause}; {intact}. {advice}"
 
     def _prune(self) -> None:
         """Remove what is older than the newest `keep`; failing to delete never hurts a run."""
-        for _, folder in list(self.steps())[self.keep :]:
-            _discard(folder)
+
+        def discard() -> None:
+            for _, folder in list(self.steps())[self.keep :]:
+                _discard(folder)
+
+        self.together.only_first(discard, SaveError)
 
     def prune_best(self, step: int | None) -> None:
         """Remove all best weights but those of `step` (None: all), unless these are not there."""
-        if step is None or step in self.best():
-            for other, folder in self._best_folders().items():
-                if other != step:
-                    _discard(folder)
+
+        def discard() -> None:
+            if step is None or step in self.best():
+                for other, folder in self._best_folders().items():
+                    if other != step:
+                        _discard(folder)
+
+        self.together.only_first(discard, SaveError)
 
     # --- loading -----------------------------------------------------------------------------------------------------
 
@@ -155,11 +194,11 @@ class CheckpointStore:
         None if there never was one. If none can be used, nothing is touched and CheckpointError says why: a run must
         not start over in silence.
         """
-        self._sweep()
+        self.together.only_first(self._sweep, CheckpointError)
         damaged: list[tuple[Path, CheckpointError]] = []
-        for step, folder in list(self.steps()):
+        for step, folder in self._agreed_steps():
             try:
-                state = read(folder)
+                state = self.read(folder)
             except CheckpointError as error:
                 damaged.append((folder, error))
                 continue
@@ -178,6 +217,18 @@ class CheckpointStore:
             )
         return None
 
+    def read(self, folder: Path) -> dict[str, Any]:
+        """Read a checkpoint of this run as this process needs it, after all of it was verified."""
+        manifest = self.together.do(lambda: checked(folder, USABLE, self.together), CheckpointError)
+        return self.together.do(lambda: state_in(folder, manifest, self.reader(manifest.step)), CheckpointError)
+
+    def _agreed_steps(self) -> list[tuple[int, Path]]:
+        """Find (step, folder) of all checkpoints as the process does that owns the folder, newest first."""
+        if not self.together.several:
+            return list(self.steps())
+        places = self.together.numbers([place for place, _ in self._found()])
+        return [(step, self.root / _folder_name(rollbacks, step)) for rollbacks, step in places]
+
     def steps(self) -> Iterator[tuple[int, Path]]:
         """Give (step, folder) of every checkpoint, newest first, whether it is intact or not."""
         for (_, step), folder in self._found():
@@ -185,20 +236,20 @@ class CheckpointStore:
 
     def best(self) -> dict[int, Path]:
         """Map step to folder for the lowest held-out loss, latest step first: one, or two while a move is open."""
-        return {step: folder for step, folder in self._best_folders().items() if (folder / _MANIFEST).is_file()}
+        return {step: folder for step, folder in self._best_folders().items() if (folder / MANIFEST).is_file()}
 
     def _best_folders(self) -> dict[int, Path]:
         """Find the folders of best weights, including those that a kill left half deleted."""
         if not self.root.is_dir():
             return {}
-        matches = [(_BEST_FOLDER.fullmatch(path.name), path) for path in self.root.iterdir()]
+        matches = [(BEST_FOLDER.fullmatch(path.name), path) for path in self.root.iterdir()]
         return dict(sorted(((int(match[1]), path) for match, path in matches if match), reverse=True))
 
     def _found(self) -> list[tuple[tuple[int, int], Path]]:
         """Find ((rollbacks, step), folder) of all checkpoints, newest first."""
         if not self.root.is_dir():
             return []
-        matches = [(_STEP_FOLDER.fullmatch(path.name), path) for path in self.root.iterdir()]
+        matches = [(STEP_FOLDER.fullmatch(path.name), path) for path in self.root.iterdir()]
         return sorted((((int(match[2] or 0), int(match[1])), path) for match, path in matches if match), reverse=True)
 
     def _sweep(self) -> None:
@@ -217,44 +268,63 @@ class CheckpointStore:
 
     def _put_aside(self, folder: Path) -> Path:
         """Rename a damaged checkpoint out of the way; where that is impossible it is only passed over."""
+        number = self.together.number(self._move_aside(folder) if self.together.first else 0)
+        return folder if number < 0 else self._aside(folder, number)
+
+    def _move_aside(self, folder: Path) -> int:
+        """Return the number of its new name; -1: it could not be renamed."""
         number = 0
-        while (aside := self.root / f"bad-{folder.name}{f'-{number}' if number else ''}").exists():
+        while self._aside(folder, number).exists():
             number += 1
         try:
-            folder.rename(aside)
+            folder.rename(self._aside(folder, number))
         except OSError:
-            return folder
-        return aside
+            return -1
+        return number
+
+    def _aside(self, folder: Path, number: int) -> Path:
+        return self.root / f"bad-{folder.name}{f'-{number}' if number else ''}"
+
+
+def _folder_name(rollbacks: int, step: int) -> str:
+    return f"step-{step:08d}" + (f"-after-rollback-{rollbacks}" if rollbacks else "")
 
 
 def _discard(folder: Path) -> None:
     with contextlib.suppress(OSError):
         if not folder.is_symlink():
-            (folder / _MANIFEST).unlink(missing_ok=True)  # first: half a checkpoint is no checkpoint
+            (folder / MANIFEST).unlink(missing_ok=True)  # first: half a checkpoint is no checkpoint
         remove(folder)
 
 
-def _write(folder: Path, step: int, parts: Snapshot) -> None:
+def _write_components(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     groups: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in parts.tensors.items():
+    for name, tensor in tensors.items():
         groups.setdefault(name.partition(".")[0], {})[name] = tensor
-    for component, tensors in groups.items():
+    for component, members in groups.items():
         path = folder / f"{component}.safetensors"
-        if not _FILE_NAME.fullmatch(path.name):
+        if not FILE_NAME.fullmatch(path.name):
             raise ValueError(f"{component!r} cannot be the name of a part of a checkpoint; use letters and digits")
-        save_file(separate(tensors), path)
+        save_file(separate(members), path)
         give_mode_of_folder(path)
         sync_file(path)
-    write_synced(folder / _STATE, _state_text(step, parts.tree))
-    entries = {path.name: {"size": path.stat().st_size, "sha256": _digest(path)} for path in sorted(folder.iterdir())}
-    manifest = {"format": FORMAT, "step": step, "files": entries}
-    write_synced(folder / _MANIFEST, json.dumps(manifest, indent=1))
+
+
+def _complete(folder: Path, step: int, tree: Any, number: int, known: Mapping[str, dict[str, Any]]) -> None:
+    """Write what is not a tensor, then the manifest. number: of the format. known: files whose checksums are known."""
+    write_synced(folder / STATE, _state_text(step, tree, number))
+    entries = {path.name: known.get(path.name) or _entry(path) for path in sorted(folder.iterdir())}
+    write_synced(folder / MANIFEST, json.dumps({"format": number, "step": step, "files": entries}, indent=1))
     sync_file(folder)
 
 
-def _state_text(step: int, tree: Any) -> str:
-    text = json.dumps({"format": FORMAT, "step": step, "state": tree}, allow_nan=False)
-    if len(text) > _JSON_LIMIT:
+def _entry(path: Path) -> dict[str, Any]:
+    return {"size": path.stat().st_size, "sha256": digest(path)}
+
+
+def _state_text(step: int, tree: Any, number: int) -> str:
+    text = json.dumps({"format": number, "step": step, "state": tree}, allow_nan=False)
+    if len(text) > JSON_LIMIT:
         raise ValueError(f"the state holds {len(text) >> 20} MB that are not tensors; keep large values in tensors")
     return text
 
@@ -271,39 +341,6 @@ def separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return apart
 
 
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def verify(folder: str | Path) -> None:
-    """Check every file against the manifest. Raises CheckpointError that names the file and what is wrong with it."""
-    try:
-        _verified(Path(folder))
-    except OSError as error:
-        raise CheckpointError(f"{folder} cannot be read: {error}") from None
-
-
-def _verified(folder: Path, formats: tuple[int, ...] = WITH_READABLE_WEIGHTS) -> _Manifest:
-    manifest = _read_manifest(folder)
-    if manifest.format not in formats:
-        check_format(manifest.format, str(folder))
-    for name, entry in manifest.files.items():
-        path = folder / name
-        if not _FILE_NAME.fullmatch(name) or path.is_symlink():
-            raise CheckpointError(f"{folder}: the manifest names {name!r}, which is not a plain file of this folder")
-        if not path.is_file():
-            raise CheckpointError(f"{path} is missing, but {_MANIFEST} names it")
-        if path.stat().st_size != entry.size:
-            raise CheckpointError(f"{path} is damaged: {path.stat().st_size} bytes, not {entry.size} as in {_MANIFEST}")
-        if _digest(path) != entry.sha256:
-            raise CheckpointError(f"{path} is damaged: its checksum is not that in {_MANIFEST}")
-    for path in folder.iterdir():  # hidden files are left by file managers and network file systems
-        if path.name not in manifest.files and path.name != _MANIFEST and not path.name.startswith("."):
-            raise CheckpointError(f"{path} does not belong to this checkpoint: the manifest does not name it")
-    return manifest
-
-
 def write(folder: Path, step: int, state: Mapping[str, Any]) -> None:
     """Write a state as a folder of its own, whole or not at all, in place of the one that is there.
 
@@ -314,7 +351,9 @@ def write(folder: Path, step: int, state: Mapping[str, Any]) -> None:
         make_folder(folder.parent)
         remove(temporary)
         temporary.mkdir()
-        _write(temporary, step, take_apart(state))
+        parts = take_apart(state)
+        _write_components(temporary, parts.tensors)
+        _complete(temporary, step, parts.tree, FORMAT, {})
         if folder.exists():
             remove(replaced)
             folder.rename(replaced)
@@ -333,73 +372,3 @@ def put_back_replaced(folder: Path) -> None:
     replaced = folder.with_name(f".old-{folder.name}")
     if not folder.exists() and replaced.is_dir():
         replaced.rename(folder)
-
-
-def read(folder: str | Path) -> dict[str, Any]:
-    """Read the state in a checkpoint folder, after verifying all of it. Nothing in it is ever executed."""
-    return _read(Path(folder), (FORMAT,))
-
-
-def read_weights(folder: str | Path) -> dict[str, Any]:
-    """Read weights, averages, step and configuration of a checkpoint folder, also where it has an earlier format."""
-    state = _read(Path(folder), WITH_READABLE_WEIGHTS)
-    return {name: state[name] for name in _WEIGHTS if name in state}
-
-
-def _read(folder: Path, formats: tuple[int, ...]) -> dict[str, Any]:
-    try:
-        manifest = _verified(folder, formats)
-        content = from_json(_read_limited(folder / _STATE))
-        if content["format"] != manifest.format or content["step"] != manifest.step:
-            raise CheckpointError(f"{folder / _STATE} does not belong to this checkpoint")
-        tensors: dict[str, Tensor] = {}
-        for name in manifest.files:
-            if name.endswith(".safetensors"):
-                tensors.update(_read_tensors(folder / name))
-        state = put_together(Snapshot(tensors, content["state"]))
-        if not isinstance(state, dict):
-            raise CheckpointError(f"{folder / _STATE} holds no state")
-    except (ValueError, KeyError, TypeError, RecursionError, SafetensorError, OSError) as error:
-        raise CheckpointError(f"{folder} is damaged: {' '.join(str(error).split())}") from None
-    return state
-
-
-def _read_tensors(path: Path) -> dict[str, Tensor]:
-    """Read a file whose checksum is right. A lack of memory comes out of safetensors as a strange ValueError and is no
-    damage, so it is read twice before it counts as damaged."""
-    try:
-        return load_file(path)
-    except (ValueError, SafetensorError):
-        return load_file(path)
-
-
-def _read_manifest(folder: Path) -> _Manifest:
-    path = folder / _MANIFEST
-    if folder.is_symlink() or path.is_symlink():
-        raise CheckpointError(f"{folder} is no checkpoint: a link stands in place of it or of its manifest")
-    if not path.is_file():
-        raise CheckpointError(f"{folder} is incomplete: it has no {_MANIFEST}")
-    try:
-        manifest = _Manifest.model_validate_json(_read_limited(path))
-    except (ValidationError, OSError) as error:
-        raise CheckpointError(f"{path} is damaged: {_first_problem(error)}") from None
-    match = _STEP_FOLDER.fullmatch(folder.name) or _BEST_FOLDER.fullmatch(folder.name)
-    if match and int(match[1]) != manifest.step:
-        raise CheckpointError(f"{path} is of step {manifest.step}, not of this folder")
-    if _STATE not in manifest.files:
-        raise CheckpointError(f"{path} is damaged: it does not name {_STATE}")
-    return manifest
-
-
-def _first_problem(error: ValidationError | OSError) -> str:
-    if isinstance(error, OSError):
-        return str(error)
-    problem = error.errors(include_url=False, include_input=False)[0]
-    place = ".".join(str(part) for part in problem["loc"])
-    return f"{place}: {problem['msg']}" if place else str(problem["msg"])
-
-
-def _read_limited(path: Path) -> bytes:
-    if path.stat().st_size > _JSON_LIMIT:
-        raise CheckpointError(f"{path} is larger than any state file can be")
-    return path.read_bytes()

@@ -6,24 +6,55 @@ becomes a JSON tree that refers to them. Nothing is lost: integer keys, tuples a
 
 from __future__ import annotations
 
+import hashlib
 import math
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from foretrain.persist.parts import SpreadForm, form_of_spread, local, spread_as
+
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Holds named tensors and the tree that refers to them, as they are on disk."""
+    """Holds named tensors and the tree that refers to them, as they are on disk.
+
+    spread: of tensors that are spread over several processes, how they are; `tensors` has this process's parts.
+    """
 
     tensors: dict[str, Tensor]
     tree: Any
+    spread: dict[str, SpreadForm] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class OfRank:
+    """Marks a part of a state of which each of several processes has its own.
+
+    rows: its tensors hold rows of a batch, of which all processes have some; otherwise nobody else can use it.
+    """
+
+    value: Any
+    rows: bool
+
+
+def unmarked(value: Any) -> Any:
+    """Return what a mark is put around, or the value itself."""
+    return value.value if isinstance(value, OfRank) else value
+
+
+class _Taken(dict[str, Tensor]):
+    """Tensors that are taken out of a tree. marked: `OfRank` leaves its mark there."""
+
+    def __init__(self, marked: bool) -> None:
+        self.marked = marked
+        self.spread: dict[str, SpreadForm] = {}
 
 
 def real_view(tensor: Tensor) -> Tensor:
@@ -40,26 +71,35 @@ def form_in_words(value: Any) -> str:
     return f"{list(value.shape)} {value.dtype}" if isinstance(value, Tensor) else "no tensor"
 
 
-def take_apart(state: Any) -> Snapshot:
-    """Separate tensors from everything else. Tensors are referred to, not copied."""
-    tensors: dict[str, Tensor] = {}
-    return Snapshot(tensors, _encode(state, "", tensors))
+ROWS, OWN = "$rows", "$own"
 
 
-def put_together(snapshot: Snapshot) -> Any:
-    """Return the state that `take_apart` was given."""
-    return _decode(snapshot.tree, snapshot.tensors)
+def take_apart(state: Any, marked: bool = False) -> Snapshot:
+    """Separate tensors from everything else. Tensors are referred to, not copied. marked: the tree says what belongs
+    to one of several processes."""
+    tensors = _Taken(marked)
+    return Snapshot(tensors, _encode(state, "", tensors), tensors.spread)
+
+
+def put_together(snapshot: Snapshot, spread: bool = False) -> Any:
+    """Return the state that `take_apart` was given. spread: with spread tensors, and not with parts in their place."""
+    tensors = snapshot.tensors
+    if spread and snapshot.spread:
+        tensors = {name: spread_as(tensor, snapshot.spread.get(name)) for name, tensor in tensors.items()}
+    return _decode(snapshot.tree, tensors)
 
 
 _AS_THEY_ARE = frozenset({bool, int, str, type(None)})
 """Most of a state. They are told by their exact type, at once: a state is taken apart at every move."""
 
 
-def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+def _encode(value: Any, path: str, tensors: _Taken) -> Any:
     if isinstance(value, Tensor):
         while path in tensors:  # such as {"a.b": ...} beside {"a": {"b": ...}}
             path += "'"
-        tensors[path] = real_view(value.detach())
+        tensors[path] = real_view(local(value))
+        if (form := form_of_spread(value)) is not None:
+            tensors.spread[path] = form
         return {"$complex" if value.is_complex() else "$tensor": path}
     if isinstance(value, (list, tuple)):
         items = [
@@ -77,6 +117,9 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
             }
         entries = [[_plain(key), _encode(item, _join(path, key), tensors)] for key, item in value.items()]
         return {"$entries": entries}
+    if isinstance(value, OfRank):
+        inner = _encode(value.value, path, tensors)
+        return {ROWS if value.rows else OWN: inner} if tensors.marked else inner
     return _plain(value)
 
 
@@ -128,7 +171,7 @@ def snapshot(state: Any, into: Snapshot | None = None) -> Snapshot:
             copies[name] = tensor.clone()
     if targets:
         torch._foreach_copy_(targets, sources)  # a few launches instead of one per tensor
-    return Snapshot(copies, parts.tree)
+    return Snapshot(copies, parts.tree, parts.spread)
 
 
 def own_copy(state: Any, device: torch.device | None = None) -> Any:
@@ -167,15 +210,27 @@ def random_state() -> dict[str, Any]:
     version, internal, gauss_next = random.getstate()
     return {
         "torch": torch.get_rng_state(),
-        "cuda": [torch.cuda.get_rng_state(index) for index in range(_cuda_devices())],
+        "cuda": [torch.cuda.get_rng_state(index) for index in _cuda_devices()],
         "numpy": [kind, torch.from_numpy(np.asarray(words).astype(np.int64)), place, has_gauss, gauss],
         "python": [version, torch.tensor(internal, dtype=torch.int64), gauss_next],
     }
 
 
+RANDOM = frozenset({"torch", "cuda", "numpy", "python"})
+"""The entries of a random state: by these one is told from all else in a tree."""
+
+
+def random_state_anew(seed: int, step: int, rank: int) -> dict[str, Any]:
+    """Return random states that follow from these numbers, where those that were saved belong to other processes."""
+    digest = hashlib.sha256(f"{seed} {step} {rank}".encode()).digest()
+    with same_random_numbers():
+        seed_random(int.from_bytes(digest[:7]))
+        return random_state()
+
+
 def restore_random_state(state: Mapping[str, Any]) -> None:
     torch.set_rng_state(state["torch"].cpu())
-    for index, value in enumerate(state["cuda"][: _cuda_devices()]):
+    for index, value in zip(_cuda_devices(), state["cuda"], strict=False):
         torch.cuda.set_rng_state(value.cpu(), index)
     kind, words, place, has_gauss, gauss = state["numpy"]
     np.random.set_state((kind, words.cpu().numpy().astype(np.uint32), place, has_gauss, gauss))  # noqa: NPY002
@@ -193,5 +248,12 @@ def same_random_numbers() -> Iterator[None]:
         restore_random_state(state)
 
 
-def _cuda_devices() -> int:
-    return torch.cuda.device_count() if torch.cuda.is_available() and torch.cuda.is_initialized() else 0  # type: ignore[no-untyped-call]
+def _cuda_devices() -> Sequence[int]:
+    """Devices with generators that are used: all, or in one of several processes its own only, since to ask another one
+    takes memory on it."""
+    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
+        return ()
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        return (torch.cuda.current_device(),)
+    return range(torch.cuda.device_count())

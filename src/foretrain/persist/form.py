@@ -7,11 +7,15 @@ from typing import Any
 from torch import Tensor
 
 from foretrain.errors import CheckpointError
+from foretrain.persist.codec import unmarked
 from foretrain.persist.typed import LARGEST_NUMBER, kind_of
 
 FORMAT = 2
 """The format of states and checkpoints. 1: development versions before 0.1.0."""
-WITH_READABLE_WEIGHTS = (1, FORMAT)
+IN_PIECES = 3
+"""The same state, where several processes saved it, each the pieces that it holds (`foretrain.persist.shards`)."""
+USABLE = (FORMAT, IN_PIECES)
+WITH_READABLE_WEIGHTS = (1, *USABLE)
 """Formats in which weights, averages and the configuration are saved alike."""
 _OTHERS = frozenset({"model", "optimizer", "average", "rates", "predictor"})
 """Parts of a state that are checked where they are put back: of another model, or a user's own."""
@@ -41,6 +45,7 @@ def check_form(own: Any, saved: Any, place: str = "") -> None:
     """Raises ValueError that names the first place where `saved` holds another kind of value than `own`, a state that
     was just made. What is None, or empty, in one of them says nothing about the other, and what only one of them has
     is not looked at: settings may have changed since."""
+    own, saved = unmarked(own), unmarked(saved)
     kind, other = _kind(own), _kind(saved)
     if isinstance(saved, int) and abs(saved) > LARGEST_NUMBER:
         raise ValueError(f"{place} is a number of {len(hex(saved)) * 4} bits")

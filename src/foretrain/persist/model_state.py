@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from foretrain.errors import CheckpointError
 from foretrain.persist.codec import copy_all, form_in_words, own_copy, real_view, take_apart
+from foretrain.persist.parts import is_spread, like, local, places_in_whole, total_over_parts
 
 SCALE = "_scale"
 """The scales of a moment in 8 bits are saved under its name with this ending."""
@@ -32,10 +33,10 @@ def checksum(tensors: Mapping[str, Tensor]) -> str:
     """Return a checksum of names, forms and bits, which is the same on every device. The device is waited for once."""
     sums = []
     for tensor in tensors.values():
-        numbers = real_view(tensor.detach()).contiguous()
+        numbers = real_view(local(tensor)).contiguous()
         flat = numbers.view(_BITS[numbers.element_size()]).flatten()
-        place = torch.arange(1, len(flat) + 1, device=flat.device, dtype=torch.int64)
-        sums.append((flat * place).sum())  # wraps around, everywhere alike
+        place = places_in_whole(tensor, len(flat) // max(1, local(tensor).numel())).to(flat.device)
+        sums.append(total_over_parts((flat * place).sum(), tensor))  # wraps around, everywhere alike
     totals = torch.stack(sums).tolist() if sums else []
     forms = [f"{name} {form_in_words(tensor)}" for name, tensor in tensors.items()]
     return hashlib.sha256(repr(list(zip(forms, totals, strict=True))).encode()).hexdigest()
@@ -58,13 +59,19 @@ def check_model(model: nn.Module, saved: Mapping[str, Any], origin: str, constan
             raise CheckpointError(
                 f"{origin}: it belongs to another model ({name} is not in {where}); use the same [model] settings"
             )
-        ours, theirs = form_in_words(own[name]), form_in_words(saved[name])
+        ours, theirs = (_form_of_part(value, own[name], saved[name]) for value in (own[name], saved[name]))
         if ours != theirs:
             raise CheckpointError(
                 f"{origin}: it belongs to another model ({name} is {theirs} there, {ours} here); use the same [model] "
                 "settings"
             )
     return own
+
+
+def _form_of_part(value: Any, ours: Any, theirs: Any) -> str:
+    """The form by which two tensors are compared: of the whole, or of the part here where one of them is only that."""
+    parts = isinstance(ours, Tensor) and isinstance(theirs, Tensor) and is_spread(ours) != is_spread(theirs)
+    return form_in_words(local(value) if parts else value)
 
 
 @torch.no_grad()
@@ -75,7 +82,7 @@ def restore_model(
     were not to be saved; None: those that are frozen."""
     constant = set(frozen_weights(model)) if constant is None else constant
     own = check_model(model, saved, origin, constant)
-    copy_all([(value, saved[name]) for name, value in own.items() if isinstance(value, Tensor)])
+    copy_all([(local(value), local(saved[name])) for name, value in own.items() if isinstance(value, Tensor)])
     for name, value in own.items():
         if not isinstance(value, Tensor):  # what a module returned from get_extra_state
             model.load_state_dict({name: saved[name]}, strict=False)
@@ -111,7 +118,7 @@ def restore_optimizer(
                 else:
                     group[key] = values[key]
     else:
-        optimizer.load_state_dict({"state": own_copy(saved["state"]), "param_groups": groups})
+        optimizer.load_state_dict({"state": _spread_again(optimizer, own_copy(saved["state"])), "param_groups": groups})
         _put_back_others(optimizer, saved["state"])
     for group, rate, values in zip(optimizer.param_groups, rates, groups, strict=True):
         if rate is not None:
@@ -143,10 +150,34 @@ def _check_complete(optimizer: Optimizer, saved: Mapping[int, Mapping[str, Any]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for number, kept in saved.items():
         names = {name for name, value in kept.items() if value is not None and not name.endswith(SCALE)}
-        sizes = {name: 1 if name == "step" else parameters[number].numel() for name in names}
+        sizes = {name: _size(name, kept[name], parameters[number]) for name in names}
         fits = all(isinstance(kept[name], Tensor) and kept[name].numel() == size for name, size in sizes.items())
         if names and (names not in _TOGETHER or not fits):
             raise CheckpointError(f"{origin}: the state of its optimizer is not complete; start from another one")
+
+
+def _size(name: str, value: Any, parameter: Tensor) -> int:
+    """Numbers that a part of an optimizer's state must have; that of a parameter that is spread may be a part of it."""
+    whole = not is_spread(parameter) or (isinstance(value, Tensor) and is_spread(value))
+    return 1 if name == "step" else parameter.numel() if whole else local(parameter).numel()
+
+
+def _spread_again(optimizer: Optimizer, state: dict[Any, Any]) -> dict[Any, Any]:
+    """The state with tensors that are spread over processes as their parameters are; saved are parts."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if not any(is_spread(parameter) for parameter in parameters):
+        return state
+    numbers = [number for group in optimizer.state_dict()["param_groups"] for number in group["params"]]
+    owners = dict(zip(numbers, parameters, strict=True))
+    return {
+        number: {
+            name: like(value, owners[number])
+            if isinstance(value, Tensor) and value.ndim and number in owners
+            else value
+            for name, value in values.items()
+        }
+        for number, values in state.items()
+    }
 
 
 def _put_back_others(optimizer: Optimizer, saved: Mapping[Any, Any]) -> None:
@@ -172,7 +203,7 @@ def _fill(target: Any, source: Any) -> list[tuple[Tensor, Tensor]]:
     tensors: list[tuple[Tensor, Tensor]] = []
     for key, value in source.items():
         if isinstance(value, Tensor):
-            tensors.append((target[key], value))
+            tensors.append((local(target[key]), local(value)))
         elif isinstance(value, Mapping):
             tensors += _fill(target[key], value)
         else:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from foretrain.errors import is_out_of_memory
+from foretrain.persist.codec import OfRank
 from foretrain.persist.typed import (
     ArrayBuffer,
     Buffer,
@@ -41,10 +42,18 @@ class Stateful:
     """
 
     saved: ClassVar[tuple[str, ...]] = ()
+    rows_of_rank: ClassVar[tuple[str, ...]] = ()
+    """Of what is saved: batches, of which each of several processes has its own rows."""
+    own_of_rank: ClassVar[tuple[str, ...]] = ()
+    """Of what is saved: what belongs to one of several processes, and means nothing to another number of them."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that decides how the object goes on. Tensors are referred to, not copied."""
-        return {name.lstrip("_"): plain(getattr(self, name)) for name in self.saved}
+        state = {name.lstrip("_"): plain(getattr(self, name)) for name in self.saved}
+        for name in (*self.rows_of_rank, *self.own_of_rank):
+            entry_name = name.lstrip("_")
+            state[entry_name] = OfRank(state[entry_name], rows=name in self.rows_of_rank)
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Put a state back. Raises CheckpointError that names the class and the entry where the state does not fit;

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foretrain.errors import CheckpointError
-from foretrain.persist.codec import copy_all, form_in_words, form_of, own_copy
+from foretrain.persist.codec import copy_all, form_in_words, form_of, own_copy, unmarked
+from foretrain.persist.parts import is_spread, local
 
 _IN_PLACE = "in place"
 Buffer = Annotated[Tensor, _IN_PLACE]
@@ -53,7 +54,7 @@ class Reader:
 
     def read(self, kind: Any, saved: Any, present: Any, place: str) -> Any:
         """Read one value. present: what is there now, or None; it says the length of a deque, the form of an array."""
-        origin, arguments = get_origin(kind), get_args(kind)
+        origin, arguments, saved = get_origin(kind), get_args(kind), unmarked(saved)
         if kind is Any or kind is object:
             return own_copy(saved, self.device)
         if origin is Annotated:
@@ -155,6 +156,7 @@ class Reader:
         return record
 
     def _tensor(self, saved: Any, present: Any, place: str) -> Tensor:
+        saved = part_here(saved)
         _check_tensor(saved, present, place)
         copy: Tensor = own_copy(saved.detach(), self.device)
         return copy
@@ -165,12 +167,18 @@ class Reader:
         return saved.detach().cpu().numpy().copy()
 
     def _fill_later(self, saved: Any, present: Any, place: str) -> Any:
+        saved = part_here(saved)
         target = torch.from_numpy(present) if isinstance(present, np.ndarray) else present
         if not isinstance(target, Tensor):
             raise StateError(f"{place} was saved, but there is none here")
         _check_tensor(saved, target, place)
         self.fillings.append((target, saved))
         return present
+
+
+def part_here(saved: Any) -> Any:
+    """Return this process's part of a tensor that is spread over several."""
+    return local(saved) if is_spread(saved) else saved
 
 
 def kind_of(value: Any) -> str:

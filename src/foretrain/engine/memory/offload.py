@@ -39,7 +39,7 @@ class HostSnapshots:
             for name, tensor in parts.tensors.items():
                 copies[name].copy_(tensor, non_blocking=tensor.is_cuda)
                 self.lane.used(tensor)
-        return Snapshot(copies, parts.tree)
+        return Snapshot(copies, parts.tree, parts.spread)
 
     def _memory(self, name: str, tensor: Tensor, old: Tensor | None) -> Tensor:
         if old is not None and _fits(old, tensor):

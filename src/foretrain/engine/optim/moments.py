@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from foretrain.persist.codec import real_view
 from foretrain.persist.model_state import SCALE
+from foretrain.persist.parts import local
 
 BLOCK = 256
 """Numbers that share a scale."""
@@ -50,13 +51,13 @@ def read_moment(state: dict[str, Any], name: str) -> Tensor | None:
     if not isinstance(stored, Tensor):
         return None
     scale = state.get(name + SCALE)
-    return real_view(stored).float() if scale is None else decode(stored.flatten(), scale).view(stored.shape)
+    return real_view(local(stored)).float() if scale is None else decode(stored.flatten(), scale).view(stored.shape)
 
 
 def sample_moment(state: dict[str, Any], name: str, stride: int, count: int) -> Tensor:
     """Every `stride`-th number of a moment, `count` at the most, in fp32."""
     stored: Tensor = state[name]
-    picked = real_view(stored.detach()).reshape(-1)[::stride][:count]
+    picked = real_view(local(stored)).reshape(-1)[::stride][:count]
     scale: Tensor | None = state.get(name + SCALE)
     if scale is None:
         return picked.float()

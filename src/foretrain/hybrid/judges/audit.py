@@ -19,6 +19,7 @@ from foretrain.hybrid.judges.judgement import ByProbe, Judge, Judgement
 from foretrain.hybrid.judges.worth import MOST_PER_STEP
 from foretrain.hybrid.ledger import Audit
 from foretrain.motion.trajectory import Trajectory
+from foretrain.persist.parts import local, spread_like
 from foretrain.persist.stateful import Stateful
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ class Audited(Judge):
     """Makes the run without the move as well, and keeps the better fork. by: judges losses where they are exact."""
 
     saved = ("by", "batches", "mean")
+    rows_of_rank = ("batches",)
     batches: list[Any]
     mean: list[Tensor]
 
@@ -98,7 +100,7 @@ class Audited(Judge):
                 mean = tools.forks.add(mean)
         without = self._losses(mean, move, batches)
         move.cost += len(self.batches) + FORWARD * 2 * len(batches)
-        audit = self.weigh(move, with_move, without)
+        audit = engine.world.agree(self.weigh(move, with_move, without), "the audit")
         if audit.gain_steps > 0:
             snapshots.rewind(end)
         engine.progress.position = position
@@ -143,18 +145,21 @@ class Forks:
     def add(self, sums: list[Tensor]) -> list[Tensor]:
         """The weights as they are, added to their sum over steps."""
         if not sums:
-            return self.aside.keep("mean")
-        self.aside.add_to(sums)
+            return self._spread(self.aside.keep("mean"))
+        self.aside.add_to([local(one) for one in sums])
         return sums
+
+    def _spread(self, sums: list[Tensor]) -> list[Tensor]:
+        return spread_like(sums, self.engine.full_step.parameters)
 
     def remembered(self, sums: list[Tensor]) -> list[Tensor]:
         """The sum of a fork that a checkpoint held, in the memory for it."""
-        return self.aside.keep("mean", sums) if sums else []
+        return self._spread(self.aside.keep("mean", [local(one) for one in sums])) if sums else []
 
     def at_mean(self, sums: list[Tensor], count: int, measure: Callable[[], list[float]]) -> list[float]:
         """What `measure` says at the mean of the weights; afterwards they are as before."""
         parameters, kept = self.trajectory.parameters, self.aside.keep("weights")
-        copy_each(parameters, sums)
+        copy_each(parameters, [local(one) for one in sums])
         torch._foreach_div_(parameters, float(count))
         losses = measure()
         copy_each(parameters, kept)
@@ -165,6 +170,7 @@ class RecentBatches(Stateful):
     """Copies of the last batches of a window: forks are compared on them. A loop may fill one buffer over and over."""
 
     saved = ("batches",)
+    rows_of_rank = ("batches",)
     batches: list[Any]
 
     def __init__(self, engine: Engine, trajectory: Trajectory) -> None:

@@ -13,6 +13,7 @@ from foretrain.hybrid.gate import FORWARD
 from foretrain.hybrid.judges.probes import Probes
 from foretrain.hybrid.snapshot import Snapshots
 from foretrain.persist.codec import same_random_numbers
+from foretrain.persist.parts import local, spread_like
 from foretrain.persist.stateful import Stateful
 
 _FEWEST_LEAPS = 4
@@ -77,7 +78,8 @@ class HeldOut(Stateful):
     def price(self, batch: Any) -> float:
         """What one look costs, in full steps."""
         count = self.engine.count
-        return FORWARD * sum(count(one) for one in self.batches) / max(1, count(batch))
+        held_out, whole = self.engine.world.total([sum(count(one) for one in self.batches), count(batch)])
+        return FORWARD * held_out / max(1, whole)
 
     # --- the end of the run ------------------------------------------------------------------------------------------
 
@@ -86,16 +88,17 @@ class HeldOut(Stateful):
         """An evaluation of weights that stay: they are kept where the loss is the lowest so far."""
         if self.active and self.engine.average is None and not loss >= self.evaluated:
             self.evaluated, self.step = loss, self.engine.progress.global_step
-            self._weights = [p.detach().clone() for p in self.engine.full_step.parameters]
+            parameters = self.engine.full_step.parameters
+            self._weights = spread_like([local(p).clone() for p in parameters], parameters)
 
     @torch.no_grad()
     def finish(self) -> tuple[float, float] | None:
         """Go to the lowest evaluation; (held-out loss here, there), or None if it is no lower than where the run is."""
         if not (self.active and self._weights):
             return None
-        parameters = [p.detach() for p in self.engine.full_step.parameters]
+        parameters = [local(p) for p in self.engine.full_step.parameters]
         here, now = self.loss(), [p.clone() for p in parameters]
-        torch._foreach_copy_(parameters, self._weights)
+        torch._foreach_copy_(parameters, [local(weight) for weight in self._weights])
         there = self.loss()
         if there >= here:
             torch._foreach_copy_(parameters, now)
@@ -152,4 +155,5 @@ class HeldOut(Stateful):
         return self.lowest if self.risen else self.last
 
     def after_load(self) -> None:
-        self._weights = [tensor.to(self.engine.device) for tensor in self._weights]
+        parts = [tensor.to(self.engine.device) for tensor in self._weights]
+        self._weights = spread_like(parts, self.engine.full_step.parameters) if parts else []

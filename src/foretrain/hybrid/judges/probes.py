@@ -45,8 +45,10 @@ class Probes:
     def price(self, batch: Any) -> float:
         """In full steps."""
         count = self.engine.count
-        tokens = sum(count(one) for one in self.batches)
-        return FORWARD * tokens / max(1, count(batch)) if tokens else FORWARD
+        if not self.batches:
+            return FORWARD
+        tokens, whole = self.engine.world.total([sum(count(one) for one in self.batches), count(batch)])
+        return FORWARD * tokens / max(1, whole) if tokens else FORWARD
 
     # --- beside them -------------------------------------------------------------------------------------------------
 

@@ -39,6 +39,7 @@ class Lookout(Stateful):
     """Knows the last batch, how its rows are taken, and what is recorded."""
 
     saved = ("exact", "volatile", "tapped", "_batch")
+    rows_of_rank = ("_batch",)
     exact: bool | None
     _batch: Any
 

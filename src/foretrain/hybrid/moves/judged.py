@@ -34,6 +34,7 @@ class JudgedMove(Move):
         *("phase", "batch", "random", "cost", "refused", "reason", "anchor", "moved", "share", "loss", "credit"),
         *("made", "steps", "harmed", "overfits", "_outputs", "judge_of_move"),
     )
+    rows_of_rank = ("batch",)
     random: dict[str, Any]
     _outputs: list[Tensor]
 
@@ -176,6 +177,7 @@ class JudgedMove(Move):
         """Loss and gradient norm of the validating steps. Reading them waits for the device."""
         if not self._outputs:
             return []
+        self.tools.engine.world.catch_up()
         numbers = self.tools.engine.world.to_host(torch.stack([value.float() for value in self._outputs]))
         self._outputs.clear()
         first = self.tools.engine.progress.global_step - self.steps + 1

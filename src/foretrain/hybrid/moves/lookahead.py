@@ -16,6 +16,7 @@ from foretrain.engine.step import StepOutput
 from foretrain.events import Phase
 from foretrain.hybrid.judges.judgement import Judgement
 from foretrain.hybrid.moves.base import Move
+from foretrain.persist.parts import local, spread_like
 from foretrain.persist.stateful import Buffer
 
 
@@ -48,13 +49,18 @@ class LookAhead(StepHook, Move):
 
     def cover(self, parameters: Sequence[Tensor]) -> None:
         """Watch these from now on, of whose motion nothing is known yet."""
-        self.parameters = [p.detach() for p in parameters]
+        self._whole = list(parameters)
+        self.parameters = [local(p) for p in parameters]
         self.steps = 0
         """Since the last move ahead."""
         self.m = [torch.zeros_like(p) for p in self.parameters]
         self._before = [torch.zeros_like(p) for p in self.parameters]
         self._ahead = False
         """Moved ahead for a step that is not done yet."""
+
+    def state_dict(self) -> dict[str, Any]:
+        parts = {"m": spread_like(self.m, self._whole), "before": spread_like(self._before, self._whole)}
+        return super().state_dict() | parts
 
     def before_step(self) -> None:
         if self.over:

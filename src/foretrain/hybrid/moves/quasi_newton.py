@@ -22,6 +22,7 @@ from foretrain.hybrid.moves.secant import Secant
 from foretrain.motion.losses import WindowLosses
 from foretrain.motion.samples import bias_corrections
 from foretrain.persist.codec import same_random_numbers
+from foretrain.persist.parts import local
 from foretrain.persist.stateful import entry
 
 _EXACT = 1e-5
@@ -95,6 +96,11 @@ class QuasiNewton(StepHook, ChainedLeaps):
         self._last = None
         self.lowest = self.lowest_held_out = math.nan
 
+    @property
+    def parts(self) -> list[Tensor]:
+        """The weights as far as this process holds them."""
+        return [local(p) for p in self.parameters]
+
     # --- full steps of the optimizer ---------------------------------------------------------------------------------
 
     wants_gradients = True
@@ -138,14 +144,14 @@ class QuasiNewton(StepHook, ChainedLeaps):
     @contextmanager
     def at_start(self) -> Iterator[None]:
         """The weights of the last gradient, where a chain begins, inside the block."""
-        now = [p.detach().clone() for p in self.parameters]
+        now = [p.clone() for p in self.parts]
         if self.secant is not None:
             self.secant.place()
         try:
             yield
         finally:
             with torch.no_grad():
-                torch._foreach_copy_([p.detach() for p in self.parameters], now)
+                torch._foreach_copy_(self.parts, now)
 
     def begin(self, batch: Any) -> bool:
         """Whether another batch gives the same loss at the same weights. Costs one forward pass, or two.
@@ -191,14 +197,14 @@ class QuasiNewton(StepHook, ChainedLeaps):
         """
         if self.secant is None or self.secant.mark is None:
             return None
-        now = [p.detach().clone() for p in self.parameters]
+        now = [p.clone() for p in self.parts]
         judge = held_out or partial(self.engine.probe, batch)
         here = judge()
         self._go_to_mark(self.secant)
         there = judge()
         if math.isnan(there) or there >= here:  # false where the run ended at no number
             with torch.no_grad():
-                torch._foreach_copy_([p.detach() for p in self.parameters], now)
+                torch._foreach_copy_(self.parts, now)
             return None
         return here, there
 
@@ -207,12 +213,12 @@ class QuasiNewton(StepHook, ChainedLeaps):
         secant = self.secant
         if secant is None:
             return None
-        engine, before = self.engine, [p.detach().clone() for p in self.parameters]
+        engine, before = self.engine, [p.clone() for p in self.parts]
         direction, slope = secant.leap(self._scales(secant))
         share, probes, loss = self._accept(batch, direction, slope)
         if share == 0:
             with torch.no_grad():
-                torch._foreach_copy_([p.detach() for p in self.parameters], before)
+                torch._foreach_copy_(self.parts, before)
             self.cost += 1 + probes / 3
             return None
         secant.at()
@@ -257,6 +263,7 @@ class QuasiNewton(StepHook, ChainedLeaps):
         return 0.0, probes + wasted, nothing
 
     def _number(self, loss: Tensor) -> float:
+        self.engine.world.catch_up()
         return self.engine.world.to_host(loss)[0]
 
     def _scales(self, secant: Secant) -> Tensor | None:

@@ -15,8 +15,10 @@ from torch import Tensor
 
 from foretrain.engine.world import ALONE, World
 from foretrain.motion.predictors.base import Array
+from foretrain.motion.rows import SavedRows
 from foretrain.motion.trajectory import Layout
 from foretrain.persist.codec import real_view
+from foretrain.persist.parts import local
 
 _LEAST_CURVATURE = 1e-6
 """Cosine of s and y, at the least. Sums in fp32 are some 1e-7 off, so that less is rounding and no curvature; a true
@@ -32,8 +34,12 @@ class Secant:
         """reach: a leap goes no further than this many times the longest step that a pair was taken from."""
         self.reach = reach
         self.world = world
-        self.parameters = [real_view(p.detach()) for p in parameters]
+        self.parameters = [real_view(local(p)) for p in parameters]
         self.layout = Layout(self.parameters, [str(index) for index in range(len(self.parameters))])
+        self._rows_saved = SavedRows(self.layout, parameters)
+        self._shares = [world.share(p) for p in parameters]
+        self._share_row: Tensor | None = None
+        """What each number counts in a sum over ranks; None where all count whole."""
         device, size = self.parameters[0].device, self.layout.size
         self.s = torch.zeros(pairs, size, device=device)
         self.y = torch.zeros(pairs, size, device=device)
@@ -42,6 +48,10 @@ class Secant:
         self.weights = torch.zeros(size, device=device)
         self.gradient = torch.zeros(size, device=device)
         """At the last full step, before its update."""
+        if any(share != 1 for share in self._shares):
+            self._share_row = torch.zeros(size, device=device)
+            for view, share in zip(self.layout.views(self._share_row), self._shares, strict=True):
+                view.fill_(share)
         self.known = False
         self._weights_views = self.layout.views(self.weights)
         self._new = [torch.zeros(size, device=device) for _ in range(2)]
@@ -92,7 +102,7 @@ class Secant:
         """When the gradient is there, before clipping: it makes a pair with the one before."""
         weights, gradient = self._new
         pairs = zip(self._new_views[1], gradients, strict=True)
-        present = [(view, real_view(g.to_dense() if g.is_sparse else g)) for view, g in pairs if g is not None]
+        present = [(view, real_view(g.to_dense() if g.is_sparse else local(g))) for view, g in pairs if g is not None]
         gradient.zero_()
         torch._foreach_copy_([view for view, _ in present], [g for _, g in present])
         if self.known:
@@ -103,7 +113,7 @@ class Secant:
 
     def _add(self, s: Tensor, y: Tensor) -> None:
         row = self.order[0] if len(self.order) == len(self.s) else len(self.order)
-        curvature, ss, yy = self.world.to_host(torch.stack([s @ y, s @ s, y @ y]))
+        curvature, ss, yy = self.world.to_host(torch.stack([self._dot(s, y), self._dot(s, s), self._dot(y, y)]))
         if not curvature > _LEAST_CURVATURE * np.sqrt(ss * yy):
             return
         if len(self.order) == len(self.s):
@@ -113,7 +123,7 @@ class Secant:
         self.order.append(row)
         self._lengths[row] = np.sqrt(ss)
         count = len(self.order)
-        dots = self.world.to_host(torch.cat([self.y[:count] @ s, self.s[:count] @ y]))
+        dots = self.world.to_host(torch.cat([self._dot(self.y[:count], s), self._dot(self.s[:count], y)]))
         self._sy[row, :count], self._sy[:count, row] = dots[:count], dots[count:]
 
     @torch.no_grad()
@@ -127,16 +137,23 @@ class Secant:
         place = torch.tensor(rows, device=s.device)
         sy = torch.from_numpy(self._sy[np.ix_(rows, rows)]).to(s.device)  # by age, as everything small here
         upper = sy.triu()
-        alpha = _solve(upper, (s @ g).double()[place], upper_triangle=True)
+        alpha = _solve(upper, self._dot(s, g).double()[place], upper_triangle=True)
         q = g - y.T @ torch.zeros_like(s[:, 0]).index_copy_(0, place, alpha.to(s.dtype))
         newest = self.y[rows[-1]]
         bent = newest * scales if scales is not None else newest
-        start = (q * scales if scales is not None else q) * (sy[-1, -1] / (newest @ bent).double()).to(s.dtype)
-        rest = _solve(upper.T, alpha * sy.diagonal() - (y @ start).double()[place], upper_triangle=False)
+        start = (q * scales if scales is not None else q) * (sy[-1, -1] / self._dot(newest, bent).double()).to(s.dtype)
+        rest = _solve(upper.T, alpha * sy.diagonal() - self._dot(y, start).double()[place], upper_triangle=False)
         direction = -(start + s.T @ torch.zeros_like(s[:, 0]).index_copy_(0, place, rest.to(s.dtype)))
-        slope, square = self.world.to_host(torch.stack([direction @ g, direction @ direction]))
+        slope, square = self.world.to_host(torch.stack([self._dot(direction, g), self._dot(direction, direction)]))
         share = min(1.0, self.reach * self.longest / max(np.sqrt(square), 1e-30))  # the curvature is not known further
         return direction.mul_(share) if share < 1 else direction, share * slope
+
+    def _dot(self, left: Tensor, right: Tensor) -> Tensor:
+        """Rows of `left` times `right`, over all ranks."""
+        if self.world.size == 1:
+            return left @ right
+        counted = right if self._share_row is None else right * self._share_row
+        return self.world.reduce((left @ counted).double(), "sharded")
 
     @torch.no_grad()
     def place(self, direction: Tensor | None = None, share: float = 1.0) -> None:
@@ -152,19 +169,21 @@ class Secant:
         if any(moment is None for moment in second_moments):
             return None
         row = torch.ones_like(self.weights)
-        torch._foreach_copy_(self.layout.views(row), [m for m in second_moments if m is not None])
+        torch._foreach_copy_(self.layout.views(row), [local(m) for m in second_moments if m is not None])
         return row.div_(correction).clamp_(min=0).sqrt_().add_(epsilon).reciprocal_()
 
     def state_dict(self) -> dict[str, Any]:
         count = len(self.order)
-        tensors = {"s": self.s[:count], "y": self.y[:count], "weights": self.weights, "gradient": self.gradient}
+        rows = {"s": self.s[:count], "y": self.y[:count], "weights": self.weights, "gradient": self.gradient}
+        tensors = self._rows_saved.of(rows)
         tensors["sy"] = torch.from_numpy(self._sy[:count, :count].copy())
         tensors["lengths"] = torch.from_numpy(self._lengths[:count].copy())
-        points: dict[str, Any] = {}
+        points: dict[str, Tensor] = {}
         for name, point in (("mark", self.mark), ("best", self.best)):
             if point is not None:
                 points[f"{name}_weights"], points[f"{name}_gradient"] = point
-        return {"order": list(self.order), "known": self.known} | points | (tensors if self.known else {})
+        known = {"order": list(self.order), "known": self.known}
+        return known | self._rows_saved.of(points) | (tensors if self.known else {})
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -174,18 +193,19 @@ class Secant:
             return
         self.known, self.order = True, [int(row) for row in state["order"]]
         count = len(self.order)
-        self.s[:count].copy_(state["s"])
-        self.y[:count].copy_(state["y"])
-        self.weights.copy_(state["weights"])
-        self.gradient.copy_(state["gradient"])
+        rows = {"s": self.s[:count], "y": self.y[:count], "weights": self.weights, "gradient": self.gradient}
+        for name, tensor in rows.items():
+            self._rows_saved.fill(tensor, state, name, "Secant")
         self._lengths[:count] = state["lengths"].cpu().numpy()
         self._sy[:count, :count] = state["sy"].cpu().numpy()
 
     def _point(self, state: dict[str, Any], name: str) -> Point | None:
-        if f"{name}_weights" not in state:
+        if not self._rows_saved.held(state, f"{name}_weights"):
             return None
-        device = self.weights.device
-        return state[f"{name}_weights"].clone().to(device), state[f"{name}_gradient"].clone().to(device)
+        weights, gradient = torch.zeros_like(self.weights), torch.zeros_like(self.gradient)
+        for tensor, of in ((weights, "weights"), (gradient, "gradient")):
+            self._rows_saved.fill(tensor, state, f"{name}_{of}", "Secant")
+        return weights, gradient
 
 
 def _solve(triangle: Tensor, right: Tensor, upper_triangle: bool) -> Tensor:

@@ -1,0 +1,106 @@
+"""What several processes cannot do together in this form, each told in one sentence before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from foretrain.config import Config, given
+from foretrain.engine.optim.muon import Muon
+from foretrain.engine.world import World
+from foretrain.errors import ConfigError
+from foretrain.persist.parts import local
+
+if TYPE_CHECKING:
+    from foretrain.engine.engine import Engine
+
+_APART = 0x9E3779B97F4A7C15
+"""Seeds of ranks are so far apart."""
+
+
+def check_ranks(engine: Engine) -> None:
+    """Refuse what would part ranks, or would need numbers of all weights in one place."""
+    config, several = engine.config, engine.world.size > 1
+    found = [*_of_ranks(config)] if several else []
+    if several or engine.full_step.spread:
+        found += [*_of_steps(config)]
+    if engine.full_step.spread:
+        found += [*_of_parts(engine)]
+    if found:
+        where = f"one of {engine.world.size} processes" if several else "a model that FSDP2 shards"
+        raise ConfigError(f"this is {where}, where {found[0]}")
+
+
+def _of_ranks(config: Config) -> Iterator[str]:
+    """What is measured or decided by one process alone."""
+    hybrid, memory = config.hybrid, config.memory
+    if config.optimizer.learning_rate == "auto":
+        yield "optimizer.learning_rate = 'auto' is not supported: find the rate in one process, and set it"
+    if config.growth.layers:
+        yield "growth is not supported: set growth.layers = 0, or train in one process"
+    if config.forecast.copies:
+        yield "annealed copies are not supported: set forecast.copies = []"
+    if config.until_loss is not None or config.max_time is not None:
+        yield "max_time and until_loss are not supported, since clocks differ: set max_steps"
+    if memory.on_out_of_memory == "retry":
+        yield (
+            "memory.on_out_of_memory = 'retry' is not supported, since the others would wait for the one that tries "
+            "again: set 'stop', and let the launcher start it again with smaller settings"
+        )
+    if "linear_rows" in hybrid.model_fields_set and hybrid.linear_rows and hybrid.mode != "off":
+        yield "linearised leaps are not supported: set hybrid.linear_rows = 0"
+
+
+def _of_steps(config: Config) -> Iterator[str]:
+    """What stands against the way that steps are made and reduced."""
+    if config.engine.compile is True:
+        yield (
+            "the loss cannot be compiled as a whole: leave engine.compile to 'auto', and call block.compile() on each "
+            "block of the model before it is wrapped"
+        )
+    if config.engine.cuda_graph is True:
+        yield "steps are not recorded: leave engine.cuda_graph to 'auto'"
+    if config.engine.update_in_backward:
+        yield "gradients are reduced before they are used: set engine.update_in_backward = false"
+    if config.memory.offload:
+        yield "the optimizer's state stays on the device: set memory.offload = false"
+
+
+def _of_parts(engine: Engine) -> Iterator[str]:
+    """What needs whole tensors."""
+    config = engine.config
+    own = engine.own_optimizer
+    if not own and config.optimizer.state_type != "fp32":
+        yield (
+            f"optimizer.state_type = '{config.optimizer.state_type}' is not supported on shards: set 'fp32', which "
+            "takes as little on each of several GPUs"
+        )
+    if isinstance(engine.optimizer, Muon):
+        yield "Muon is not supported on shards: set optimizer.type = 'adamw', or use DistributedDataParallel"
+    if config.hybrid.space == "product" and config.hybrid.mode != "off":
+        yield "hybrid.space = 'product' is not supported on shards: set 'adapter'"
+
+
+def linearised_leaps_apply(engine: Engine) -> bool:
+    """Whether leaps of a linearised model are tried: they look at the whole model in one process."""
+    if engine.world.size == 1 and not engine.full_step.spread:
+        return True
+    if "hybrid.linear_rows" not in given(engine.config):
+        return False
+    return engine.config.hybrid.linear_rows > 0
+
+
+def seed_of_rank(seed: int, rank: int) -> int:
+    """Dropout differs between ranks, as it differs between the rows of one batch. Rank 0 draws as one process does."""
+    return (seed + rank * _APART) % 2**63 if rank else seed
+
+
+def device_of_rank(model: nn.Module, device: torch.device, world: World) -> torch.device:
+    """Where a rank trains: where its model is, if that is a GPU; all ranks on the first one is never meant."""
+    if world.size == 1 or str(device) != "cuda":
+        return device
+    found = next((local(p).device for p in model.parameters()), device)
+    return found if found.type == "cuda" else torch.device("cuda", torch.cuda.current_device())

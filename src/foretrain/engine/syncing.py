@@ -1,0 +1,79 @@
+"""What DistributedDataParallel and FSDP2 do around passes: gradients are reduced, and weights are gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+from torch import Tensor, nn
+
+
+class Syncing:
+    """Knows how a model is wrapped. For a model of one process it does nothing."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._replicated: Any = model if isinstance(model, nn.parallel.DistributedDataParallel) else None
+        self._sharded: list[Any] = [module for module in model.modules() if _gathers(module)]
+
+    def with_last(self, last: bool) -> AbstractContextManager[Any]:
+        """Reduce gradients in the backward pass of the last part of a batch only, over all parts."""
+        if self._replicated is not None and not last:
+            quiet: AbstractContextManager[Any] = self._replicated.no_sync()
+            return quiet
+        return self._sharded_alone(last) if self._sharded else nullcontext()
+
+    @contextmanager
+    def _sharded_alone(self, last: bool) -> Iterator[None]:
+        for module in self._sharded:
+            module.set_requires_gradient_sync(last, recurse=False)
+        try:
+            yield
+        finally:
+            for module in self._sharded:
+                module.set_requires_gradient_sync(True, recurse=False)
+
+    def settle(self) -> None:
+        """Let go of weights that FSDP2 gathered for a forward pass without a backward pass: it would use them again in
+        the next one, though they were moved meanwhile."""
+        for module in self._sharded:
+            module.reshard()
+
+
+def _gathers(module: nn.Module) -> bool:
+    return all(hasattr(module, name) for name in ("reshard", "unshard", "set_requires_gradient_sync"))
+
+
+def prepared_for_loss(model: nn.Module) -> None:
+    """A model that FSDP2 shards gathers its weights for `forward` only: also for its own method `loss` from now on."""
+    if _gathers(model) and hasattr(model, "loss"):
+        from torch.distributed.fsdp import register_fsdp_forward_method
+
+        register_fsdp_forward_method(model, "loss")
+
+
+def loss_through(model: nn.Module, batch: Any) -> Tensor | None:
+    """The loss of a module inside DistributedDataParallel by the module's own method `loss`, through the wrapper's
+    forward pass, which prepares the reduction of gradients; None where there is no such method."""
+    inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else None
+    method: Callable[[Any], Tensor] | None = getattr(inner, "loss", None)
+    if inner is None or method is None:
+        return None
+    of_module = inner.__dict__.get("forward")
+
+    def as_it_was() -> None:
+        if of_module is None:
+            inner.__dict__.pop("forward", None)
+        else:
+            inner.__dict__["forward"] = of_module
+
+    def forward(batch: Any) -> Tensor:
+        as_it_was()  # the method calls it
+        return method(batch)
+
+    inner.__dict__["forward"] = forward
+    try:
+        loss: Tensor = model(batch)
+        return loss
+    finally:
+        as_it_was()
