@@ -146,7 +146,9 @@ class GuestEngine(Engine):
     def full(self, batch: MadeStep, *watching: StepHook) -> StepOutput:
         """The host has made this step: tell all that watch."""
         stand_in = torch.full((), batch.stand_in, device=self.device)
-        loss = stand_in if batch.loss is None else batch.loss.detach().to(self.device).float().mean()
+        loss = stand_in if batch.loss is None else batch.loss.detach().to(self.device, copy=True).float().mean()
+        if self.world.size > 1 and batch.loss is not None:
+            self.world.later(loss)  # each rank knows that of its own rows
         output = StepOutput(loss, batch.gradient_norm, batch.skipped, batch.gradient_norms)
         if batch.loss is not None:
             self.meter.add(output)

@@ -94,7 +94,8 @@ class GuestProbes(Probes):
     def __init__(self, engine: Engine, snapshots: Snapshots, batches: list[Any], price: float | None) -> None:
         super().__init__(engine, snapshots)
         self.batches = batches
-        self.cost = FORWARD * len(batches) if price is None else price
+        cost = FORWARD * len(batches) if price is None else price
+        self.cost = engine.world.total([cost])[0] / engine.world.size
 
     def price(self, batch: Any) -> float:
         return self.cost

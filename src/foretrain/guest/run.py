@@ -15,7 +15,7 @@ from foretrain.engine.memory.usage import MemoryMeter
 from foretrain.engine.meters import Stopwatch
 from foretrain.engine.own import described
 from foretrain.engine.state import as_checkpoint_error
-from foretrain.errors import CheckpointError, InputError
+from foretrain.errors import CheckpointError, InputError, SaveError
 from foretrain.events import Bus, Event, Moved, Notice
 from foretrain.guest.engine import GuestEngine, MadeStep
 from foretrain.guest.leaps import GuestHybrid
@@ -24,7 +24,7 @@ from foretrain.health.checkup import Checkup
 from foretrain.health.rescue import Rescue
 from foretrain.hybrid.freezing import follow_freezing
 from foretrain.persist import checkpoint
-from foretrain.persist.codec import own_copy
+from foretrain.persist.codec import own_copy, put_together, take_apart
 from foretrain.persist.stateful import entry
 
 _FORM = 1
@@ -130,6 +130,7 @@ class GuestRun:
             return
         self.voice.gradient_norm = made.gradient_norm
         self.hybrid.full(made)
+        self.engine.world.step_done()
         if self.checkup.due and self.hybrid.may_be_examined:
             self.checkup.judge()
 
@@ -181,7 +182,8 @@ class GuestRun:
         for end in (*(hook.remove for hook in self._hooks), *self.at_end):
             end()
         if self._open:
-            self._settle()
+            if not failed:  # else other ranks may not be here
+                self._settle()
             self.voice.end(failed)
 
     def __enter__(self) -> GuestRun:
@@ -199,7 +201,7 @@ class GuestRun:
         are referred to, not copied."""
         self._settle()
         engine, forecaster = self.engine, self.voice.forecaster
-        return {
+        state = {
             "form": _FORM,
             "groups": list(self.hybrid.observer.trajectory.groups),
             "meter": engine.meter.state_dict(),
@@ -210,6 +212,7 @@ class GuestRun:
             "checkup": self.checkup.state_dict(),
             "forecaster": None if forecaster is None else forecaster.state_dict(),
         }
+        return dict(put_together(take_apart(state)))  # nothing but plain values and tensors
 
     def load_state_dict(self, state: Mapping[str, Any], origin: str = "the given state") -> None:
         """Put a state back, between two steps. The host puts back weights and optimizer, before this or after it."""
@@ -237,13 +240,23 @@ class GuestRun:
 
     def save(self, folder: str | Path) -> None:
         """Write the state as a folder of safetensors and JSON with checksums, whole or not at all. It belongs to a
-        checkpoint of the host of the same step."""
-        checkpoint.write(Path(folder), self.engine.progress.global_step, self.state_dict())
+        checkpoint of the host of the same step. All ranks call it, and the first one writes."""
+        state, world, words = self.state_dict(), self.engine.world, None
+        if world.rank == 0:
+            try:
+                checkpoint.write(Path(folder), self.engine.progress.global_step, state)
+            except SaveError as error:
+                words = str(error)
+        failed = world.all_well(words)
+        if failed is not None:
+            raise SaveError(failed.words)
 
     def load(self, folder: str | Path) -> bool:
         """Read what `save` wrote. Where there is nothing False is returned: the run is watched anew."""
-        folder = Path(folder)
-        checkpoint.put_back_replaced(folder)
+        folder, world = Path(folder), self.engine.world
+        if world.rank == 0:
+            checkpoint.put_back_replaced(folder)
+        world.all_well()  # not before it is there
         if not folder.is_dir():
             self._emit(Notice(f"{folder} is not there: the run goes on, and is watched anew"))
             self._made, self._anew = None, True

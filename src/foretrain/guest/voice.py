@@ -53,14 +53,15 @@ class GuestVoice:
 
     def begin(self, out: str | Path | None, overwrite: bool, origin: str) -> None:
         """Open the folder, say what is trained, and look at the probe for the first time. origin: of the state."""
-        engine, resumed = self.engine, bool(origin)
-        if out is not None:
+        engine, resumed, first = self.engine, bool(origin), self.engine.world.rank == 0
+        if out is not None and first:
             folder = RunFolder(user_path(out, "out"), resumed, overwrite, in_python=True)
             folder.again = "the checkpoint of the loop that it belongs to"
             self._folder = self._stack.enter_context(folder)
             if overwrite and not resumed:
                 folder.clear()
-        self._listen(resumed)
+        if first:
+            self._listen(resumed)
         self._announce()
         self.resume(origin)
         if engine.progress.global_step == 0:

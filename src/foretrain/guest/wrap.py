@@ -6,19 +6,22 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from foretrain.config import Config
 from foretrain.config.paths import with_settings
+from foretrain.engine.described import unwrapped
 from foretrain.engine.own import Measure, described
+from foretrain.engine.ranks import world_of_ranks
+from foretrain.engine.world import World
 from foretrain.errors import ConfigError
 from foretrain.events import Bus
 from foretrain.guest.engine import GuestEngine, device_of, loss_of_callable
 from foretrain.guest.run import GuestRun, checked_probe
 from foretrain.guest.settings import settings_for_guest
+from foretrain.persist.parts import is_spread
 
 Probe = Callable[[], Tensor | float] | Sequence[Any] | None
 _BY_ITSELF = [(0,)]
@@ -47,21 +50,24 @@ def wrap(
     `foretrain report` and `foretrain watch` read; overwrite: replace the run that is there. price: full steps that one
     look at the probe costs; unset, each of its batches costs as much as a training batch of the same size.
 
-    Call `between_steps(loss)` on what is returned after each step of the optimizer: only there weights are changed.
+    Call `between_steps(loss)` on what is returned after each step of the optimizer: only there weights are changed. On
+    several ranks hand in the model in DistributedDataParallel; all of them make the same calls, each with its own part
+    of the probe, and rank 0 writes.
     """
-    _check(model, optimizer)
-    config = config or Config()
+    world = world_of_ranks()
+    _check(model, optimizer, world)
+    model, config = unwrapped(model), config or Config()
     if max_steps is not None:
         if max_steps < 1:
             raise ConfigError(f"max_steps = {max_steps}: the number of steps of the loop, 1 or more")
         config = with_settings(config, {"max_steps": max_steps})
     batches, loss = _of_probe(model, probe, loss_fn)
     settings = settings_for_guest(config, device_of(model), leaps=bool(batches))
-    engine = GuestEngine(model, optimizer, loss, settings, scheduler)
+    engine = GuestEngine(model, optimizer, loss, settings, scheduler, world)
     return GuestRun(engine, batches, price, bus or Bus(), out, overwrite)
 
 
-def _check(model: nn.Module, optimizer: Optimizer) -> None:
+def _check(model: nn.Module, optimizer: Optimizer, world: World) -> None:
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model is {described(model)}; give a torch.nn.Module")
     if not isinstance(optimizer, Optimizer):
@@ -71,11 +77,15 @@ def _check(model: nn.Module, optimizer: Optimizer) -> None:
             f"{type(optimizer).__name__} is a wrapper without step hooks; give the optimizer inside of it, or with "
             "Accelerate use foretrain.integrations.accelerate.prepare"
         )
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+    if any(is_spread(p) for p in model.parameters()):
         raise ConfigError(
-            f"foretrain.wrap works in one process, and this is one of {distributed.get_world_size()}: leave it out, or "
-            "start one process"
+            f"the weights of {type(model).__name__} are in parts (FSDP2, tensor parallelism), which foretrain.wrap "
+            "does not move; use DistributedDataParallel, or HybridTrainer, which does"
+        )
+    if world.size > 1 and not isinstance(model, nn.parallel.DistributedDataParallel):
+        raise ConfigError(
+            f"this is one of {world.size} processes, and {type(model).__name__} is not in DistributedDataParallel, so "
+            "that each trains a model of its own: hand in the wrapped model"
         )
 
 

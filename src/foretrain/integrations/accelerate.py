@@ -49,7 +49,7 @@ def prepare(
             "sees them; use one process, or leave foretrain out"
         )
     run = wrap(
-        accelerator.unwrap_model(model),
+        model,
         getattr(optimizer, "optimizer", optimizer),
         probe=probe,
         loss_fn=loss_fn,
@@ -57,13 +57,12 @@ def prepare(
         max_steps=max_steps,
         scheduler=getattr(scheduler, "scheduler", scheduler),
         bus=bus,
-        out=out if accelerator.is_main_process else None,
+        out=out,
         overwrite=overwrite,
     )
 
     def save(models: list[nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
-        if accelerator.is_main_process:
-            run.save(Path(folder) / _FOLDER)
+        run.save(Path(folder) / _FOLDER)
 
     def load(models: list[nn.Module], folder: str) -> None:
         run.load(Path(folder) / _FOLDER)

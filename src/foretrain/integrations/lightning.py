@@ -57,7 +57,7 @@ class HybridCallback(lightning.Callback):
         steps, schedulers = trainer.estimated_stepping_batches, trainer.lr_scheduler_configs
         told = [one.scheduler for one in schedulers if one.interval == "step" and one.frequency == 1]
         self.run = run = wrap(
-            pl_module,
+            trainer.strategy.model,
             trainer.optimizers[0],
             probe=batches,
             loss_fn=lambda model, batch: _loss(trainer, pl_module, batch),

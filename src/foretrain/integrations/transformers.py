@@ -78,7 +78,7 @@ class HybridCallback(TrainerCallback):
             batches = list(trainer.get_eval_dataloader(_examples(self.probe, trainer)))
         rows = sum(len(next(iter(batch.values()))) for batch in batches)
         self.run = run = wrap(
-            known["model"],
+            trainer.model_wrapped,
             getattr(optimizer, "optimizer", optimizer),
             probe=batches,
             loss_fn=lambda model, batch: _loss(trainer, batch),
@@ -108,7 +108,7 @@ class HybridCallback(TrainerCallback):
 
     def on_save(self, args: Any, state: Any, control: Any, **known: Any) -> None:
         """The checkpoint is written. A kill before this leaves one without our part, which can be gone on from, too."""
-        if self.run is not None and args.should_save:
+        if self.run is not None:
             self.run.save(_folder(args, state))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **known: Any) -> None:

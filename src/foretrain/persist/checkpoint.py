@@ -52,7 +52,17 @@ from foretrain.persist.reading import (
 )
 from foretrain.persist.together import Processes, Together
 
-__all__ = ["CheckpointStore", "Loaded", "read", "read_weights", "put_back_replaced", "separate", "sizes_of", "verify", "write"]
+__all__ = [
+    "CheckpointStore",
+    "Loaded",
+    "put_back_replaced",
+    "read",
+    "read_weights",
+    "separate",
+    "sizes_of",
+    "verify",
+    "write",
+]
 
 
 @dataclass(frozen=True)
