@@ -279,7 +279,20 @@ def test_a_state_of_another_model_is_refused(tmp_path: Path) -> None:
     ids=["decays", "warms up", "constant"],
 )
 def test_no_leap_is_made_while_the_rate_changes(schedule: Callable[[int], float], moves: bool) -> None:
-    assert (sum(train([HELD_OUT], schedule=schedule).moves.values()) > 0) is moves
+    outcome = train([HELD_OUT], schedule=schedule)
+    assert (sum(outcome.moves.values()) > 0) is moves
+    assert outcome.run is not None
+    assert (outcome.run.summary()["audit"]["sentence"].endswith("the learning rate was never steady")) is not moves
+
+
+def test_a_schedule_that_never_stands_still_is_told_before_the_first_step() -> None:
+    for schedule, told in ((lambda step: 1 - step / STEPS, True), (lambda step: min(1.0, 4 - 4 * step / STEPS), False)):
+        loop = Loop(schedule=schedule)
+        outcome = loop.wrap([HELD_OUT], scheduler=loop.scheduler)
+        assert outcome.run is not None
+        outcome.run.open()
+        notices = [notice.message for notice in outcome.of(Notice)]
+        assert any("leaps wait while it warms up or decays: none will be tried" in text for text in notices) is told
 
 
 def test_a_loop_that_never_calls_between_steps_is_watched_and_told_once(plain: Tensor) -> None:

@@ -73,12 +73,54 @@ def accelerate_run() -> dict[str, Any]:
     return {"weights": weights(inner).tolist(), "moves": run.summary()["moves"]}
 
 
+def lightning_run() -> dict[str, Any]:
+    import lightning
+    from torch.utils.data import DataLoader
+
+    from foretrain.integrations.lightning import HybridCallback
+
+    class Counting(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(nn.Embedding(WORDS, 16), nn.Linear(16, WORDS))
+
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            return nn.functional.cross_entropy(self.net(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+
+        def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+            self.training_step(batch, batch_idx)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=1e-4)
+
+    lightning.seed_everything(7, verbose=False)
+    callback = HybridCallback(probe=2, config=settings())
+    host = lightning.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy="ddp",
+        max_steps=40,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        callbacks=[callback],
+    )
+    module = Counting()
+    host.fit(module, DataLoader(sentences(320, 1), batch_size=4), DataLoader(sentences(32, 2), batch_size=4))
+    assert host.world_size == 2
+    assert callback.run is not None
+    return {"weights": weights(module).tolist(), "moves": callback.run.summary()["moves"]}
+
+
 def in_two(rank: int, folder: str) -> dict[str, Any]:
     warnings.simplefilter("ignore")  # the hosts' own
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # looked for, and not used: the group is there
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "1", "GROUP_RANK": "0"}
+    os.environ |= meeting  # hosts look for it, and use the group that is there
     return {
         "accelerate": accelerate_run(),
         "whole": transformers_run(folder, "whole"),
+        "lightning": lightning_run(),
     }
 
 
@@ -86,6 +128,7 @@ def test_replicas_stay_equal(tmp_path: Path) -> None:
     one, other = results(2, in_two, str(tmp_path))
     assert one == other
     assert one["accelerate"]["moves"]["kept"] >= 1
+    assert one["lightning"]["moves"]["kept"] >= 1
     assert any(verdict == "kept" for _, verdict, _ in one["whole"]["moves"])
     assert (tmp_path / "whole-log" / "report.html").is_file()
     assert (tmp_path / "whole" / "checkpoint-40" / "foretrain" / "manifest.json").is_file()

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -14,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from foretrain.config import Config
 from foretrain.engine import own
+from foretrain.engine.ahead import plan_ahead, unknown_plan
 from foretrain.engine.engine import Engine
 from foretrain.engine.fence import untouched
 from foretrain.engine.hooks import StepHook
@@ -45,7 +47,15 @@ class MadeStep:
 class GuestRates(FollowedRates):
     """The learning rate as the host has it. Its scheduler is never stepped; a copy of it tells what is to come."""
 
-    saved: ClassVar[tuple[str, ...]] = ("stepped", "_recent", "_highest", "changes_by_itself", "_direction", "_quiet")
+    saved: ClassVar[tuple[str, ...]] = (
+        "stepped",
+        "_recent",
+        "_highest",
+        "changes_by_itself",
+        "_direction",
+        "_quiet",
+        "steady",
+    )
 
     def __init__(self, optimizer: Optimizer, scheduler: LRScheduler | None) -> None:
         super().__init__(optimizer, scheduler)
@@ -53,6 +63,8 @@ class GuestRates(FollowedRates):
         """It is that of the last change: 1 up, -1 down."""
         self._quiet = 0
         """Steps since then."""
+        self.steady = 0
+        """Steps in which the rate had stood still for long enough."""
 
     def advance(self, step: int) -> None:
         """The host steps its scheduler by itself."""
@@ -72,6 +84,7 @@ class GuestRates(FollowedRates):
         if rate != before:
             self._direction, self._quiet = (1 if rate > before else -1), 0
             self.changes_by_itself = True
+        self.steady += self._quiet >= _QUIET_STEPS
 
 
 class GuestEngine(Engine):
@@ -109,6 +122,18 @@ class GuestEngine(Engine):
 
     def _rates(self, scheduler: Any) -> Rates:
         return GuestRates(self.optimizer, scheduler)
+
+    @property
+    def rate_never_steady(self) -> bool:
+        """Whether the learning rate was never steady so far, and as far as can be seen will not be."""
+        rate = self.rate
+        if not isinstance(rate, GuestRates) or rate.steady:
+            return False
+        known = plan_ahead(rate, self.config.max_steps) if self.has_end else unknown_plan(self.config.max_steps)
+        if len(known.steps) == 0:
+            return rate.changes_by_itself
+        flat = np.diff(known.steps)[np.diff(known.multipliers) == 0]
+        return not (flat >= _QUIET_STEPS).any()
 
     def check_optimizer_state(self) -> None:
         """The host saves it."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from foretrain.engine.described import unwrapped
 from foretrain.engine.fence import OwnCodeError
 from foretrain.engine.memory.usage import MemoryMeter
-from foretrain.events import Bus, Evaluated, Event, Progress, Resumed, RunEnded, RunStarted
+from foretrain.events import Bus, Evaluated, Event, Notice, Progress, Resumed, RunEnded, RunStarted
 from foretrain.guest.engine import GuestEngine
 from foretrain.guest.leaps import GuestHybrid
 from foretrain.hybrid import summary as summaries
@@ -24,6 +24,10 @@ from foretrain.persist.files import user_path
 from foretrain.persist.folder import RunFolder
 from foretrain.show.listening import listen
 
+_NEVER_STEADY = (
+    "the learning rate changes all the way, and leaps wait while it warms up or decays: none will be tried; a schedule "
+    "that stays constant for a while (constant, or warm-up, stable, decay) lets them"
+)
 _EVALUATIONS = 10
 """In a run, where no interval is set."""
 
@@ -66,6 +70,8 @@ class GuestVoice:
         self.resume(origin)
         if engine.progress.global_step == 0:
             self.evaluate()
+        if engine.config.hybrid.mode != "off" and engine.rate_never_steady:
+            self.emit(Notice(_NEVER_STEADY))
 
     def resume(self, origin: str) -> None:
         """Go on at the step that the run is at. origin: of the state that was put back; empty if none was."""
@@ -196,6 +202,8 @@ class GuestVoice:
             summary["audit"]["sentence"] = "the run was only watched: " + (
                 "hybrid.mode is off" if self.probe else "without a probe nothing judges a leap"
             )
+        elif not hybrid.policy.score.counts.tried and engine.rate_never_steady:
+            summary["audit"]["sentence"] = "prediction was not tried: the learning rate was never steady"
         if self.forecaster is not None:
             summary["loss_forecast"] = self.forecaster.summary()
         return summary | hybrid.checkup.summary() | hybrid.rescue.summary()

@@ -88,7 +88,7 @@ class HybridCallback(lightning.Callback):
         self._losses += [loss.detach()] if isinstance(loss, Tensor) else []
         if self.run is not None and self.run.stepped:
             self.run.between_steps(torch.stack(self._losses).mean() if self._losses else None)
-            self._losses.clear()
+            self._losses = []
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Write the summary and the page."""
@@ -102,11 +102,14 @@ class HybridCallback(lightning.Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Rides in Lightning's checkpoint: tensors and plain values, which it loads with `weights_only=True`."""
-        random = {"random": random_state()} if self.exact_resume else {}
-        return random if self.run is None else {**random, "run": own_copy(self.run.state_dict())}
+        if self.run is None:
+            return {}
+        one = self.run.engine.world.size == 1  # of several processes the first saves, and draws random numbers alone
+        random = random_state() if self.exact_resume and one else None
+        return {"random": random, "run": own_copy(self.run.state_dict())}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Lightning loads before it makes the optimizer ready: what is read here is put back when training starts."""
+        """What is read here is put back when training starts: there is no optimizer yet."""
         self._saved, self._random = state_dict.get("run"), state_dict.get("random")
 
 
@@ -126,7 +129,6 @@ def _check(trainer: Any, module: Any) -> None:
 
 
 def _batches(probe: int | Sequence[Any], trainer: Any) -> list[Any]:
-    """Return the batches of the probe."""
     if not isinstance(probe, int):
         return list(probe)
     if probe < 1 or not trainer.enable_validation:
