@@ -285,6 +285,40 @@ def test_no_leap_is_made_while_the_rate_changes(schedule: Callable[[int], float]
     assert (outcome.run.summary()["audit"]["sentence"].endswith("the learning rate was never steady")) is not moves
 
 
+def test_a_schedule_that_is_not_shown_is_told_of_when_it_has_been_seen() -> None:
+    loop = Loop(schedule=lambda step: 1 - step / STEPS)
+    outcome = loop.wrap([HELD_OUT])
+    loop.go(40, outcome.run)
+    assert len([notice for notice in outcome.of(Notice) if "none will be tried" in notice.message]) == 1
+
+
+def test_a_loader_may_be_the_probe_and_a_dear_one_is_told_of(plain: Tensor) -> None:
+    loader = torch.utils.data.DataLoader(HELD_OUT.repeat(8, 1), batch_size=16, shuffle=True)
+    idle = train(loader, settings={"hybrid.mode": "off"})
+    assert torch.equal(idle.state, plain), "reading it draws none of the host's random numbers"
+    dear = Loop().wrap(loader)
+    assert dear.run is not None
+    dear.run.open()
+    assert ["one look at the probe costs about 11 steps" in notice.message for notice in dear.of(Notice)] == [True]
+
+
+def test_an_optimizer_is_watched_once() -> None:
+    loop = Loop()
+    outcome = loop.wrap(None)
+    assert outcome.run is not None
+    with pytest.raises(InputError, match=r"this AdamW is watched already: close\(\) the run"):
+        loop.wrap(None)
+    outcome.run.close()
+    loop.wrap(None)
+
+
+def test_a_probe_that_gives_no_number_is_refused() -> None:
+    loop = Loop()
+    outcome = loop.wrap(lambda: None)
+    with pytest.raises(InputError, match="the probe gave of type NoneType; it must give the mean loss"):
+        loop.go(1, outcome.run)
+
+
 def test_a_schedule_that_never_stands_still_is_told_before_the_first_step() -> None:
     for schedule, told in ((lambda step: 1 - step / STEPS, True), (lambda step: min(1.0, 4 - 4 * step / STEPS), False)):
         loop = Loop(schedule=schedule)
@@ -453,7 +487,7 @@ class WithoutHooks(Optimizer):
         ({"optimizer": WithoutHooks()}, "WithoutHooks is a wrapper without step hooks"),
         ({"optimizer": torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)}, "holds none of the parameters"),
         ({"probe": [HELD_OUT]}, "probe batches need loss_fn"),
-        ({"probe": []}, "probe batches need loss_fn"),
+        ({"probe": 3}, "probe is of type int; give a list of held-out batches"),
         ({"probe": [], "loss_fn": loss_fn}, "probe holds no batch"),
         ({"probe": HELD_OUT, "loss_fn": loss_fn}, r"probe is a tensor of shape \[64, 8\]; give a list"),
         ({"probe": lambda: 1.0, "loss_fn": loss_fn}, "loss_fn has no effect"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, ClassVar
 
 import numpy as np
@@ -23,7 +24,7 @@ from foretrain.engine.precision import Precision
 from foretrain.engine.rates import FollowedRates, Number, Rates
 from foretrain.engine.step import StepOutput, stacked
 from foretrain.engine.world import World
-from foretrain.errors import ConfigError
+from foretrain.errors import ConfigError, InputError
 
 _QUIET_STEPS = 20
 """Steps that a learning rate must stand still for to count as steady. Chosen: two windows of the default length. A
@@ -203,6 +204,10 @@ def loss_of_callable(probe: Callable[[], Any]) -> Callable[[nn.Module, Any], Ten
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
         value = probe()
-        return value.detach() if isinstance(value, Tensor) else torch.tensor(float(value))
+        if isinstance(value, Tensor):
+            return value.detach()
+        if not isinstance(value, Real):
+            raise InputError(f"the probe gave {own.described(value)}; it must give the mean loss on held-out examples")
+        return torch.tensor(float(value))
 
     return loss

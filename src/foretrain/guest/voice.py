@@ -28,6 +28,8 @@ _NEVER_STEADY = (
     "the learning rate changes all the way, and leaps wait while it warms up or decays: none will be tried; a schedule "
     "that stays constant for a while (constant, or warm-up, stable, decay) lets them"
 )
+_DEAR = 8.0
+"""Full steps that a look at the probe may cost before that is told. Chosen: a leap then costs a window or more."""
 _EVALUATIONS = 10
 """In a run, where no interval is set."""
 
@@ -48,6 +50,7 @@ class GuestVoice:
         """It is that of the last step."""
         self.next_log = self.next_evaluation = 0
         self._logged = (0, 0.0)
+        self._unsteady = False
         self._measured_at = -1
         """The held-out loss is known at this step."""
         self._stack = ExitStack()
@@ -70,7 +73,19 @@ class GuestVoice:
         self.resume(origin)
         if engine.progress.global_step == 0:
             self.evaluate()
-        if engine.config.hybrid.mode != "off" and engine.rate_never_steady:
+        if engine.config.hybrid.mode == "off":
+            return
+        if (price := self.hybrid.policy.tools.probes.price(None)) > _DEAR:
+            text = (
+                f"one look at the probe costs about {price:.0f} steps, and a leap takes three to nine: a few batches do"
+            )
+            self.emit(Notice(text))
+        self._tell_unsteady()
+
+    def _tell_unsteady(self) -> None:
+        """Once: that no leap will be tried."""
+        if not self._unsteady and self.engine.rate_never_steady:
+            self._unsteady = True
             self.emit(Notice(_NEVER_STEADY))
 
     def resume(self, origin: str) -> None:
@@ -130,6 +145,8 @@ class GuestVoice:
             every = self.engine.config.log.interval
             self.next_log = (step // every + 1) * every
             self.log()
+            if self.engine.config.hybrid.mode != "off" and step >= 2 * self.engine.config.hybrid.warmup_steps:
+                self._tell_unsteady()
         if self.evaluate_every and step >= self.next_evaluation:
             self.next_evaluation = (step // self.evaluate_every + 1) * self.evaluate_every
             self.evaluate()
@@ -198,12 +215,17 @@ class GuestVoice:
         """What was seen, tried and kept so far."""
         engine, hybrid = self.engine, self.hybrid
         summary = summaries.of_steps(engine, self.memory) | summaries.of_prediction(engine, hybrid)
+        ledger, tried = hybrid.policy.score.ledger, hybrid.policy.score.counts.tried
         if engine.config.hybrid.mode == "off":
             summary["audit"]["sentence"] = "the run was only watched: " + (
                 "hybrid.mode is off" if self.probe else "without a probe nothing judges a leap"
             )
-        elif not hybrid.policy.score.counts.tried and engine.rate_never_steady:
+        elif not tried and engine.rate_never_steady:
             summary["audit"]["sentence"] = "prediction was not tried: the learning rate was never steady"
+        elif ledger.exact_moves:
+            leaps = "1 leap was" if ledger.exact_moves == 1 else f"{ledger.exact_moves} leaps were"
+            cost = f"looking took {summary['audit']['cost_percent']:.1f} % of the time"
+            summary["audit"]["sentence"] = f"{leaps} kept, for a lower loss on the probe, of {tried} tried; {cost}"
         if self.forecaster is not None:
             summary["loss_forecast"] = self.forecaster.summary()
         return summary | hybrid.checkup.summary() | hybrid.rescue.summary()

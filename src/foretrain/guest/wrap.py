@@ -21,6 +21,7 @@ from foretrain.events import Bus
 from foretrain.guest.engine import GuestEngine, device_of, loss_of_callable
 from foretrain.guest.run import GuestRun, checked_probe
 from foretrain.guest.settings import settings_for_guest
+from foretrain.persist.codec import same_random_numbers
 from foretrain.persist.parts import is_spread
 
 Probe = Callable[[], Tensor | float] | Sequence[Any] | None
@@ -77,6 +78,10 @@ def _check(model: nn.Module, optimizer: Optimizer, world: World) -> None:
             f"{type(optimizer).__name__} is a wrapper without step hooks; give the optimizer inside of it, or with "
             "Accelerate use foretrain.integrations.accelerate.prepare"
         )
+    if any(
+        isinstance(getattr(hook, "__self__", None), GuestRun) for hook in optimizer._optimizer_step_pre_hooks.values()
+    ):
+        raise ConfigError(f"this {type(optimizer).__name__} is watched already: close() the run that wraps it first")
     if any(is_spread(p) for p in model.parameters()):
         raise ConfigError(
             f"the weights of {type(model).__name__} are in parts (FSDP2, tensor parallelism), which foretrain.wrap "
@@ -97,12 +102,14 @@ def _of_probe(model: nn.Module, probe: Probe, loss_fn: Measure | None) -> tuple[
         if loss_fn is not None:
             raise ConfigError("probe is a function that gives a loss by itself, so loss_fn has no effect; leave it out")
         return list(_BY_ITSELF), loss_of_callable(probe)
+    with same_random_numbers():  # a DataLoader draws from the host's
+        batches = checked_probe(probe)
     if loss_fn is None and not hasattr(model, "loss"):
         raise ConfigError(
             f"probe batches need loss_fn=..., a function of (model, batch) or a criterion such as torch.nn.MSELoss(): "
             f"{type(model).__name__} has no method loss(batch)"
         )
-    return checked_probe(probe), loss_fn if loss_fn is not None else _own_loss
+    return batches, loss_fn if loss_fn is not None else _own_loss
 
 
 def _own_loss(model: nn.Module, batch: Any) -> Any:
