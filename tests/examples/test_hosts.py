@@ -18,6 +18,8 @@ def test_an_example_runs_and_keeps_leaps(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("foretrain.loop.forecaster.forecast", lambda *_, **__: None)  # it takes most of their time
+    monkeypatch.setattr("foretrain.loop.forecaster.finished", lambda *_, **__: None)
     found = runpy.run_path(str(ROOT / "examples" / f"{name}.py"))
     summary = (found["hybrid"] if "hybrid" in found else found["callback"].run).summary()
     assert summary["moves"]["kept"] + summary["moves"]["shrunk"] >= 1

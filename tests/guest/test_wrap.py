@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import random
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +21,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 import foretrain
 from foretrain.config import Config, from_mapping
-from foretrain.errors import CheckpointError, InputError
+from foretrain.errors import CheckpointError, InputError, SaveError
 from foretrain.events import Event, HealthFound, LossForecasted, Moved, Notice, OwnCodeFailed, Resumed
 from foretrain.guest.engine import GuestEngine
 from foretrain.guest.run import GuestRun
@@ -415,6 +417,20 @@ def test_the_numbers_of_a_scaled_loss_are_seen_without_the_scale() -> None:
     assert float(made.gradient_norm) == pytest.approx(float(norm.gradient_norm) / 8)
     assert (float(norm.skipped), float(made.skipped)) == (0.0, 1.0)
     assert made.gradient_norms.shape == (len(engine.full_step.parameters),)
+
+
+def test_what_cannot_be_written_is_told_and_no_host_is_imported(tmp_path: Path) -> None:
+    loop = Loop()
+    outcome = loop.wrap(None)
+    assert outcome.run is not None
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(SaveError, match="cannot be written"):
+        outcome.run.save(tmp_path / "file" / "foretrain")
+    code = (
+        "import sys, foretrain; foretrain.wrap; print({'transformers', 'lightning', 'accelerate'} & set(sys.modules))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout == "set()\n"
 
 
 # --- what is told ----------------------------------------------------------------------------------------------------
