@@ -240,5 +240,5 @@ def test_prediction_in_processes_that_have_not_met_is_refused(monkeypatch: pytes
     HybridTrainer(net(), None, nn.CrossEntropyLoss(), from_mapping(OFF)).step(batch())
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 3)
-    with pytest.raises(ConfigError, match="one of 3 processes, and .* is neither in DistributedDataParallel"):
+    with pytest.raises(ConfigError, match=r"one of 3 processes, and .* is neither in DistributedDataParallel"):
         HybridTrainer(net(), None, nn.CrossEntropyLoss(), CPU)

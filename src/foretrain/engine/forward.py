@@ -118,7 +118,7 @@ class Forward:
         """Refuse another number of batches on another rank, which would wait for passes that never come."""
         if self.world.size > 1:
             self.world.agree(len(batches), f"the number of {what}")
-            self.world.check()
+            self.world.meet()
 
     def probe(self, batch: Any) -> float:
         """Loss of a training batch at the weights as they are, forward only, in the parts that a full step has."""

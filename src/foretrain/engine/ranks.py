@@ -11,7 +11,7 @@ cases for DDP, FSDP2, HSDP and tensor parallelism.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,8 @@ __all__ = ["Ranks", "is_spread", "like", "local", "settle", "world_of_ranks"]
 
 _WORDS = 1024
 """Bytes of a sentence that one rank tells the others. Chosen: a long sentence."""
+_VOTES = 8
+"""Votes that are counted at once."""
 _NAMED = 3
 """Fields that a sentence names, of those that ranks disagree on."""
 
@@ -53,6 +55,7 @@ class Ranks(World):
         self._counted: dict[str, int] = {}
         self._steps: Callable[[], int] = lambda: 0
         self._often = 1
+        self._compared: list[Callable[[], Mapping[str, Any]]] = []
         self._met_at = 0
 
     # --- numbers -----------------------------------------------------------------------------------------------------
@@ -75,44 +78,29 @@ class Ranks(World):
                 parts *= 1 if placement.is_replicate() else spread.device_mesh.size(dimension)
         return parts / self.size
 
+    def is_parted(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether ranks hold different parts of some of these; if not, all hold the same numbers."""
+        return any(self.share(tensor) != 1 / self.size for tensor in tensors)
+
     def later(self, number: Tensor) -> None:
         """Put the mean over all ranks into a number on the device when ranks meet next; until then it is one's own."""
         self._later.append(number)
 
     def catch_up(self) -> None:
-        """Put means where `later` promised them, now: before numbers are read that are to be the same everywhere."""
+        """Meet now if `later` promised means: before numbers are read that are to be the same everywhere."""
         if self._later:
-            means = self.reduce(torch.stack([number.double() for number in self._later]), "replicated")
-            self._put_later(means)
-
-    def _put_later(self, means: Tensor) -> None:
-        torch._foreach_copy_(self._later, list(means.unbind()))
-        self._later = []
+            self.meet()
 
     def read(self, tensors: Sequence[Tensor], kinds: Sequence[ReduceKind]) -> list[float]:
-        """Combine tensors over all ranks, each by its kind, and bring all numbers to the host, in one transfer.
-
-        Whatever else ranks have to tell each other travels with them: votes, losses that `later` noted, and what they
-        decided since they met last. Where that is not the same RanksError is raised.
-        """
-        device, names = tensors[0].device if tensors else self._device, sorted(self._votes)
-        own = [float(self._votes[name]) for name in names] + self.agreement.signature()
+        """Combine tensors over all ranks, each by its kind, and bring all numbers to the host, in one transfer."""
         flat = [tensor.detach().reshape(-1).double() for tensor in tensors]
-        flat += [number.reshape(1).double() for number in self._later]
-        told = torch.cat([*flat, torch.tensor(own, dtype=torch.float64).to(device, non_blocking=True)])
-        total = self.reduce(told, "sharded")
-        count, pending = sum(tensor.numel() for tensor in tensors), len(self._later)
-        if pending:
-            self._put_later(total[count : count + pending] / self.size)
-        means = [
-            torch.full((tensor.numel(),), kind == "replicated") for tensor, kind in zip(tensors, kinds, strict=True)
-        ]
-        values = np.asarray(self.to_host(total))
-        if means:
-            values[:count] = np.where(torch.cat(means).numpy(), values[:count] / self.size, values[:count])
-        self._met(names, values[count + pending :].tolist())
-        found: list[float] = values[:count].tolist()
-        return found
+        places = [place for place, kind in enumerate(kinds) if kind != "same"]
+        if places:
+            total = self.reduce(torch.cat([flat[place] for place in places]), "sharded")
+            sizes = [flat[place].numel() for place in places]
+            for place, part in zip(places, total.split_with_sizes(sizes), strict=True):
+                flat[place] = part / self.size if kinds[place] == "replicated" else part
+        return self.to_host(torch.cat(flat))
 
     def total(self, numbers: Sequence[float]) -> list[float]:
         """Add up numbers of the host over all ranks."""
@@ -136,10 +124,9 @@ class Ranks(World):
         """steps: tells how many were done. often: steps after which ranks meet, where nothing else makes them."""
         self._steps, self._often = steps, often
 
-    def step_done(self) -> None:
-        """A step is over: ranks meet now where the last time is long ago."""
-        if not 0 <= self._steps() - self._met_at < self._often:
-            self.read([], [])
+    def compare(self, state: Callable[[], Mapping[str, Any]]) -> None:
+        """state: tells numbers by name that must be the same on all ranks whenever they meet."""
+        self._compared.append(state)
 
     def vote(self, name: str, yes: bool) -> None:
         """Say yes or no to a question that each rank has an own answer to. It is counted when ranks meet next."""
@@ -157,22 +144,47 @@ class Ranks(World):
     def _count_of(self, name: str, yes: bool) -> int:
         if name not in self._counted:
             self.vote(name, yes)
-            self.read([], [])
+            self.meet()
         return self._counted.pop(name)
 
-    def check(self) -> None:
-        """Meet now: compare what was decided, count votes and put means where `later` promised them."""
-        self.read([], [])
+    # --- meeting -----------------------------------------------------------------------------------------------------
+
+    def step_done(self) -> None:
+        """A step is over: ranks meet now where the last time is long ago."""
+        if not 0 <= self._steps() - self._met_at < self._often:
+            self.meet()
+
+    def meet(self) -> None:
+        """Compare what was decided, count votes and put means where `later` promised them, in one sum that has the same
+        length wherever a rank stands: so ranks that came apart find it out, and do not wait for each other."""
+        for state in self._compared:
+            self.agreement.add(state(), "the state")
+        names = sorted(self._votes)
+        self.agreement.add([*names, len(self._later)], "what ranks tell each other")
+        votes = [float(self._votes[name]) for name in names][:_VOTES]
+        told = self.agreement.signature() + votes + [0.0] * (_VOTES - len(votes))
+        first, rest = self._later[: self._often], self._later[self._often :]
+        vector = torch.zeros(len(told) + self._often, dtype=torch.float64, device=self._device)
+        vector[: len(told)].copy_(torch.tensor(told, dtype=torch.float64), non_blocking=True)
+        if first:
+            vector[len(told) : len(told) + len(first)] = torch.stack(first).to(vector)
+        total = self.reduce(vector, "sharded")
+        self._met(names, self.to_host(total[: len(told)]))
+        if first:
+            torch._foreach_copy_(first, list((total[len(told) : len(told) + len(first)] / self.size).unbind()))
+        if rest:
+            means = self.reduce(torch.stack(rest).double(), "replicated")
+            torch._foreach_copy_(rest, list(means.unbind()))
+        self._later = []
 
     def _met(self, names: Sequence[str], told: Sequence[float]) -> None:
-        """told: sums over all ranks of votes and signatures."""
-        *votes, _, _, _, _ = told
+        """told: sums over all ranks of signatures and votes."""
         self._met_at = self._steps()
-        self._counted.update(zip(names, (round(count) for count in votes), strict=True))
-        self._votes.clear()
-        if not all_the_same(told[-SIGNATURE:], self.size):
+        if not all_the_same(told[:SIGNATURE], self.size):
             raise RanksError(self._disagreement())
         self.agreement.forget()
+        self._counted.update(zip(names, (round(count) for count in told[SIGNATURE:]), strict=False))
+        self._votes.clear()
 
     def _disagreement(self) -> str:
         """Say what ranks disagree on. All of them ask, at the same time."""

@@ -10,16 +10,16 @@ out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-ReduceKind = Literal["replicated", "sharded"]
+ReduceKind = Literal["replicated", "sharded", "same"]
 """replicated: each process holds an estimate of the same number, and the mean is wanted; sharded: each holds a part of
-it, and the sum is wanted."""
+it, and the sum is wanted; same: each holds the number itself."""
 Decision = TypeVar("Decision")
 
 
@@ -46,6 +46,10 @@ class World:
         """What this process's part of a tensor counts in a sum over all processes."""
         return 1.0
 
+    def is_parted(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether processes hold different parts of some of these."""
+        return False
+
     def later(self, number: Tensor) -> None:
         """Put the mean over all processes into a number on the device when they meet next."""
 
@@ -54,7 +58,10 @@ class World:
 
     def read(self, tensors: Sequence[Tensor], kinds: Sequence[ReduceKind]) -> list[float]:
         """Combine tensors over all processes, each by its kind, and bring all numbers to the host, in one transfer."""
-        return self.to_host(torch.cat([tensor.reshape(-1).to(tensors[0].dtype) for tensor in tensors]))
+        whole = [
+            self.reduce(tensor, kind) if kind != "same" else tensor for tensor, kind in zip(tensors, kinds, strict=True)
+        ]
+        return self.to_host(torch.cat([tensor.reshape(-1).to(whole[0].dtype) for tensor in whole]))
 
     def total(self, numbers: Sequence[float]) -> list[float]:
         """Add up numbers of the host over all processes."""
@@ -79,6 +86,9 @@ class World:
     def follow(self, steps: Callable[[], int], often: int) -> None:
         """steps: tells how many were done. often: steps after which processes meet, where nothing else makes them."""
 
+    def compare(self, state: Callable[[], Mapping[str, Any]]) -> None:
+        """state: tells numbers by name that must be the same in all processes whenever they meet."""
+
     def step_done(self) -> None:
         """A step is over: processes meet now where the last time is long ago."""
 
@@ -93,8 +103,8 @@ class World:
         """Whether one of them does."""
         return yes
 
-    def check(self) -> None:
-        """Meet now: compare what was decided, and count votes."""
+    def meet(self) -> None:
+        """Compare what was decided, count votes and put means where `later` promised them, now."""
 
     def all_well(self, words: str | None = None) -> FailedRank | None:
         """words: what failed in this process; None: nothing did. Returns the first process on which something failed,

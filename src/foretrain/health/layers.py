@@ -53,7 +53,8 @@ class LayerMeter:
     def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter], world: World = ALONE) -> None:
         self._world = world
         self.parameters: list[Tensor] = [real_view(local(p)) for p in parameters]
-        self._shares = [world.share(p) for p in parameters]
+        self._parted = world.is_parted(parameters)
+        self._shares = [world.share(p) for p in parameters] if self._parted else []
         names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         owners = [name.rpartition(".")[0] or name for name in names]
         self.names = list(dict.fromkeys(owners))
@@ -87,7 +88,7 @@ class LayerMeter:
         (weights, sample), self._before = self._before, None
         moved = torch.split(self._sample() - sample, self._sizes)
         updates = torch.stack(torch._foreach_norm(list(moved)))
-        if self._world.size > 1:
+        if self._parted:
             weights, updates = self._over_ranks(weights, updates)
         numbers = torch.cat([output.gradient_norms, weights, updates])
         event = None
@@ -102,8 +103,6 @@ class LayerMeter:
         """The norms of whole weights and updates, where ranks hold parts of them. updates: of the numbers sampled."""
         scales = torch.tensor(self._scales, dtype=torch.float64, device=weights.device)
         shares = torch.tensor(self._shares, dtype=torch.float64, device=weights.device)
-        if all(share == 1 / self._world.size for share in self._shares):  # replicas hold all of it
-            return weights, updates * scales.sqrt().float()
         squares = torch.stack([weights.double().square(), updates.double().square() * scales]) * shares
         weights, updates = self._world.reduce(squares, "sharded").sqrt().float().unbind()
         return weights, updates
@@ -115,7 +114,7 @@ class LayerMeter:
         step, values = self.wait() or (0, [])
         self._flight = None
         gradient, weight, update = np.asarray(values, dtype=np.float64).reshape(3, -1)
-        scales = self._scales if self._world.size == 1 else 1.0  # there it is known already
+        scales = 1.0 if self._parted else self._scales  # of parts it is in the sum already
         absent = np.bincount(self._layer_of, np.isfinite(gradient), len(self.names)) == 0
         norms = self._by_layer(np.where(np.isnan(gradient), 0.0, np.square(gradient)))
         norms[absent] = np.nan

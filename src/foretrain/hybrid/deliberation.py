@@ -136,7 +136,6 @@ class Deliberation:
             gate_reason=answer.reason,
             nothing_to_try=answer.long,
         )
-        self.world.agree(self.rest.steps, "rest_steps")
         view, answer, decision = self.world.agree((view, answer, decision), "the decision")
         transition = cycle.next(view)
         self.last_reason = transition.reason

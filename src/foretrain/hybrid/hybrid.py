@@ -80,6 +80,7 @@ class Hybrid:
         """Whether learning rates are tried: then nothing is watched. Set by the trainer."""
         self.said: dict[str, int] = {}
         """Kind of action, or text -> step at which it was last told."""
+        engine.world.compare(self._decided)
         engine.on_cover.append(self.cover)
         engine.on_length.append(policy.appraiser.plan_for)
         rescue.excursions = emergencies = Emergencies(policy)
@@ -105,6 +106,18 @@ class Hybrid:
     def may_be_examined(self) -> bool:
         """Nothing stands in the way of judging the run's health: no window is due, no short move is open."""
         return not self.observer.due and (self.policy.move is None or self.chaining)
+
+    def _decided(self) -> dict[str, Any]:
+        """What ranks must have in common at any time."""
+        cycle, progress = self.policy.cycle, self.engine.progress
+        return {
+            "global_step": progress.global_step,
+            "position": progress.position,
+            "phase": cycle.phase,
+            "rest_steps": self.policy.rest.steps,
+            "full_steps_needed": cycle.full_steps_needed,
+            "rate_factor": self.engine.rate_factor,
+        }
 
     def cover(self) -> None:
         """Others are trained from now on."""

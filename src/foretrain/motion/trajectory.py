@@ -99,7 +99,9 @@ class Trajectory(Stateful):
 
     def _lay_out(self, parameters: Sequence[Tensor], names: Sequence[str] | None, dtype: torch.dtype) -> None:
         self.parameters[:] = [real_view(local(p)) for p in parameters]
-        shares = [self.world.share(p) for p in parameters]
+        self.parted = self.world.is_parted(parameters)
+        """Ranks hold different parts of the weights, so that their sums meet; replicas hold the same numbers."""
+        shares = [self.world.share(p) for p in parameters] if self.parted else []
         self.layout = Layout(self.parameters, names or [str(index) for index in range(len(self.parameters))], shares)
         self._rows_saved = SavedRows(self.layout, parameters)
         self.device = self.parameters[0].device
@@ -179,7 +181,7 @@ class Trajectory(Stateful):
     def skip(self, extra: Sequence[Tensor], kinds: Sequence[ReduceKind] = ()) -> tuple[Array, ...]:
         """End a window of which no direction is kept, and read only what the caller wants."""
         self.steps = 0
-        return tuple(self._to_host(extra, kinds or ["replicated"] * len(extra)))
+        return tuple(self._to_host(extra, kinds or ["same"] * len(extra)))
 
     def _to_host(self, tensors: Sequence[Tensor], kinds: Sequence[ReduceKind]) -> list[Array]:
         """Read all numbers in one transfer."""
@@ -200,7 +202,8 @@ class Trajectory(Stateful):
         dots_here = torch.cat([followed, gram], dim=1)
         if self.layout.shares is not None:
             dots_here = dots_here * self.layout.shares
-        numbers = self._to_host([dots_here, *extra], ["sharded", *(kinds or ["replicated"] * len(extra))])
+        sums: ReduceKind = "sharded" if self.parted or self.world.size == 1 else "same"
+        numbers = self._to_host([dots_here, *extra], [sums, *(kinds or ["same"] * len(extra))])
         dots = numbers[0].reshape(len(self.groups), -1)
         followed_size, gram_size = followed.shape[1], gram.shape[1]
         followed_dots = dots[:, :followed_size].reshape(-1, followed_size // 2, 2)
