@@ -169,7 +169,12 @@ def linear_layers(model: nn.Module, targets: Iterable[str] = ("*",)) -> dict[str
     """Return the linear layers that the patterns choose, by path; a pattern that chooses none is an error."""
     layers = {path: module for path, module in model.named_modules() if path and is_linear(module)}
     shared = _shared_weights(model)
-    heads = {p for p, layer in layers.items() if p.split(".")[-1] == "lm_head" or id(layer.weight) in shared}
+    output = getattr(model, "output_layer", None)
+    heads = {
+        path
+        for path, layer in layers.items()
+        if path.split(".")[-1] == "lm_head" or layer is output or id(layer.weight) in shared
+    }
     chosen: set[str] = set()
     for pattern in targets:
         matches = {path for path in layers if _matches(path, pattern)} - (heads if set(pattern) == {"*"} else set())
