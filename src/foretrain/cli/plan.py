@@ -218,7 +218,10 @@ def _base_shape(config: Config, device: str) -> GPT2Shape | CausalShape:
     """Return the shape of the model that would be fine-tuned."""
     from foretrain.recipes.open_model import any_shape_of, find_folder
 
-    folder = find_folder(config.model.weights)
+    try:
+        folder = find_folder(config.model.weights)
+    except InputError as error:
+        raise InputError(f"{error}; name the model to fine-tune, as in --base FOLDER") from None
     place = folder if (folder / "config.json").is_file() else folder / "model"
     return any_shape_of(place, _precision(config, device), config.precision.narrow_residual)
 

@@ -262,11 +262,13 @@ def open_causal(folder: Path, precision: str = "fp32", **options: Any) -> Causal
             use_safetensors=True,
             trust_remote_code=False,
             local_files_only=True,
+            ignore_mismatched_sizes=True,  # they are told, and refused below
             output_loading_info=True,
         )
         lost = [*told["missing_keys"], *told["mismatched_keys"]]
         if lost:
-            raise CheckpointError(f"{folder}: no tensor fits {sorted(map(str, lost))[0]}; get the whole model again")
+            name = min(one if isinstance(one, str) else str(one[0]) for one in lost)
+            raise CheckpointError(f"{folder}: no tensor fits {name} as config.json says it; get the whole model again")
         loaded.config.use_cache = True
         loaded.eval()
         shape = shape_of(loaded, dtype.itemsize)
