@@ -30,7 +30,10 @@ MOST_BUFFERS = 2**28
 """Numbers in all buffers of a model, which no file holds, at the most."""
 _NO_SIZES = ("theta", "seed", "base", "_token_id", "token_index")
 """Parts of names whose numbers are no sizes."""
-_DROPPED = ("auto_map", "dtype", "torch_dtype", "transformers_weights", "use_cache")
+_OF_CODE = ("auto_map", "dtype", "torch_dtype", "transformers_weights", "use_cache", "torchscript", "return_dict")
+_OF_LABELS = ("num_labels", "id2label", "label2id", "problem_type", "task_specific_params", "pruned_heads")
+_DROPPED = frozenset(_OF_CODE + _OF_LABELS)
+"""What a causal language model here has no use for; a number of labels would become a table of as many."""
 _SILENT = 50
 """The level above all that Python's logging knows: what matters comes as an error, or as what was not loaded."""
 _FORMATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -235,8 +238,9 @@ def _plain(values: Any) -> Any:
 
 def shape_in(folder: Path, precision: str = "fp32", narrow: bool = True) -> CausalShape:
     """Return the shape of the model in a folder, without reading its weights."""
-    inner = lay_out(folder)
-    return shape_of(inner, _format_for(read_header(folder).format, precision, narrow).itemsize)
+    inner, size = lay_out(folder), _format_for(read_header(folder).format, precision, narrow).itemsize
+    with _library(str(folder / "config.json")):
+        return shape_of(inner, size)
 
 
 def _format_for(stored: torch.dtype, precision: str, narrow: bool) -> torch.dtype:

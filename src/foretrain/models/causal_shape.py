@@ -62,7 +62,7 @@ def shape_of(inner: Any, frozen_bytes: int = 4) -> CausalShape:
     """Return the shape of a model of transformers, which may lie on the meta device."""
     config = inner.config.get_text_config()
     width, heads = int(config.hidden_size), int(config.num_attention_heads)
-    head_width = int(getattr(config, "head_dim", None) or width // heads)
+    head_width = _first(config, ("head_dim",)) or width // heads
     wide = _first(config, ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")) or 4 * width
     rates = [value for name, value in config.to_dict().items() if "drop" in name and isinstance(value, float)]
     return CausalShape(
@@ -83,7 +83,7 @@ def shape_of(inner: Any, frozen_bytes: int = 4) -> CausalShape:
 
 def _first(config: Any, names: Iterable[str]) -> int | None:
     found = (getattr(config, name, None) for name in names)
-    return next((value for value in found if isinstance(value, int) and value > 0), None)
+    return next((value for value in found if type(value) is int and value > 0), None)
 
 
 def _weights(inner: Any) -> Iterator[Weight]:
