@@ -86,6 +86,16 @@ def spread_as(part: Tensor, form: SpreadForm | None) -> Tensor:
     return made
 
 
+def part_for(saved: Tensor, whole: Tensor) -> Tensor:
+    """Return this process's part of a saved tensor of the form of another one: it may be the part already, or all of
+    it, as one process saves it."""
+    form = form_of_spread(whole)
+    if form is None or is_spread(saved) or tuple(saved.shape) != form.shape:
+        return local(saved)
+    sizes, begin = form.region()
+    return region(saved.detach(), begin, sizes)
+
+
 def spread_like(parts: Sequence[Tensor], wholes: Sequence[Tensor]) -> list[Tensor]:
     """Return parts, in the same memory, as tensors that are spread as others are: so they are saved."""
     return [spread_as(part, form_of_spread(whole)) for part, whole in zip(parts, wholes, strict=True)]
@@ -111,6 +121,26 @@ def places_in_whole(tensor: Tensor, width: int = 1) -> Tensor:
         step = math.prod(tensor.shape[dimension + 1 :])
         place = place.unsqueeze(-1) + (start + torch.arange(count)) * step
     return (place.reshape(-1, 1) * width + torch.arange(width)).flatten() + 1
+
+
+def own_of_every(tensor: Tensor, stride: int, count: int) -> slice | Tensor:
+    """Return where the numbers 0, stride, 2 stride, ... of a tensor are in the part of this process, flattened.
+
+    count: of them in the whole tensor, at the most.
+    """
+    if not is_spread(tensor):
+        return slice(0, stride * count, stride)
+    spread: Any = tensor
+    sharding = [placement for placement in spread.placements if not placement.is_replicate()]
+    if len(sharding) == 1 and sharding[0].is_shard(0):
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+        _, starts = compute_local_shape_and_global_offset(tensor.shape, spread.device_mesh, spread.placements)
+        begin = starts[0] * math.prod(tensor.shape[1:])
+        first = -begin % stride
+        return slice(first, max(first, stride * count - begin), stride)
+    places = places_in_whole(tensor) - 1
+    return ((places % stride == 0) & (places < stride * count)).nonzero().flatten().to(local(tensor).device)
 
 
 def total_over_parts(number: Tensor, tensor: Tensor) -> Tensor:
