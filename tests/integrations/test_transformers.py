@@ -18,7 +18,10 @@ from foretrain.integrations.transformers import HybridCallback
 
 from .hosts import LONGEST, WORDS, Heard, RisingLoss, examples, settings, weights
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # the hosts' own
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # the hosts' own
+    pytest.mark.xdist_group("hosts"),  # they take seconds to import
+]
 STEPS = 40
 TRAIN, HELD_OUT = examples(200), examples(24, seed=2)
 
