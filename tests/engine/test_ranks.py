@@ -157,7 +157,7 @@ def accumulated(kind: str) -> Found:
 def optimizers(kind: str) -> Found:
     """Losses after some steps with each optimizer."""
     found = {}
-    for name in ("adamw", "adam", "sgd", "own"):
+    for name in ("adamw", "adam", "sgd", "muon", "own"):
         settings = {**SETTINGS, "max_steps": 20, "optimizer.learning_rate": 1e-3, "optimizer.type": name}
         model = in_kind(curve(), kind)
         own = torch.optim.RMSprop(model.parameters(), 1e-3) if name == "own" else None
