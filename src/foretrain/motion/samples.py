@@ -110,7 +110,7 @@ class Sample(Stateful):
         )
 
     def _owned(self, names: Sequence[str]) -> tuple[list[nn.Parameter], Tensor | None]:
-        """The parameters that have a moment of one of these names, the first that is found, and what is sampled of it."""
+        """The parameters that have a moment of one of these names, the first that is found, and samples of it."""
         for name in names:
             moments = [(p, _sampled(self.optimizer.state.get(p, {}), name)) for p in self.parameters]
             found = [(p, moment) for p, moment in moments if moment is not None]
