@@ -87,7 +87,7 @@ class HybridTrainer:
         world: World | None = None,
     ) -> None:
         config = config or Config()
-        check_processes(config, model)
+        check_processes(config, model, loss_fn)
         world = world or world_of_ranks()
         loss_fn = objective_given(loss_fn, residuals, weights)
         if predictor is not None:

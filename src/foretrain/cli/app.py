@@ -20,6 +20,7 @@ from foretrain.cli.report import report, watch
 from foretrain.cli.sweep import sweep
 from foretrain.cli.terminal import (
     Document,
+    Follower,
     Json,
     flag,
     put_beside,
@@ -29,6 +30,7 @@ from foretrain.cli.terminal import (
 from foretrain.cli.training import compare, finetune, train
 from foretrain.environment import wait_shortly
 from foretrain.errors import ForetrainError, InputError, OutOfMemory, is_out_of_memory
+from foretrain.launch.group import place_of
 from foretrain.show.outlet import outlets, shortened
 
 
@@ -135,11 +137,19 @@ def _carry_out(arguments: list[str], document: Document | None) -> int:
 
     def fail(error: BaseException, text: str, code: int) -> int:
         text = shortened(" ".join(text.split()))
+        if place is not None:
+            from foretrain.launch.joining import tells_of
+
+            if not tells_of(error, place):
+                return code
+            text = f"rank {place.rank}: {text}" if place.rank else text
         if document is not None:
             document.fail(error, text, code)
-        say(f"error: {text}")
+        say(f"error: {text}", always=True)
         return code
 
+    place = place_of()
+    Follower.quiet = place is not None and place.rank > 0
     try:
         if any("\0" in argument for argument in arguments):
             raise InputError("an argument holds a zero byte, which no name and no text on a command line can")

@@ -67,11 +67,19 @@ def check_target(folder: Path, overwrite: bool) -> None:
         )
 
 
+class Follower:
+    """One of several processes of a run, and not the first: what all of them would say is said once, by that one."""
+
+    quiet = False
+
+
 # --- saying something -------------------------------------------------------------------------------------------------
 
 
 def put(text: str) -> None:
     """Print a result on standard output. It may name files; programs get their names as they are."""
+    if Follower.quiet:
+        return
     sys.stdout.write(for_reader(text) + "\n")
     sys.stdout.flush()
 
@@ -90,8 +98,10 @@ def put_beside(start: str, text: str) -> None:
     put(start + text.replace("\n", "\n" + " " * len(start)))
 
 
-def say(text: str) -> None:
-    """Print what happens on standard error. It may quote files."""
+def say(text: str, always: bool = False) -> None:
+    """Print what happens on standard error. It may quote files. always: also where another process speaks for all."""
+    if Follower.quiet and not always:
+        return
     sys.stderr.write(visible(shortened(text)) + "\n")
     sys.stderr.flush()
 
@@ -128,7 +138,7 @@ class Document:
 
     def put(self, value: Any) -> None:
         """Print the document once: a second one would make the output unreadable."""
-        if self.printed:
+        if self.printed or Follower.quiet:
             return
         self.printed = True
         self.target.write(as_json(value) + "\n")
@@ -181,6 +191,7 @@ def end_run(
     from foretrain.recipes.train import written
 
     files = written(folder)
+    level = "quiet" if Follower.quiet else level
     interrupted = summary["reason"] == "interrupted"
     if level != "quiet" and not interrupted:
         from foretrain.show.screen import screen

@@ -74,7 +74,8 @@ class ModelConfig(Section):
     initialization: Literal["gpt2", "xavier_uniform"] = "gpt2"
     """First weights: normal with std 0.02 and scaled residual projections, or Xavier uniform."""
     weights: str = ""
-    """Folder with a GPT-2 in Hugging Face's format (`model.safetensors`) to start from. Empty: fresh weights."""
+    """Folder with a GPT-2 in Hugging Face's format (`model.safetensors`) to start from; `foretrain finetune` takes any
+    causal language model. Empty: fresh weights."""
     residual: Literal[True] = True
     """Residual connections. GPT-2 always has them; `false` is refused."""
 
@@ -241,7 +242,8 @@ class PrecisionConfig(Section):
     """Format of the forward passes that probe a move. `same`: that of training. Another one shifts their losses a
     little against those of training, and quasi-Newton leaps, which want the same loss to five digits, may not begin."""
     narrow_residual: bool = True
-    """With bf16 or fp16: keep the sum that runs through the blocks in that format too. Less memory, faster."""
+    """With bf16 or fp16: keep the sum that runs through the blocks in that format too. Less memory, faster. A base of
+    another family is held in bf16 or fp16 where its files are, or, with `false`, in fp32."""
     tf32: Switch = "auto"
     """Let fp32 matrix products on the GPU use TF32. `auto`: unless the loss is made of `residuals=`."""
     loss_scale: Positive = 65536.0
@@ -268,7 +270,7 @@ class EngineConfig(Section):
     (4096 without gradients), 1024 elsewhere."""
     activation_checkpointing: Share = False
     """Recompute blocks in the backward pass instead of keeping their activations: all (`true`), none, or a share, such
-    as 0.5, at least one block, evenly spread. Same bits, dropout included. For GPT-2 models."""
+    as 0.5, at least one block, evenly spread. Same bits, dropout included. For GPT-2 and models of transformers."""
     update_in_backward: bool = False
     """Update parameters soon after their gradients are complete, some at a time, and free the gradients: they never all
     exist at once. Same bits, except for the rounding of `muon` and of compiled models. Needs
@@ -548,6 +550,23 @@ class GrowthConfig(Section):
         return self
 
 
+class DistributedConfig(Section):
+    """How several processes, started by torchrun, share a run. One process alone has no use for it."""
+
+    type: Literal["auto", "off", "ddp", "fsdp2"] = "auto"
+    """`ddp`: each process holds the whole model and computes its rows of a batch; `fsdp2`: each holds a shard of every
+    weight as well, and of the optimizer's state. `auto`: `ddp` where a process has the memory for it, else `fsdp2`; it
+    is said which. `off`: several processes are refused."""
+    shard: CountOrZero = 0
+    """Processes that share one copy of the weights under `fsdp2`. 0: all, or what `replicate` leaves."""
+    replicate: CountOrZero = 0
+    """Copies of the weights under `fsdp2`, one per machine for example: shards are sent within a copy only. 0: one, or
+    what `shard` leaves."""
+    timeout_seconds: Annotated[float, Field(ge=1, le=86400)] = 600.0
+    """Seconds that a process waits for the others in the middle of a step; then the one that hangs is named, and the
+    launcher may start all of them again."""
+
+
 class ForecastConfig(Section):
     """What a run does to tell where it will end."""
 
@@ -621,6 +640,7 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     growth: GrowthConfig = GrowthConfig()
     forecast: ForecastConfig = ForecastConfig()
+    distributed: DistributedConfig = DistributedConfig()
     hybrid: HybridConfig = HybridConfig()
     predictor: PredictorConfig = PredictorConfig()
     correction: CorrectionConfig = CorrectionConfig()

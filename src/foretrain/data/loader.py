@@ -16,7 +16,7 @@ from torch import Tensor
 
 from foretrain.data import nested, randomness
 from foretrain.data.order import random_integer, shuffled
-from foretrain.errors import DataError
+from foretrain.errors import ConfigError, DataError
 from foretrain.models.loss import IGNORED
 
 ORDER_BLOCK = 4096
@@ -122,6 +122,9 @@ class Loader:
     prefetch: batches prepared ahead, by a thread if the samples are deterministic, else by as many processes as
     `workers` says. Without workers, samples that may draw random numbers are fetched when they are needed: the
     generators they draw from are those of the whole process.
+
+    rank, world: of several processes each fetches its rows of every batch, as many as the others. `batch_size` and
+    `position` stay those of the whole: with another number of processes the same batches follow.
     """
 
     def __init__(
@@ -132,13 +135,22 @@ class Loader:
         prefetch: int = 4,
         pin_memory: bool = False,
         workers: int = 0,
+        rank: int = 0,
+        world: int = 1,
     ) -> None:
+        if batch_size % world:
+            raise ConfigError(
+                f"batch_size = {batch_size} rows cannot be shared by {world} ranks: it must be a multiple of {world}"
+            )
         self.samples = samples
         self.batch_size = batch_size
         self.seed = seed
         self.prefetch = prefetch
         self.pin_memory = pin_memory
         self.workers = workers
+        self.rows = batch_size // world
+        """Rows of a batch that this process fetches."""
+        self.first_row = rank * self.rows
         self.position = 0
         self._block: tuple[int, int, NDArray[np.int64]] | None = None
 
@@ -147,13 +159,15 @@ class Loader:
         self.position = position
 
     def batch(self, position: int) -> Any:
-        """Return batch number `position`. A batch may span the end of one epoch and the start of the next."""
+        """Return this process's rows of batch number `position`, which may span the end of one epoch and the start of
+        the next."""
         count = len(self.samples)
-        first = position * self.batch_size
+        first = position * self.batch_size + self.first_row
+        end = first + self.rows
         pieces: list[Any] = []
-        while first < (position + 1) * self.batch_size:
+        while first < end:
             epoch, index = divmod(first, count)
-            stop = min(index + (position + 1) * self.batch_size - first, count)
+            stop = min(index + end - first, count)
             pieces.append(self._fetch(self._order(np.arange(index, stop), epoch), epoch))
             first += stop - index
         return nested.join(pieces)

@@ -27,6 +27,18 @@ def pin(batch: Any) -> Any:
     return batch
 
 
+def rows_of_rank(batch: Any, rank: int, world: int) -> Any:
+    """Return the rows of a batch that one of several processes gets, as many as each of the others."""
+    if world == 1 or not isinstance(batch, (Tensor, dict, tuple, list)):
+        return batch
+    if isinstance(batch, Tensor):
+        rows = len(batch) // world
+        return batch[rank * rows : (rank + 1) * rows]
+    if isinstance(batch, dict):
+        return {key: rows_of_rank(value, rank, world) for key, value in batch.items()}
+    return _like(batch, [rows_of_rank(value, rank, world) for value in batch])
+
+
 def join(pieces: Sequence[Any]) -> Any:
     """Concatenate batches along their first dimension."""
     first = pieces[0]

@@ -18,6 +18,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from foretrain.config import Config, OptimizerConfig, given
+from foretrain.engine.syncing import replicas_of
 from foretrain.errors import ConfigError, InputError
 from foretrain.persist.parts import is_spread
 
@@ -212,7 +213,7 @@ def _overlaps(parameter: Tensor) -> bool:
     return any(size > 1 and stride == 0 for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
 
 
-def check_processes(config: Config, model: nn.Module) -> None:
+def check_processes(config: Config, model: nn.Module, loss_fn: Any = None) -> None:
     """Replicas that know nothing of each other would each move by itself, and go apart."""
     distributed = torch.distributed
     met = distributed.is_available() and distributed.is_initialized()
@@ -224,7 +225,7 @@ def check_processes(config: Config, model: nn.Module) -> None:
             f"this is one of {world} processes, and they have not met: call torch.distributed.init_process_group(), "
             "and wrap the model in DistributedDataParallel or fully_shard, or start one process"
         )
-    wrapped = isinstance(model, nn.parallel.DistributedDataParallel)
+    wrapped = replicas_of(model, loss_fn) is not None
     if isinstance(model, nn.Module) and not wrapped and not any(is_spread(p) for p in model.parameters()):
         raise ConfigError(
             f"this is one of {world} processes, and {type(model).__name__} is neither in DistributedDataParallel nor "

@@ -69,7 +69,7 @@ class FullStep:
         self.parameters = [p for p in model.parameters() if p.requires_grad] if parameters is None else parameters
         self.spread = any(is_spread(p) for p in self.parameters)
         """Each rank holds parts of the weights."""
-        self.syncing = Syncing(model)
+        self.syncing = Syncing(model, loss_function)
         self.buffers = list(model.buffers())
         self.changing = False
         """Something is being changed that cannot be taken back; False again when the step is counted."""

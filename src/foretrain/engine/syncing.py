@@ -12,8 +12,8 @@ from torch import Tensor, nn
 class Syncing:
     """Knows how a model is wrapped. For a model of one process it does nothing."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._replicated: Any = model if isinstance(model, nn.parallel.DistributedDataParallel) else None
+    def __init__(self, model: nn.Module, loss_function: Any = None) -> None:
+        self._replicated: Any = replicas_of(model, loss_function)
         self._sharded: list[Any] = [module for module in model.modules() if _gathers(module)]
 
     def with_last(self, last: bool) -> AbstractContextManager[Any]:
@@ -40,8 +40,21 @@ class Syncing:
             module.reshard()
 
 
+def replicas_of(model: nn.Module, loss_function: Any = None) -> nn.parallel.DistributedDataParallel | None:
+    """Return what averages the gradients of replicas: the model itself, or what its loss goes through."""
+    for found in (model, getattr(loss_function, "replicas", None)):
+        if isinstance(found, nn.parallel.DistributedDataParallel):
+            return found
+    return None
+
+
 def _gathers(module: nn.Module) -> bool:
     return all(hasattr(module, name) for name in ("reshard", "unshard", "set_requires_gradient_sync"))
+
+
+def inside_replicas(model: nn.Module) -> nn.Module:
+    """Return the module that DistributedDataParallel is around, or the module itself."""
+    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
 
 
 def prepared_for_loss(model: nn.Module) -> None:

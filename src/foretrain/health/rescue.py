@@ -11,7 +11,7 @@ Where a step can fail, and what follows:
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -23,10 +23,11 @@ from foretrain.config.paths import value_of
 from foretrain.engine.engine import Engine
 from foretrain.engine.fence import Failure, OwnCodeError
 from foretrain.engine.memory.usage import MemoryMeter
-from foretrain.errors import OutOfMemory
+from foretrain.errors import ForetrainError, InputError, OutOfMemory
 from foretrain.events import Event, Notice, Phase, Recovered
 from foretrain.health import shortage as shortages
 from foretrain.health.shortage import Shortage
+from foretrain.persist.files import from_json
 
 MOST_FAILED_MOVES = 3
 """Moves (or windows) that run out of memory before prediction ends. Chosen: a move needs the same memory each time."""
@@ -35,6 +36,11 @@ _LOOK_AT_ALL = 100
 them. Chosen: rarely enough that reading them costs next to nothing."""
 _KEPT = ("accumulation_steps", "engine.activation_checkpointing", "engine.cuda_graph")
 Result = TypeVar("Result")
+
+
+def in_words(changes: Mapping[str, Any]) -> str:
+    """Say what settings are, as one would set them."""
+    return ", ".join(f"{name} = {str(value).lower()}" for name, value in changes.items())
 
 
 class Excursions(Protocol):
@@ -255,9 +261,28 @@ class Rescue:
             return False
         self.settings = smaller
         self.engine.use(smaller)
-        words = ", ".join(f"{name} = {str(value).lower()}" for name, value in changes.items())
-        self.tell(f"{text}; once more with {words}")
+        self.tell(f"{text}; once more with {in_words(changes)}")
         return True
+
+    def smaller(self, ranks: int) -> dict[str, Any]:
+        """The settings that a run of several processes goes on with after a new start, where memory ran out in one of
+        them; empty where nothing is left to try. ranks: they share a batch, and each divides its own rows."""
+        rows = {"batch_size": self.settings.batch_size // ranks}
+        smaller = self.next_smaller(changed(self.settings, rows))
+        return {} if smaller is None else self._changes(self.settings, smaller)
+
+    def begin_with(self, noted: str) -> None:
+        """Go on with settings that an earlier attempt has noted as JSON, unless they are as small already."""
+        try:
+            found = from_json(noted)
+            changes = {name: found[name] for name in _KEPT if name in found}
+            settings = changed(self.settings, changes)
+        except (ValueError, TypeError, ForetrainError) as error:
+            raise InputError(f"smaller.json of the run folder cannot be read ({error}); delete it") from None
+        if changes and settings.accumulation_steps >= self.settings.accumulation_steps:
+            self.settings = settings
+            self.engine.use(settings)
+            self.tell(f"memory ran out in an earlier attempt; this one goes on with {in_words(changes)}")
 
     def _changes(self, before: Config, after: Config) -> dict[str, Any]:
         """The changes that are possible in mid-run: parts of a batch always, blocks of a model only if it is ours."""

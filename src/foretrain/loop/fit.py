@@ -14,12 +14,17 @@ from typing import TYPE_CHECKING, Any
 from foretrain.config import Config
 from foretrain.config.schema import Level
 from foretrain.engine.batches import steps_in
+from foretrain.engine.gathered import gathered
 from foretrain.engine.own import Measure, as_tensors, check_metrics
 from foretrain.engine.rates import FollowedRates, Rates
 from foretrain.engine.weights import write_weights
 from foretrain.errors import ConfigError, InputError
 from foretrain.events import LEFT_OPEN, Event, Listener
 from foretrain.hybrid.summary import settings_of
+from foretrain.launch.group import Group
+from foretrain.launch.joining import current_group
+from foretrain.launch.roll import Roll
+from foretrain.launch.stopping import AgreedStop
 from foretrain.loop.evaluator import Evaluator
 from foretrain.loop.run import Loop
 from foretrain.loop.saver import Saver
@@ -106,19 +111,20 @@ def fit(
         trainer.race.check()
     engine.forward.measure(held[:1], options.metrics)  # a metric that fails does so before anything is trained
     restore_random_state(random)
-    config, bus, level = engine.config, trainer.bus, options.console_level(engine.config)
+    config, bus, group = engine.config, trainer.bus, current_group()
+    level = options.console_level(engine.config) if group.first else None
     with ExitStack() as stack:
         folder, details = out if isinstance(out, RunFolder) else None, dict(options.details)
         if out is not None and not isinstance(out, RunFolder):
-            folder = stack.enter_context(RunFolder(Path(out), options.resume, options.overwrite, in_python=True))
+            folder = _open_folder(stack, Path(out), options, group)
             details["folder"] = str(folder.path)
-            if options.overwrite and not options.resume:
-                folder.clear()
-        settings = settings_of(engine)
-        listen(stack, bus, config, folder, resume=options.resume, level=level, table=options.table, settings=settings)
+        settings, resume, table = settings_of(engine), options.resume, options.table
+        if group.first:
+            listen(stack, bus, config, folder, resume=resume, level=level, table=table, settings=settings)
         for callback in options.callbacks:
             stack.callback(bus.subscribe(warning_of_failure(callback)))
-        stop = stack.enter_context(StopRequest())
+        roll = stack.enter_context(Roll(group))
+        stop = stack.enter_context(StopRequest() if group.alone else AgreedStop(roll))
         stop.leave = lambda: engine.fence.interruptible
         memory, rescue = trainer.memory, trainer.rescue
         saver = None
@@ -146,22 +152,33 @@ def fit(
             looked=trainer.looked,
             is_best=saver.save_best if saver is not None and config.checkpoint.keep_best else None,
         )
-        loop = Loop(trainer, evaluator, saver, stop)
+        loop = Loop(trainer, evaluator, saver, stop, roll)
         loop.pause_at = options.pause_at
         stack.enter_context(engine.fence.postponed())
         summary = loop.train(
             loader, options.resume, options.title, details, options.load_best, options.data_fingerprint
         )
         if folder is not None and folder is not out and summary["reason"] not in LEFT_OPEN:
-            with engine.averaged_weights():
-                write_weights(engine.model, folder.path / WEIGHTS)
+            with engine.averaged_weights(), gathered(engine.model, group.rank) as first, group.together():
+                if first:
+                    write_weights(engine.model, folder.path / WEIGHTS)
     order = engine.fence.taken()
     if order is not None and not (isinstance(order, KeyboardInterrupt) and options.on_interrupt == "return"):
         raise order
     if summary["reason"] == "interrupted" and not isinstance(out, RunFolder):
-        shown = level is not None and level != "quiet"
+        shown = (level is not None and level != "quiet") or not group.first
         tell_interruption(summary["signal"], loop.last_words, options.on_interrupt, shown)
     return summary
+
+
+def _open_folder(stack: ExitStack, path: Path, options: FitOptions, group: Group) -> RunFolder:
+    """Rank 0 locks and clears the folder; the others go on when it has."""
+    with group.together():
+        made = RunFolder(path, options.resume, options.overwrite, in_python=True, owner=group.first)
+        folder = stack.enter_context(made)
+        if options.overwrite and not options.resume:
+            folder.clear()
+    return folder
 
 
 def load(trainer: HybridTrainer, state: dict[str, Any], origin: str) -> None:

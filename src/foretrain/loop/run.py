@@ -20,7 +20,10 @@ from foretrain.engine.result import StepResult
 from foretrain.errors import DivergenceError, ForetrainError, InputError, OutOfMemory
 from foretrain.events import LEFT_OPEN, Notice, Progress, RunEnded, RunStarted
 from foretrain.health import shortage
+from foretrain.health.rescue import in_words
 from foretrain.hybrid.summary import optimizer_in_words, prediction_progress
+from foretrain.launch.group import ALONE
+from foretrain.launch.roll import LostRank, Roll
 from foretrain.loop import words
 from foretrain.loop.earlier import begin_with_last
 from foretrain.loop.evaluator import Evaluator
@@ -38,7 +41,15 @@ _EVALUATIONS, _SAVES = 10, 5
 class Loop:
     """One call of `HybridTrainer.fit`. saver: None where nothing is written."""
 
-    def __init__(self, trainer: HybridTrainer, evaluator: Evaluator, saver: Saver | None, stop: StopRequest) -> None:
+    def __init__(
+        self,
+        trainer: HybridTrainer,
+        evaluator: Evaluator,
+        saver: Saver | None,
+        stop: StopRequest,
+        roll: Roll | None = None,
+    ) -> None:
+        self.roll = roll or Roll(ALONE)
         self.trainer = trainer
         self.engine = trainer.engine
         self.progress = trainer.engine.progress
@@ -108,6 +119,7 @@ class Loop:
         """All steps that are left, and what follows on the last one. Returns the summary. fingerprint: of the data."""
         if resume:
             self._resume()
+            self._take_smaller()
         if self.targets is not None:
             self.targets.begin(lambda: self.spent, len(self.evaluator.held_out), self.saver is not None)
             self.parts_done = self.targets.share or 0.0
@@ -216,6 +228,7 @@ class Loop:
     def _after(self, result: StepResult) -> str | None:
         """What is due after a step; the reason to stop, if there is one."""
         trainer, step = self.trainer, self.progress.global_step
+        self.stop.after_step(step)
         if self.targets is not None:
             self.targets.after_step()
             self._plan_by_share()
@@ -424,6 +437,8 @@ class Loop:
 
     def _fail(self, error: BaseException) -> BaseException:
         """Save what can be saved. Returns the error to end with."""
+        if not self.roll.group.alone:
+            return self._fail_among_others(error)
         found = shortage.look_at(error)
         if found is not None:  # outside of everything that can be done again
             error = OutOfMemory(f"{self.rescue.explain(found)}; {self.rescue.advice()}")
@@ -437,6 +452,21 @@ class Loop:
         elif not isinstance(error, ForetrainError):
             self._save_what_is_sound(error)
         return error
+
+    def _fail_among_others(self, error: BaseException) -> BaseException:
+        """Nothing can be saved: that takes all processes, and the others are in the middle of a step."""
+        stands = words.what_stands(self._saved_step, self.folder)
+        lost = self.roll.explain(error)
+        if lost is not None:
+            return LostRank(f"{lost}. {stands[0].upper()}{stands[1:]}")
+        found = shortage.look_at(error)
+        if found is None and not isinstance(error, OutOfMemory):
+            return error
+        text = str(error) if found is None else f"{self.rescue.explain(found)}; {self.rescue.advice()}"
+        if self.folder is not None and (changes := self.rescue.smaller(self.roll.group.size)):
+            self.folder.note_smaller(changes)
+            text += f". The next attempt begins with {in_words(changes)}"
+        return OutOfMemory(f"{text}. {stands[0].upper()}{stands[1:]}")
 
     def _save_what_is_sound(self, error: BaseException) -> None:
         """The user's model, loss or loader ended the run: the steps up to there are not lost. A second Ctrl-C does not
@@ -473,6 +503,13 @@ class Loop:
         if self.saver is None:
             raise InputError("resume needs a run folder; name it with out=...")
         self.loader_state = self.saver.resume()
+
+    def _take_smaller(self) -> None:
+        """Memory ran out in an earlier attempt: this one begins with the smaller settings that it has noted."""
+        folder = self.folder
+        noted = "" if folder is None else self.roll.group.from_first(folder.smaller)
+        if noted:
+            self.rescue.begin_with(noted)
 
     def _go_back(self, error: OutOfMemory) -> bool:
         """To the last checkpoint, with smaller settings, when memory ran out in the middle of an update."""

@@ -33,7 +33,7 @@ class Saver:
 
     fingerprint: of the data; a checkpoint of other data is refused. state: gives everything that decides how the run
     goes on; load: puts such a state back, and is told where it comes from. judging: whether a move is open, which may
-    be undone.
+    be undone. Of several processes each saves and loads its part, and all learn whether that went well.
     """
 
     def __init__(
@@ -88,12 +88,16 @@ class Saver:
         if path is None:
             return
         step = self.saved_step = self.engine.progress.global_step
+        if self.engine.world.rank == 0:
+            self._tell_saved(step, path, started)
+        self._write_best()
+
+    def _tell_saved(self, step: int, path: Path, started: float) -> None:
         sizes = sizes_of(path)
         seconds = round(time.perf_counter() - started, 3)
         weights, prediction = (round(sizes.get(part, 0.0), 2) for part in ("model", "hybrid"))
         size = round(sum(sizes.values()), 2)
         self.emit(CheckpointSaved(step, str(path), size, seconds, weights, prediction))
-        self._write_best()
 
     def _write(self, place: Callable[[], Any]) -> Path:
         self.engine.meter.fetch()

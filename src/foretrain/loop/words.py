@@ -88,11 +88,11 @@ def since_saved(meta: Mapping[str, Any], config: Config, engine: Engine) -> list
         notices.append(
             Notice(f"saved with torch {saved_with}, now {torch.__version__}: results may differ in the last bits")
         )
-    ranks, processes = meta.get("ranks", 1), engine.world.size
-    if ranks != processes:
-        text = f"saved by {ranks} process{'es' * (ranks != 1)}, and now there {'are' if processes > 1 else 'is'} {processes}"
-        rest = "the data goes on at the same place; random numbers, such as those of dropout, begin anew"
-        notices.append(Notice(f"{text}: {rest}, and results may differ in the last bits", level="info"))
+    ranks, were = engine.world.size, meta.get("ranks", 1)
+    if were != ranks:
+        text = f"saved by {were} process{'es' * (were != 1)}, and goes on in {ranks}: the same data and decisions"
+        text += ", but random numbers such as those of dropout begin anew"
+        notices.append(Notice(f"{text}, and sums may differ in the last bits", level="info"))
     earlier, chosen = meta.get("muon_type"), iteration_type(engine.device)
     if earlier not in (None, chosen) and isinstance(engine.optimizer, Muon):
         why = "" if chosen == "bf16" else " (this CPU has no bf16 instructions)"

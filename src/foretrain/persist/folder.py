@@ -15,7 +15,8 @@ from typing import Any
 from foretrain.errors import InputError, SaveError
 from foretrain.persist.files import explain_failed_write, for_json, make_folder, open_own, remove, write_atomic
 
-_DESCRIBING = ("config.toml", "tokenizer.json", "summary.json", "report.html")
+_SMALLER = "smaller.json"
+_DESCRIBING = ("config.toml", "tokenizer.json", "summary.json", "report.html", _SMALLER)
 WEIGHTS = "model.safetensors"
 """The weights of a user's own module are written here at the end of its run."""
 _TRACKERS = ("trackers.json", "tensorboard", "wandb", "mlflow", "trackio")
@@ -26,9 +27,13 @@ class RunFolder:
     """`config.toml`, `tokenizer.json`, `metrics.jsonl`, `summary.json`, `report.html`, `checkpoints/`, `model/`,
     `adapter/` or `model.safetensors`, and what `log.trackers` names."""
 
-    def __init__(self, path: Path, resume: bool, overwrite: bool = False, in_python: bool = False) -> None:
-        """in_python: whoever made it wrote `fit(out=...)`, not `--out ...`."""
+    def __init__(
+        self, path: Path, resume: bool, overwrite: bool = False, in_python: bool = False, owner: bool = True
+    ) -> None:
+        """in_python: whoever made it wrote `fit(out=...)`, not `--out ...`. owner: of several processes of one run only
+        one locks the folder and writes into it; the others read."""
         self.path = path
+        self.owner = owner
         self.named = f"out={str(path)!r}" if in_python else f"--out {path}"
         self.again, self.anew = ("resume=True", "overwrite=True") if in_python else ("--resume", "--overwrite")
         """Return what its user writes to go on with the run, or to replace it."""
@@ -45,6 +50,8 @@ class RunFolder:
         self._made = False
 
     def __enter__(self) -> RunFolder:
+        if not self.owner:
+            return self
         try:
             self._made = not self.path.is_dir()
             make_folder(self.path)
@@ -78,6 +85,8 @@ class RunFolder:
 
     def check_place(self) -> None:
         """Raises SaveError once the folder was moved or deleted: a new one under its name would hide it."""
+        if not self.owner:
+            return
         try:
             same = os.path.samestat(self.path.stat(), os.fstat(self._locks[0]))
         except OSError:
@@ -94,6 +103,8 @@ class RunFolder:
     def clear(self) -> None:
         """Delete an earlier run, and only that: the files a run writes. Checkpoints go last, so that a run which is
         only half deleted still counts as one."""
+        if not self.owner:
+            return
         try:
             for name in (*_DESCRIBING, *_TRACKERS, *_LARGE):
                 remove(self.path / name)
@@ -104,6 +115,8 @@ class RunFolder:
 
     def write(self, name: str, text: str) -> None:
         """Write a small text file of the run, whole or not at all."""
+        if not self.owner:
+            return
         self.check_place()
         try:
             write_atomic(self.path / name, text)
@@ -116,9 +129,22 @@ class RunFolder:
     def describe(self) -> None:
         """Write `files`. Called once it is sure that the run may use this folder. Weights of the end of the run are
         those of an earlier end, and go."""
-        remove(self.path / WEIGHTS)
+        if self.owner:
+            remove(self.path / WEIGHTS)
         for name, text in self.files.items():
             self.write(name, text)
+
+    def note_smaller(self, settings: Mapping[str, Any]) -> None:
+        """Memory ran out in one process of many, whichever: note what the next attempt of all of them begins with."""
+        try:
+            write_atomic(self.path / _SMALLER, json.dumps(settings))
+        except OSError as error:
+            raise SaveError(f"{self.path / _SMALLER}: cannot write it: {explain_failed_write(error)[0]}") from None
+
+    def smaller(self) -> str:
+        """Return what `note_smaller` has written; empty where memory never ran out."""
+        path = self.path / _SMALLER
+        return path.read_text(encoding="utf-8") if path.is_file() and not path.is_symlink() else ""
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         self.write("summary.json", json.dumps(for_json(summary), indent=2) + "\n")

@@ -86,6 +86,16 @@ def spread_as(part: Tensor, form: SpreadForm | None) -> Tensor:
     return made
 
 
+def part_for(saved: Tensor, whole: Tensor) -> Tensor:
+    """Return this process's part of a saved tensor of the form of another one: it may be the part already, or all of
+    it, as one process saves it."""
+    form = form_of_spread(whole)
+    if form is None or is_spread(saved) or tuple(saved.shape) != form.shape:
+        return local(saved)
+    sizes, begin = form.region()
+    return region(saved.detach(), begin, sizes)
+
+
 def spread_like(parts: Sequence[Tensor], wholes: Sequence[Tensor]) -> list[Tensor]:
     """Return parts, in the same memory, as tensors that are spread as others are: so they are saved."""
     return [spread_as(part, form_of_spread(whole)) for part, whole in zip(parts, wholes, strict=True)]

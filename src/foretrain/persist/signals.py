@@ -47,6 +47,9 @@ class StopRequest:
             signal.signal(number, handler)
         self._before.clear()
 
+    def after_step(self, step: int) -> None:
+        """The run is at the end of a step: where several processes agree on when to stop, they do it here."""
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:

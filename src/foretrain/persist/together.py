@@ -89,7 +89,7 @@ class Together:
             return found
         count = self.number(len(found))
         table = np.zeros((count, 2))
-        if self.first:
+        if self.first and found:
             table[:] = found
         return [(int(one), int(other)) for one, other in self.processes.of_first(table).tolist()]
 

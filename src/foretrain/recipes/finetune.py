@@ -13,29 +13,32 @@ from foretrain import config as configuration
 from foretrain.config import Config
 from foretrain.config.schema import Level
 from foretrain.data import chats, examples
+from foretrain.data.chat_templates import ChatTemplate
 from foretrain.data.examples import EncodedExamples, Example
-from foretrain.data.handover import tokenizer_files
 from foretrain.data.loader import Loader
+from foretrain.data.nested import rows_of_rank
 from foretrain.data.templates import ChatFormat, make_format
 from foretrain.engine.batches import with_steps
 from foretrain.engine.growing import with_growth
-from foretrain.engine.precision import choose_device
+from foretrain.engine.precision import choose_device, choose_precision
 from foretrain.errors import CheckpointError, ConfigError, ForetrainError, InputError
 from foretrain.events import Bus, Listener
+from foretrain.launch.group import ALONE, Group
 from foretrain.loop.targets import length_in_words
 from foretrain.models import lora
 from foretrain.models.adapter_files import save_adapter
-from foretrain.models.gpt2 import GPT2
+from foretrain.models.language_model import LanguageModel
 from foretrain.models.lora import LoraSettings
 from foretrain.persist.files import user_path
 from foretrain.persist.folder import RunFolder
 from foretrain.planning.budget import within_budget
-from foretrain.planning.estimate import target_of
+from foretrain.planning.estimate import PlanTarget, target_of
 from foretrain.recipes import epochs
 from foretrain.recipes.compiling import as_it_began, with_compiling
 from foretrain.recipes.export import read_checkpoint
 from foretrain.recipes.frame import RunOptions, TrainingJob, carry_out
 from foretrain.recipes.open_model import Base, find_folder, open_base
+from foretrain.recipes.spreading import ONE_PROCESS, Spreading, check_rows, choose, spread, without_linearised
 from foretrain.serve.answers import answer_questions
 from foretrain.show.follow import read_runs
 from foretrain.show.numbers import finite
@@ -86,19 +89,25 @@ def finetune(
     return carry_out(config, path, "finetune", options, partial(_job, config, named, path, say))
 
 
-def _job(config: Config, named: frozenset[str], path: Path, say: Callable[[str], None], bus: Bus) -> TrainingJob:
+def _job(
+    config: Config, named: frozenset[str], path: Path, say: Callable[[str], None], bus: Bus, group: Group
+) -> TrainingJob:
     """Open the base, read the examples, choose what `memory.budget` asks for, and build the trainer."""
+    check_rows(config, group.size)
     base = base_of(config)
-    config, growth = with_growth(config, None, None)
-    config = with_templates(config, say)
+    config, growth = with_growth(without_linearised(config, group, say), None, None)
+    config = with_templates(config, say, base.chat)
     data = prepare(config, base, say)
-    loader = build_loader(config, data)
+    loader = build_loader(config, data, group)
     config, base = _within_budget(with_steps(config, loader), base, data, named, say)
-    trainer = build_trainer(config, base.model, data, bus)
+    chosen = choose(config, _target(config, base, data), group)
+    trainer = build_trainer(config, base.model, data, bus, chosen)
     config = trainer.config
 
     def finish(folder: RunFolder, summary: dict[str, Any]) -> None:
         summary |= _length(path, trainer, data)
+        if not group.first:
+            return
         with trainer.averaged_weights():
             _save_adapter(base, path / "adapter", config)
             try:
@@ -110,8 +119,10 @@ def _job(config: Config, named: frozenset[str], path: Path, say: Callable[[str],
                 say(f"warning: held-out examples could not be answered: {error}")
         folder.write_summary(summary)
 
-    held_out = data.held_out.fixed_batches(config.batch_size, config.evaluation.batches)
+    batches = data.held_out.fixed_batches(config.batch_size, config.evaluation.batches)
+    held_out = [rows_of_rank(batch, group.rank, group.size) for batch in batches]
     details = _details(config, data, base.model, path) | ({"growth": growth} if growth else {})
+    details |= {} if chosen is ONE_PROCESS else {"ranks": str(chosen)}
     title = f"adapter for {base.folder}"
     return TrainingJob(trainer, loader, held_out, title, details, data.train.fingerprint, base.tokenizer, finish)
 
@@ -121,12 +132,16 @@ def _within_budget(
 ) -> tuple[Config, Base]:
     """Decide whether to compile, and choose the settings that fit `memory.budget`; the base is read anew where they
     concern the model."""
-    target = target_of(
-        config, base.model.shape, length=data.train.length, adapters=True, evaluated_rows=config.batch_size
-    )
+    target = _target(config, base, data)
     config = with_compiling(config, target, say)
     planned = within_budget(config, target, named, say)
     return planned, base_of(planned) if planned.engine != config.engine else base
+
+
+def _target(config: Config, base: Base, data: ExampleSplit) -> PlanTarget:
+    return target_of(
+        config, base.model.shape, length=data.train.length, adapters=True, evaluated_rows=config.batch_size
+    )
 
 
 def check(config: Config) -> None:
@@ -160,6 +175,7 @@ def base_of(config: Config) -> Base:
         fused_loss=config.engine.fused_loss,
         loss_rows=config.engine.loss_rows,
         narrow_residual=config.precision.narrow_residual,
+        precision=choose_precision(config.precision.type, choose_device(config.device)),
     )
     if base.adapter is not None:
         raise InputError(
@@ -175,18 +191,21 @@ def default_folder(config: Config) -> Path:
     return Path("runs") / f"{name}-adapter-{datetime.now().astimezone():%Y%m%d-%H%M%S}"
 
 
-def build_loader(config: Config, data: ExampleSplit) -> Loader:
-    """Make the loader of training examples in the order that `seed` gives."""
+def build_loader(config: Config, data: ExampleSplit, group: Group = ALONE) -> Loader:
+    """Make the loader of training examples in the order that `seed` gives; of each batch, the rows of this process."""
     pinned = choose_device(config.device).type == "cuda"
-    return Loader(data.train, config.batch_size, config.seed, config.data.prefetch, pin_memory=pinned)
+    share = {"rank": group.rank, "world": group.size}
+    return Loader(data.train, config.batch_size, config.seed, config.data.prefetch, pin_memory=pinned, **share)
 
 
-def build_trainer(config: Config, model: GPT2, data: ExampleSplit, bus: Bus | None = None) -> HybridTrainer:
-    """Attaches the adapter; leaps are judged on the probe examples."""
+def build_trainer(
+    config: Config, model: LanguageModel, data: ExampleSplit, bus: Bus | None = None, chosen: Spreading = ONE_PROCESS
+) -> HybridTrainer:
+    """Attaches the adapter; leaps are judged on the probe examples. chosen: how processes share the model."""
     config = configuration.with_beta2(config, data.train.length)
     lora.attach(model, settings_of(config), config.seed)
     probe = probe_batches(data, config) if _judges(config) else []
-    return HybridTrainer(model, config=config, probe=probe, bus=bus)
+    return HybridTrainer(model, loss_fn=spread(model, chosen, config), config=config, probe=probe, bus=bus)
 
 
 def _judges(config: Config) -> bool:
@@ -208,12 +227,15 @@ def settings_of(config: Config) -> LoraSettings:
     )
 
 
-def with_templates(config: Config, say: Callable[[str], None] = lambda _: None) -> Config:
-    """What is guessed from the data is written down: the model must be asked as it was trained."""
+def with_templates(
+    config: Config, say: Callable[[str], None] = lambda _: None, chat: ChatTemplate | None = None
+) -> Config:
+    """What is guessed from the data is written down: the model must be asked as it was trained. chat: the model's own
+    way to write chats."""
     data = config.data
     given = [data.prompt] if isinstance(data.prompt, str) else data.prompt
     prompts = [line_breaks(text) for text in given if text]
-    found = examples.find_format(data.path, prompts or None, line_breaks(data.answer) or None)
+    found = examples.find_format(data.path, prompts or None, line_breaks(data.answer) or None, chat)
     say(f"{data.path} is read as {found}")
     prompts = [prompt.text for prompt in found.prompts]
     return configuration.changed(config, {"data.prompt": prompts, "data.answer": found.answer.text})
@@ -230,7 +252,7 @@ def prepare(config: Config, base: Base, say: Callable[[str], None] = lambda _: N
     prompt, answer = data.prompt or None, data.answer or None
 
     def read(path: str | list[str]) -> list[Example]:
-        return examples.read_examples(path, prompt, answer, data.max_documents, say)
+        return examples.read_examples(path, prompt, answer, data.max_documents, say, base.chat)
 
     train = read(data.path)
     if data.validation_path:
@@ -264,7 +286,7 @@ def prepare(config: Config, base: Base, say: Callable[[str], None] = lambda _: N
     return ExampleSplit(encoded, judging, evaluated, held_out, names)
 
 
-def _details(config: Config, data: ExampleSplit, model: GPT2, path: Path) -> dict[str, str]:
+def _details(config: Config, data: ExampleSplit, model: LanguageModel, path: Path) -> dict[str, str]:
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     everything = sum(p.numel() for p in model.parameters())
     passes = epochs.in_words(config.max_steps, config.batch_size, len(data.train))
@@ -319,5 +341,5 @@ def restore_adapter(base: Base, store: Path, state: dict[str, Any], config: Conf
 def _save_adapter(base: Base, folder: str | Path, config: Config) -> Path:
     """Write the adapter with the tokenizer beside it, as other tools expect."""
     is_chat = isinstance(make_format(config.data.prompt, config.data.answer), ChatFormat)
-    files = tokenizer_files(base.tokenizer, base.model.shape.context, chats.JINJA if is_chat else "")
+    files = base.files_beside(chats.JINJA if is_chat else "")
     return save_adapter(base.model, folder, str(base.folder), files)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from foretrain.data.loader import Loader
 from foretrain.data.tokenizers import Tokenizer
 from foretrain.errors import ConfigError, ForetrainError
 from foretrain.events import LEFT_OPEN, Bus, Listener
+from foretrain.launch.group import Group
+from foretrain.launch.joining import joined
 from foretrain.persist.checkpoint import CheckpointStore
 from foretrain.persist.folder import RunFolder
 from foretrain.show.pages import report
@@ -51,18 +54,36 @@ class TrainingJob:
 
 
 def carry_out(
-    config: Config, path: Path, command: str, options: RunOptions, prepare: Callable[[Bus], TrainingJob]
+    config: Config, path: Path, command: str, options: RunOptions, prepare: Callable[[Bus, Group], TrainingJob]
 ) -> dict[str, Any]:
-    """Run a job in its folder and return the summary. An earlier run there is deleted only once the job is ready."""
-    check_installed(config.log.trackers)
-    if options.resume:
-        check_steps(path, config)
+    """Run a job in its folder and return the summary. An earlier run there is deleted only once the job is ready.
+
+    Of several processes that were started together all do this; rank 0 alone owns the folder, and all that is shown.
+    """
+    with joined(config.device, config.distributed.timeout_seconds) as group:
+        return _carry_out(config, path, command, options, prepare, group)
+
+
+def _carry_out(
+    config: Config,
+    path: Path,
+    command: str,
+    options: RunOptions,
+    prepare: Callable[[Bus, Group], TrainingJob],
+    group: Group,
+) -> dict[str, Any]:
     bus = Bus()
     for listener in options.listeners:
         bus.subscribe(listener)
-    with RunFolder(path, options.resume, options.overwrite) as folder:
+    with ExitStack() as stack:
+        with group.together():
+            check_installed(config.log.trackers)
+            if options.resume:
+                check_steps(path, config)
+            folder = stack.enter_context(RunFolder(path, options.resume, options.overwrite, owner=group.first))
         folder.command = command
-        job = prepare(bus)
+        with group.together():
+            job = prepare(bus, group)
         folder.files["config.toml"] = configuration.to_toml(job.trainer.config)
         if job.tokenizer is not None:
             folder.files["tokenizer.json"] = job.tokenizer.to_json()
@@ -70,6 +91,7 @@ def carry_out(
             if job.trainer.growth is not None:
                 job.trainer.growth.check_moments()  # what is there is deleted for a run that can begin
             folder.clear()
+            group.meet()
         summary = job.trainer.fit(
             job.loader,
             job.held_out,
@@ -83,8 +105,9 @@ def carry_out(
             pause_at=options.pause_at,
         )
         if summary["reason"] not in LEFT_OPEN:
-            job.finish(folder, summary)
-            if config.log.report:
+            with group.together():
+                job.finish(folder, summary)
+            if config.log.report and group.first:
                 with contextlib.suppress(ForetrainError):  # the bus has told of a page that cannot be written
                     report.write_report([path], path / report.NAME)  # once more, with what was made since
     return summary

@@ -15,11 +15,13 @@ from foretrain.config import Config
 from foretrain.config.schema import Level
 from foretrain.data import tokens
 from foretrain.data.loader import Loader, TokenWindows, held_out_batches
+from foretrain.data.nested import rows_of_rank
 from foretrain.data.tokens import Corpus
 from foretrain.engine.batches import with_steps
 from foretrain.engine.precision import choose_device
 from foretrain.errors import ConfigError, DataError
 from foretrain.events import Bus, Listener
+from foretrain.launch.group import ALONE, Group
 from foretrain.loop.targets import length_in_words
 from foretrain.models import gpt2, huggingface
 from foretrain.models.gpt2 import GPT2
@@ -30,6 +32,7 @@ from foretrain.planning.growing import with_planned_growth
 from foretrain.recipes.compiling import as_it_began, with_compiling
 from foretrain.recipes.export import NO_TOKENIZER, export
 from foretrain.recipes.frame import RunOptions, TrainingJob, carry_out
+from foretrain.recipes.spreading import ONE_PROCESS, Spreading, check_rows, choose, spread, without_linearised
 from foretrain.show.pages import report
 from foretrain.trainer import HybridTrainer
 
@@ -77,28 +80,31 @@ def build_model(config: Config) -> GPT2:
     return model
 
 
-def build_loader(config: Config, corpus: Corpus, context: int, device: torch.device) -> Loader:
-    """Make the loader of training batches in the order that `seed` gives."""
+def build_loader(config: Config, corpus: Corpus, context: int, device: torch.device, group: Group = ALONE) -> Loader:
+    """Make the loader of training batches in the order that `seed` gives; of each batch, the rows of this process."""
     return Loader(
         TokenWindows(corpus.train, context, config.seed),
         config.batch_size,
         config.seed,
         config.data.prefetch,
         pin_memory=device.type == "cuda",
+        rank=group.rank,
+        world=group.size,
     )
 
 
-def build_held_out(config: Config, corpus: Corpus, model: GPT2, times: int = 1) -> list[Any]:
+def build_held_out(config: Config, corpus: Corpus, model: GPT2, times: int = 1, group: Group = ALONE) -> list[Any]:
     """Return the batches that are evaluated, or so many times as many: the same text, however a batch is split."""
     micro_batch = config.batch_size // config.accumulation_steps
     limit = times * config.evaluation.batches * config.accumulation_steps
-    return held_out_batches(corpus.held_out, model.shape.context, micro_batch, limit)
+    batches = held_out_batches(corpus.held_out, model.shape.context, micro_batch, limit)
+    return [rows_of_rank(batch, group.rank, group.size) for batch in batches]
 
 
-def _judging(config: Config, corpus: Corpus, model: GPT2, evaluated: int) -> list[Any]:
+def _judging(config: Config, corpus: Corpus, model: GPT2, evaluated: int, group: Group) -> list[Any]:
     """Return held-out batches that judge learning rates: text beyond that which is evaluated; where there is none, the
     same."""
-    batches = build_held_out(config, corpus, model, times=2)
+    batches = build_held_out(config, corpus, model, times=2, group=group)
     return batches[evaluated:] or batches
 
 
@@ -137,40 +143,43 @@ def train(
     return carry_out(config, path, "train", options, partial(_job, config, path, say))
 
 
-def _job(config: Config, path: Path, say: Callable[[str], None], bus: Bus) -> TrainingJob:
+def _job(config: Config, path: Path, say: Callable[[str], None], bus: Bus, group: Group) -> TrainingJob:
     """Read the data, choose what `memory.budget` asks for, and build model and trainer."""
     device = choose_device(config.device)
-    corpus = tokens.prepare(config.data, say)
+    check_rows(config, group.size)
+    corpus = group.by_first(lambda: tokens.prepare(config.data, say))
     named = configuration.given(config)
-    config = with_vocabulary(config, corpus)
+    config = without_linearised(with_vocabulary(config, corpus), group, say)
     shape = gpt2.shape_from_config(config.model)
-    loader = build_loader(config, corpus, shape.context, device)
+    loader = build_loader(config, corpus, shape.context, device, group)
     config, growth = with_planned_growth(with_steps(config, loader), shape)
     target = target_of(config, shape)
     config = within_budget(with_compiling(config, target, say), target, named, say)
+    chosen = choose(config, target, group)
     model = build_model(config)
     config = configuration.with_beta2(config, shape.context)
-    trainer = HybridTrainer(model, config=config, bus=bus)
-    held_out = build_held_out(config, corpus, model)
+    trainer = HybridTrainer(model, loss_fn=spread(model, chosen, config), config=config, bus=bus)
+    held_out = build_held_out(config, corpus, model, group=group)
     if trainer.race is not None:
-        trainer.race.use(_judging(config, corpus, model, len(held_out)), shape.context)
+        trainer.race.use(_judging(config, corpus, model, len(held_out), group), shape.context)
 
     def finish(folder: RunFolder, summary: dict[str, Any]) -> None:
-        export(trainer, path / "model", corpus.tokenizer)
+        export(trainer, path / "model", corpus.tokenizer, group)
         if corpus.tokenizer is None:
             say(f"{path / 'model'} has no tokenizer: {NO_TOKENIZER}")
 
-    details = _details(config, corpus, model, path, growth)
+    details = _details(config, corpus, model, path, growth, chosen)
     return TrainingJob(
         trainer, loader, held_out, config.model.type, details, corpus.fingerprint, corpus.tokenizer, finish
     )
 
 
-def _details(config: Config, corpus: Corpus, model: GPT2, path: Path, growth: str) -> dict[str, str]:
+def _details(config: Config, corpus: Corpus, model: GPT2, path: Path, growth: str, chosen: Spreading) -> dict[str, str]:
     """Return what a run announces. growth: what was decided of it, where it was `auto`."""
     return {
         "data": f"{corpus.title}, {len(corpus.train):,} tokens to train on, {len(corpus.held_out):,} held out",
         "batch": f"{config.batch_size} x {model.shape.context} tokens, {length_in_words(config)}",
         **({"growth": growth} if growth else {}),
+        **({} if chosen is ONE_PROCESS else {"ranks": str(chosen)}),
         "folder": str(path),
     }

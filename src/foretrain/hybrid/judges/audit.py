@@ -19,7 +19,7 @@ from foretrain.hybrid.judges.judgement import ByProbe, Judge, Judgement
 from foretrain.hybrid.judges.worth import MOST_PER_STEP
 from foretrain.hybrid.ledger import Audit
 from foretrain.motion.trajectory import Trajectory
-from foretrain.persist.parts import local, spread_like
+from foretrain.persist.parts import local, part_for, spread_like
 from foretrain.persist.stateful import Stateful
 
 if TYPE_CHECKING:
@@ -154,7 +154,10 @@ class Forks:
 
     def remembered(self, sums: list[Tensor]) -> list[Tensor]:
         """The sum of a fork that a checkpoint held, in the memory for it."""
-        return self._spread(self.aside.keep("mean", [local(one) for one in sums])) if sums else []
+        if not sums:
+            return []
+        pairs = zip(sums, self.engine.full_step.parameters, strict=True)
+        return self._spread(self.aside.keep("mean", [part_for(one, parameter) for one, parameter in pairs]))
 
     def at_mean(self, sums: list[Tensor], count: int, measure: Callable[[], list[float]]) -> list[float]:
         """What `measure` says at the mean of the weights; afterwards they are as before."""

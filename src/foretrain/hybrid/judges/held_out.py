@@ -13,7 +13,7 @@ from foretrain.hybrid.gate import FORWARD
 from foretrain.hybrid.judges.probes import Probes
 from foretrain.hybrid.snapshot import Snapshots
 from foretrain.persist.codec import same_random_numbers
-from foretrain.persist.parts import local, spread_like
+from foretrain.persist.parts import local, part_for, spread_like
 from foretrain.persist.stateful import Stateful
 
 _FEWEST_LEAPS = 4
@@ -155,5 +155,7 @@ class HeldOut(Stateful):
         return self.lowest if self.risen else self.last
 
     def after_load(self) -> None:
-        parts = [tensor.to(self.engine.device) for tensor in self._weights]
-        self._weights = spread_like(parts, self.engine.full_step.parameters) if parts else []
+        parameters = self.engine.full_step.parameters if self._weights else []
+        pairs = zip(self._weights, parameters, strict=True)
+        parts = [part_for(weight, parameter).to(self.engine.device) for weight, parameter in pairs]
+        self._weights = spread_like(parts, parameters)

@@ -1,0 +1,324 @@
+"""Faults of a run of several processes under torchrun: what it says, and whether it ends with the bits of one that was
+never disturbed.
+
+python benchmarks/ranks_faults.py                  # all, two gloo ranks; writes benchmarks/results
+python benchmarks/ranks_faults.py --only kill hang # those whose names begin so
+python benchmarks/ranks_faults.py --type fsdp2     # shards instead of replicas
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+FAULT = "FORETRAIN_FAULT"
+"""Environment variable with `KIND RANK WHEN`: what a worker does to itself, in the first attempt only."""
+STEPS = 160
+SETTINGS = {
+    "max_steps": STEPS,
+    "batch_size": 8,
+    "device": "cpu",
+    "model.layers": 2,
+    "model.heads": 2,
+    "model.width": 32,
+    "model.context": 32,
+    "model.dropout": 0.1,
+    "data.tokenizer": "byte",
+    "optimizer.type": "adamw",
+    "optimizer.learning_rate": 1e-4,
+    "optimizer.weight_decay": 0,
+    "schedule.type": "constant",
+    "hybrid.mode": "leap",
+    "hybrid.warmup_steps": 20,
+    "hybrid.full_steps": 10,
+    "hybrid.window_steps": 5,
+    "hybrid.correct_steps": 5,
+    "hybrid.max_predict_steps": 20,
+    "audit.time_budget": 0.5,
+    "evaluation.batches": 2,
+    "evaluation.interval": 50,
+    "checkpoint.interval": 20,
+    "health.interval": 0,
+    "log.report": False,
+    "distributed.timeout_seconds": 60,
+}
+
+
+# --- a worker --------------------------------------------------------------------------------------------------------
+
+
+def work(arguments: list[str]) -> None:
+    """Run the command line of foretrain; in one rank something happens at a step, or in a phase."""
+    from foretrain.cli.app import main
+    from foretrain.engine.step import FullStep
+    from foretrain.persist.checkpoint import CheckpointStore
+    from foretrain.trainer import HybridTrainer
+
+    kind, who, when = (os.environ.get(FAULT) or "none 0 0").split()
+    rank, first = os.environ["RANK"], os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+    plain_step, plain_loss, plain_put = HybridTrainer.step, FullStep.loss, CheckpointStore._put_in_place
+    here = (first or kind == "kill-often") and who in (rank, "all")
+
+    def step(self: HybridTrainer, batch: Any) -> Any:
+        reached = str(self.global_step) == when or (self.phase.value == when.lower() and self.global_step > 25)
+        if here and kind == "slow":
+            time.sleep(0.05)
+        elif here and kind == "kill-often" and self.global_step % 20 == 5 and self.global_step // 20 == attempts():
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif here and reached and kind != "oom":
+            act(kind)
+        self.__dict__["_short"] = here and reached and kind == "oom"
+        FullStep.loss = short if self.__dict__["_short"] else plain_loss  # type: ignore[method-assign]
+        return plain_step(self, batch)
+
+    def short(self: FullStep, batch: Any) -> Any:
+        import torch
+
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    def put_in_place(self: CheckpointStore, temporary: Path, final: Path) -> None:
+        if here and kind == "kill-save" and final.name.endswith(f"{int(when):08d}"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        plain_put(self, temporary, final)
+
+    HybridTrainer.step = step  # type: ignore[method-assign]
+    CheckpointStore._put_in_place = put_in_place  # type: ignore[method-assign]
+    main(arguments)
+
+
+def attempts() -> int:
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def act(kind: str) -> None:
+    if kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif kind == "hang":
+        time.sleep(600)
+    elif kind.startswith("signal-"):
+        _, name, target = kind.split("-")
+        os.kill(os.getpid() if target == "rank" else os.getppid(), getattr(signal, name))
+
+
+# --- runs ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Ended:
+    """How a run ended."""
+
+    code: int
+    seconds: float
+    printed: str
+    step: int = -1
+    hash: str = ""
+    summary: dict[str, Any] = field(default_factory=dict)
+
+
+class Bench:
+    def __init__(self, folder: Path, kind: str) -> None:
+        self.folder = folder
+        self.kind = kind
+        text = folder / "text.txt"
+        draw = random.Random(1)  # noqa: S311 - words to learn, no secrets
+        words = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta"]
+        text.write_text("\n".join(" ".join(draw.choice(words) for _ in range(12)) for _ in range(500)))
+        self.settings = {**SETTINGS, "data.path": str(text), "data.cache": str(folder / "cache")}
+        self.settings["distributed.type"] = kind
+
+    def run(self, out: str, ranks: int = 2, fault: str = "", restarts: int = 0, **changes: Any) -> Ended:
+        """One call of torchrun, which goes on with what is there."""
+        settings = self.settings | {name.replace("__", "."): value for name, value in changes.items()}
+        told = [f"--set={name}={json.dumps(value)}" for name, value in settings.items()]
+        launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--max-restarts", str(restarts)]
+        launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+        command = [sys.executable, *launcher, __file__, "work", "train", "--out", str(self.folder / out), "--resume"]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", FAULT: fault}
+        began = time.monotonic()
+        done = subprocess.run(
+            [*command, *told], env=environment, capture_output=True, text=True, timeout=600, check=False
+        )
+        ended = Ended(done.returncode, round(time.monotonic() - began, 1), done.stderr)
+        with (self.folder / f"{out}.log").open("a") as log:
+            log.write(done.stderr)
+        summary = self.folder / out / "summary.json"
+        ended.summary = json.loads(summary.read_text()) if summary.is_file() else {}
+        self.look(ended, out)
+        return ended
+
+    def look(self, ended: Ended, out: str) -> None:
+        """Note which step was saved last, and the hash of its weights."""
+        from foretrain.persist import checkpoint
+        from foretrain.persist.checkpoint import CheckpointStore
+
+        newest = next(CheckpointStore(self.folder / out / "checkpoints").steps(), None)
+        if newest is None:
+            return
+        digest, weights = hashlib.sha256(), checkpoint.read(newest[1])["model"]
+        for name in sorted(weights):
+            digest.update(weights[name].contiguous().numpy().tobytes())
+        ended.step, ended.hash = newest[0], digest.hexdigest()[:16]
+
+
+@dataclass
+class Row:
+    """One line of the table."""
+
+    name: str
+    well: bool
+    seen: str
+    seconds: float
+
+
+def said(ended: Ended, pattern: str) -> str:
+    """The first line of what was printed that fits; empty where there is none."""
+    return next((line for line in ended.printed.splitlines() if re.search(pattern, line)), "")
+
+
+def check_kill(bench: Bench, whole: Ended, name: str, fault: str) -> Row:
+    ended = bench.run(name, fault=fault, restarts=3)
+    line = said(ended, "resumed from|holds no checkpoint")
+    well = ended.code == 0 and ended.hash == whole.hash
+    return Row(name, well, f"{line.split(' (')[0]}; hash {ended.hash}", ended.seconds)
+
+
+def check_all(bench: Bench, whole: Ended) -> Row:
+    first = bench.run("kill-all", fault="kill all 75")
+    again = bench.run("kill-all")
+    well = first.code != 0 and again.code == 0 and again.hash == whole.hash
+    seen = f"exit {first.code}, then {said(again, 'resumed from').split(' (')[0]}; hash {again.hash}"
+    return Row("kill all, same command again", well, seen, first.seconds + again.seconds)
+
+
+def check_slow(bench: Bench, whole: Ended) -> Row:
+    ended = bench.run("slow", fault="slow 1 0")
+    return Row("slow rank", ended.hash == whole.hash, f"{ended.seconds} s; hash {ended.hash}", ended.seconds)
+
+
+def check_hang(bench: Bench, whole: Ended, number: int) -> Row:
+    name = f"hang {number}"
+    ended = bench.run(name, fault="hang 1 75", restarts=1, distributed__timeout_seconds=8)
+    line = said(ended, "hangs or is gone")
+    well = "rank 1 hangs or is gone, last seen after step 75" in line and ended.hash == whole.hash
+    return Row(name, well, f"{line[:90]}; hash {ended.hash}", ended.seconds)
+
+
+def check_other_number(bench: Bench, whole: Ended, one: int, other: int) -> Row:
+    name = f"{one} ranks, then {other}"
+    first = bench.run(name, ranks=one, fault="signal-SIGTERM-rank 0 75")
+    again = bench.run(name, ranks=other)
+    loss, wanted = again.summary.get("final_val_loss", 9.9), whole.summary["final_val_loss"]
+    moves = again.summary.get("moves") == whole.summary.get("moves")
+    told = said(again, "goes on in") != "" or said(again, "saved by") != ""
+    well = first.step >= 75 and again.code == 0 and abs(loss - wanted) < 1e-4 and moves and told
+    seen = f"exit {first.code} at step {first.step}; loss {loss:.6f} against {wanted:.6f}, moves equal: {moves}"
+    return Row(name, well, seen, first.seconds + again.seconds)
+
+
+def check_signal(bench: Bench, whole: Ended, name: str, target: str) -> Row:
+    label = f"{name} to {'rank 1' if target == 'rank' else 'the launcher'}"
+    first = bench.run(label, fault=f"signal-{name}-{target} 1 75")
+    codes = sorted(set(re.findall(r"exitcode +: (-?\d+)", first.printed)))
+    again = bench.run(label)
+    stopped = said(first, "stopped after step")
+    well = bool(stopped) and again.hash == whole.hash and again.code == 0
+    seen = f"{stopped.split(';')[0]}; exit of ranks {codes or 'not told'}, of torchrun {first.code}; hash {again.hash}"
+    return Row(label, well, seen, first.seconds + again.seconds)
+
+
+def check_memory(bench: Bench, whole: Ended) -> Row:
+    ended = bench.run("out of memory", fault="oom 1 75", restarts=1)
+    line = said(ended, "out of memory in")
+    begins = said(ended, "memory ran out in an earlier attempt")
+    near = abs(ended.summary.get("final_val_loss", 9.9) - whole.summary["final_val_loss"]) < 1e-3
+    well = "rank 1" in line and bool(begins) and ended.code == 0 and near
+    return Row("out of memory on one rank", well, f"{line[:60]}...; {begins}", ended.seconds)
+
+
+def check_restarts(bench: Bench, whole: Ended, times: int) -> Row:
+    """Kill a rank in every attempt, 20 steps further each time, until the run is over; then begin anew."""
+    lost, restarts, seconds, equal = 0, 0, 0.0, True
+    for number in range(-(-times // 7)):
+        ended = bench.run(f"often {number}", fault="kill-often 1 0", restarts=12)
+        restarts += len(re.findall("failed \\(exitcode: -9\\)", ended.printed))
+        lost += max(0, ended.printed.count("resumed from") - 7)
+        seconds += ended.seconds
+        equal = equal and ended.hash == whole.hash and ended.code == 0
+    return Row(
+        "restarts", equal and lost == 0, f"{restarts} restarts, {lost} attempts lost, hash equal: {equal}", seconds
+    )
+
+
+def checks(bench: Bench, whole: Ended) -> dict[str, Callable[[], Row]]:
+    kills = {
+        "kill in warmup": "kill 1 10",
+        "kill in full": "kill 1 45",
+        "kill in predict": "kill 1 PREDICT",
+        "kill in correct": "kill 1 CORRECT",
+        "kill while saving": "kill-save 0 60",
+    }
+    made: dict[str, Callable[[], Row]] = {
+        name: lambda name=name, fault=fault: check_kill(bench, whole, name, fault)  # type: ignore[misc]
+        for name, fault in kills.items()
+    }
+    made["kill all"] = lambda: check_all(bench, whole)
+    made["slow"] = lambda: check_slow(bench, whole)
+    for number in range(1, 6):
+        made[f"hang {number}"] = lambda number=number: check_hang(bench, whole, number)  # type: ignore[misc]
+    made["ranks 2 1"] = lambda: check_other_number(bench, whole, 2, 1)
+    made["ranks 1 2"] = lambda: check_other_number(bench, whole, 1, 2)
+    for name in ("SIGTERM", "SIGUSR1"):
+        made[f"signal {name} rank"] = lambda name=name: check_signal(bench, whole, name, "rank")  # type: ignore[misc]
+    made["signal SIGTERM launcher"] = lambda: check_signal(bench, whole, "SIGTERM", "launcher")
+    made["memory"] = lambda: check_memory(bench, whole)
+    made["often"] = lambda: check_restarts(bench, whole, 20)
+    return made
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["work"]:
+        work(sys.argv[2:])
+        return
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--type", choices=("ddp", "fsdp2"), default="ddp")
+    parser.add_argument("--only", nargs="*", default=[], help="names of checks begin so")
+    parser.add_argument("--out", type=Path, help="JSON file of the results")
+    parser.add_argument("--folder", type=Path, help="empty folder in which runs and what they printed stay")
+    chosen = parser.parse_args()
+    from foretrain import environment
+
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as temporary:
+        bench = Bench(chosen.folder or Path(temporary), chosen.type)
+        whole = bench.run("undisturbed")
+        print(f"undisturbed: exit {whole.code}, step {whole.step}, hash {whole.hash}, {whole.seconds} s", flush=True)
+        if whole.code:
+            sys.exit(whole.printed[-9000:])
+        for name, check in checks(bench, whole).items():
+            if not chosen.only or name.startswith(tuple(chosen.only)):
+                rows.append(check())
+                row = rows[-1]
+                print(f"{'ok  ' if row.well else 'FAIL'} {row.name:<30} {row.seconds:6.1f} s  {row.seen}", flush=True)
+    if chosen.out is not None:
+        facts = {**environment.describe(), "date": f"{datetime.now().astimezone():%Y-%m-%d}", "type": chosen.type}
+        document = {"environment": facts, "undisturbed": whole.hash, "checks": [asdict(row) for row in rows]}
+        chosen.out.write_text(json.dumps(document, indent=1) + "\n")
+    sys.exit(not all(row.well for row in rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""How the processes of a run share its work: replicas (DDP), or shards of the weights (FSDP2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from foretrain.config import Config, changed
+from foretrain.config.units import format_size
+from foretrain.engine.precision import choose_device, choose_precision
+from foretrain.errors import ConfigError
+from foretrain.launch.group import Group
+from foretrain.planning.estimate import PlanTarget, estimate
+
+ROOM = 0.9
+"""Share of a GPU's memory that a rank may need. The rest is NCCL's, and that of the CUDA context."""
+
+
+@dataclass(frozen=True)
+class Spreading:
+    """What was chosen, and why; `alone` for one process."""
+
+    kind: str
+    replicate: int = 1
+    shard: int = 1
+    why: str = ""
+
+    def __str__(self) -> str:
+        ranks = f"{self.replicate * self.shard} ranks"
+        if self.kind == "ddp":
+            return f"{ranks}, each with all weights (DDP){self.why}"
+        halves = f", {self.replicate} times {self.shard}" if self.replicate > 1 else ""
+        return f"{ranks}, each with a shard of the weights (FSDP2{halves}){self.why}"
+
+
+ONE_PROCESS = Spreading("alone")
+
+
+def check_rows(config: Config, ranks: int) -> None:
+    """Refuse a batch that cannot be shared: each rank gets as many rows, and each part of them is as large."""
+    parts = ranks * config.accumulation_steps
+    if config.batch_size % parts:
+        each = f" x accumulation_steps = {config.accumulation_steps}" if config.accumulation_steps > 1 else ""
+        rows = -(-config.batch_size // parts) * parts
+        raise ConfigError(
+            f"batch_size = {config.batch_size} rows cannot be shared by {ranks} ranks{each}: it must be a multiple of "
+            f"{parts}, such as {rows}"
+        )
+
+
+def without_linearised(config: Config, group: Group, say: Callable[[str], None]) -> Config:
+    """Return the configuration with linearised leaps switched off, unless somebody set them: they look at the whole
+    model in one process."""
+    usual = type(config.hybrid).model_fields["linear_rows"].default
+    if group.alone or config.hybrid.mode != "leap" or config.hybrid.linear_rows != usual:
+        return config
+    say("note: linearised leaps need one process; hybrid.linear_rows is 0")
+    return changed(config, {"hybrid.linear_rows": 0})
+
+
+def choose(config: Config, target: PlanTarget, group: Group) -> Spreading:
+    """Choose as `[distributed]` says; "auto" shards only what does not fit whole."""
+    if group.alone:
+        return ONE_PROCESS
+    _check(config, group)
+    check_rows(config, group.size)
+    chosen = config.distributed
+    if chosen.type == "ddp":
+        return Spreading("ddp", group.size)
+    if chosen.type == "auto" and not chosen.shard and not chosen.replicate:
+        needed, there = _needed(config, target, group.size), _memory(config)
+        if there is None or needed <= ROOM * there:
+            told = "" if there is None else f": {format_size(needed)} are needed of {format_size(there)}"
+            return Spreading("ddp", group.size, why=told)
+        why = f": all of it would need {format_size(needed)} of {format_size(there)}"
+        return Spreading("fsdp2", shard=group.size, why=why)
+    replicate = chosen.replicate or (group.size // chosen.shard if chosen.shard else 1)
+    return Spreading("fsdp2", replicate, chosen.shard or group.size // replicate)
+
+
+def _check(config: Config, group: Group) -> None:
+    chosen, size = config.distributed, group.size
+    if chosen.type == "off":
+        raise ConfigError(
+            f"distributed.type = 'off', and {size} processes were started: each would train a model of its own into "
+            "the same folder; set distributed.type = 'auto', or start one process"
+        )
+    if chosen.type == "ddp" and (chosen.shard or chosen.replicate):
+        raise ConfigError(
+            "distributed.shard and distributed.replicate arrange shards, and distributed.type = 'ddp' has none; set "
+            "distributed.type = 'fsdp2', or leave them 0"
+        )
+    ranks = (chosen.replicate or 1) * (chosen.shard or 1)
+    if size % ranks or (chosen.replicate and chosen.shard and ranks != size):
+        raise ConfigError(
+            f"distributed.replicate = {chosen.replicate} and distributed.shard = {chosen.shard} do not make {size} "
+            f"ranks; set one of them to 0 and the other to a divisor of {size}"
+        )
+    if config.max_time is not None:
+        raise ConfigError(
+            f"max_time goes by the clock, and each of {size} ranks has its own; set max_steps or epochs instead"
+        )
+
+
+def _needed(config: Config, target: PlanTarget, ranks: int) -> int:
+    """Return the bytes of a rank that holds all weights and its rows of a batch."""
+    rows = config.batch_size // ranks
+    return estimate(config.model_copy(update={"batch_size": rows}), target).needed
+
+
+def _memory(config: Config) -> int | None:
+    """Return the bytes of this process's device; None where it shares main memory with all others."""
+    device = choose_device(config.device)
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+
+
+# --- models ----------------------------------------------------------------------------------------------------------
+
+Loss = Callable[[nn.Module, Any], Tensor]
+
+
+def spread(model: nn.Module, chosen: Spreading, config: Config) -> Loss | None:
+    """Share a model among the ranks, in place. Returns the loss to train it by; None: its own.
+
+    With replicas the model keeps its form, and the names of its weights: only its loss goes through DDP.
+    """
+    if chosen.kind == "alone":
+        return None
+    device = choose_device(config.device)
+    model.to(device)
+    if chosen.kind == "ddp":
+        return ReplicatedLoss(DistributedDataParallel(model, gradient_as_bucket_view=True))
+    _shard(model, chosen, config, device)
+    return None
+
+
+def _shard(model: nn.Module, chosen: Spreading, config: Config, device: torch.device) -> None:
+    """Shard each block by itself, then what is left: no more than one block is whole at a time."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    if chosen.replicate > 1:
+        mesh = init_device_mesh(device.type, (chosen.replicate, chosen.shard), mesh_dim_names=("replicate", "shard"))
+    else:
+        mesh = init_device_mesh(device.type, (chosen.shard,), mesh_dim_names=("shard",))
+    policy = MixedPrecisionPolicy()
+    if choose_precision(config.precision.type, device) == "bf16":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    blocks = getattr(model, "blocks", None)
+    for block in blocks if isinstance(blocks, nn.ModuleList) else ():
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+class ReplicatedLoss:
+    """A model's own loss of (inputs, targets), computed by its replicas on all ranks, which average their gradients."""
+
+    def __init__(self, replicas: DistributedDataParallel) -> None:
+        self.replicas = replicas
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        loss: Tensor = self.replicas(*batch)
+        return loss
