@@ -200,7 +200,8 @@ def optimizers(kind: str) -> Found:
         config = from_mapping({n: v for n, v in settings.items() if own is None or not n.startswith("optimizer.")})
         made = HybridTrainer(model, own, supervised(nn.functional.mse_loss), config)
         found[name] = run(made, 12, points)["loss"]
-    return found
+    fused = trainer(kind, True, {"max_steps": 20, "optimizer.type": "muon", "optimizer.learning_rate": 1e-2})
+    return found | {"muon on fused matrices": run(fused, 6, words)["loss"]}
 
 
 def refused(kind: str) -> Found:
