@@ -212,8 +212,8 @@ def lay_out(folder: Path) -> Any:
         layers = config.get_text_config().num_hidden_layers
         if not 0 < layers <= header.tensors:
             raise CheckpointError(
-                f"{folder}: config.json says {layers} layers, its files hold {header.tensors} tensors; they do not belong "
-                "together"
+                f"{folder}: config.json says {layers} layers, its files hold {header.tensors} tensors; they do not "
+                "belong together"
             )
         with torch.device("meta"):
             inner = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
