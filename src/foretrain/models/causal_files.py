@@ -169,10 +169,10 @@ def _library(what: str) -> Iterator[Any]:
     try:
         import transformers
         from transformers.utils import logging
-    except ImportError:
-        raise InputError(
-            f"{what}: models other than GPT-2 need transformers; {how_to_install('foretrain[transformers]')}"
-        ) from None
+    except ImportError as error:  # it is not there, or does not fit what is installed beside it
+        why = "" if isinstance(error, ModuleNotFoundError) else f", which cannot be imported ({_short(error)})"
+        how = how_to_install("foretrain[transformers]")
+        raise InputError(f"{what}: models other than GPT-2 need transformers{why}; {how}") from None
     level, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity(_SILENT)
     logging.disable_progress_bar()
@@ -216,7 +216,7 @@ def lay_out(folder: Path) -> Any:
                 "belong together"
             )
         with torch.device("meta"):
-            inner = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+            inner = transformers.AutoModelForCausalLM.from_config(config)  # without auto_map there is no code to trust
         _check_laid_out(inner, header, folder)
     return inner
 
@@ -277,7 +277,6 @@ def open_causal(folder: Path, precision: str = "fp32", **options: Any) -> Causal
             config=inner.config,
             dtype=dtype,
             use_safetensors=True,
-            trust_remote_code=False,
             local_files_only=True,
             ignore_mismatched_sizes=True,  # they are told, and refused below
             output_loading_info=True,
