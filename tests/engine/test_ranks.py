@@ -14,7 +14,21 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from tests.ranked import SETTINGS, Found, curve, digest, own_rows, points, ranks, run, start, trainer, whole, words
+from tests.ranked import (
+    SETTINGS,
+    Found,
+    curve,
+    digest,
+    own_rows,
+    points,
+    ranks,
+    run,
+    start,
+    tiny,
+    trainer,
+    whole,
+    words,
+)
 from tests.ranked import wrapped as in_kind
 from torch import Tensor, nn
 
@@ -137,11 +151,33 @@ def counted(kind: str) -> Found:
     nothing = own_rows((tokens, torch.where(torch.arange(8)[:, None] < 4, IGNORED, targets)))
     forward = made.engine.forward
     return {
+        "names": sorted(made.engine.state_dict()["model"])[:3],
+        "frozen": frozen(kind),
         "probe": forward.probe(batches[0]),
         "evaluation": made.evaluate(batches),
         "nothing": forward.probe_all([nothing]),
         "metric": made.evaluate(batches, {"rows": lambda model, batch: float(batch[0].float().mean())})["rows"],
     }
+
+
+def frozen(kind: str) -> str:
+    """The checksum of weights that are not trained."""
+    model = tiny()
+    model.blocks[0].requires_grad_(False)
+    model.token_embedding.requires_grad_(False)
+    return HybridTrainer(in_kind(model, kind), None, None, quick()).engine.frozen
+
+
+def annealed(kind: str) -> Found:
+    """What a copy came to whose rate was brought to 0, and the run after it."""
+    made = trainer(kind, True, {"max_steps": 40}, probe=[own_rows(words(900))])
+    for ahead in (4, 0):
+        if ahead:
+            made.anneal(ahead)
+        for _ in range(6):
+            made.step(own_rows(words(made.position)))
+    losses = [point.loss for point in made.copies.points]
+    return {"copies": losses, "passes": made.backward_passes, "loss": made.evaluate([own_rows(words(901))])}
 
 
 def accumulated(kind: str) -> Found:
@@ -157,14 +193,15 @@ def accumulated(kind: str) -> Found:
 def optimizers(kind: str) -> Found:
     """Losses after some steps with each optimizer."""
     found = {}
-    for name in ("adamw", "adam", "sgd", "own"):
+    for name in ("adamw", "adam", "sgd", "muon", "own"):
         settings = {**SETTINGS, "max_steps": 20, "optimizer.learning_rate": 1e-3, "optimizer.type": name}
         model = in_kind(curve(), kind)
         own = torch.optim.RMSprop(model.parameters(), 1e-3) if name == "own" else None
         config = from_mapping({n: v for n, v in settings.items() if own is None or not n.startswith("optimizer.")})
         made = HybridTrainer(model, own, supervised(nn.functional.mse_loss), config)
         found[name] = run(made, 12, points)["loss"]
-    return found
+    fused = trainer(kind, True, {"max_steps": 20, "optimizer.type": "muon", "optimizer.learning_rate": 1e-2})
+    return found | {"muon on fused matrices": run(fused, 6, words)["loss"]}
 
 
 def refused(kind: str) -> Found:
@@ -181,7 +218,6 @@ def refused(kind: str) -> Found:
         {"growth.layers": 1},
         {"max_time": 60.0},
         {"until_loss": 1.0},
-        {"forecast.copies": [0.5]},
         {"hybrid.linear_rows": 100},
         {"hybrid.space": "product"},
     ):
@@ -233,10 +269,13 @@ def sent(kind: str) -> Found:
             made.policy.rest.steps = 90
         while made.global_step % 5:
             made.step(own_rows(words(made.position)))
+        world, reads = made.engine.world, []
+        read = world.to_host
+        world.to_host = lambda numbers, read=read, reads=reads: reads.append(1) or read(numbers)  # type: ignore[method-assign]
         with listening() as calls:
             for position in range(20):
                 made.step(own_rows(words(position)))
-        found[name] = dict(calls)
+        found[name] = {**calls, "waits": len(reads)}
     return found
 
 
@@ -279,7 +318,15 @@ def worlds(kind: str) -> Found:
     }
 
 
-CHECKS = (runs, path, idle, snapshots, bad_step, counted, accumulated, optimizers, refused, sent, apart, worlds)
+ALIKE = (runs, path, counted, annealed, accumulated, optimizers)
+CHECKS = (*ALIKE, idle, snapshots, bad_step, refused, sent, apart, worlds)
+
+
+def on_one_rank() -> Found:
+    """A model that FSDP2 shards over one process, beside one that it does not."""
+    settings = {"max_steps": 60, "hybrid.warmup_steps": 10, "hybrid.full_steps": 10, "dropout": 0.1}
+    made = [run(trainer(kind, True, dict(settings)), 60, words) for kind in ("fsdp2", "one")]
+    return {"phases": [one["phases"] for one in made], "hashes": [one["hash"] for one in made]}
 
 
 def on_ranks() -> Found:
@@ -300,13 +347,13 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
 @pytest.fixture(scope="module")
 def alone() -> dict[str, Found]:
     """What one process finds."""
-    return {check.__name__: check("one") for check in (runs, path, counted, accumulated, optimizers)}
+    return {check.__name__: check("one") for check in ALIKE}
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_ranks_find_the_same(kind: str, found: list[Found]) -> None:
     one, other = found
-    for check in (runs, path, counted, accumulated, optimizers, worlds):
+    for check in (*ALIKE, worlds):
         name = f"{check.__name__} {kind}"
         for run_of_rank in (one[name], other[name]):
             for part in run_of_rank.values():
@@ -359,8 +406,18 @@ def test_no_number_on_one_rank_skips_the_step_on_all(kind: str, found: list[Foun
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_targets_count_wherever_they_are(kind: str, found: list[Found], alone: dict[str, Found]) -> None:
-    ours, theirs = found[0][f"counted {kind}"], alone["counted"]
+    ours, theirs = dict(found[0][f"counted {kind}"]), dict(alone["counted"])
+    for same in ("names", "frozen"):
+        assert ours.pop(same) == theirs.pop(same)
     assert ours == pytest.approx(theirs, abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_annealed_copies_are_those_of_one_process(kind: str, found: list[Found], alone: dict[str, Found]) -> None:
+    ours, theirs = found[0][f"annealed {kind}"], alone["annealed"]
+    assert len(theirs["copies"]) == 1
+    for name in theirs:
+        assert ours[name] == pytest.approx(theirs[name], rel=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -378,7 +435,7 @@ def test_optimizers_train_as_in_one_process(kind: str, found: list[Found], alone
 def test_what_is_not_supported_is_refused_in_one_sentence(found: list[Found]) -> None:
     for_parts = {"optimizer.state_type", "hybrid.space"}
     ddp, sharded = (found[0][f"refused {kind}"] for kind in KINDS)
-    assert len(sharded) == 13
+    assert len(sharded) == 12
     assert sharded.keys() - ddp.keys() == for_parts
     for name, text in sharded.items():
         assert text.startswith("this is one of 2 processes, where ")
@@ -389,9 +446,13 @@ def test_what_is_not_supported_is_refused_in_one_sentence(found: list[Found]) ->
 def test_few_numbers_are_sent_and_no_objects(found: list[Found]) -> None:
     replicas, parts = (found[0][f"sent {kind}"] for kind in KINDS)
     windows, steps = 4, 20
-    assert replicas == {name: {"all_reduce": windows} for name in ("off", "resting", "watched")}
-    assert parts["off"] == parts["resting"] == {"all_reduce": steps + windows}
-    assert parts["watched"] == {"all_reduce": steps + 2 * windows}
+    looks = 2  # at the losses of a rest, which one process makes, too
+    assert replicas["off"] == {"all_reduce": windows, "waits": windows}
+    assert replicas["resting"] == {"all_reduce": windows, "waits": windows + looks}
+    assert replicas["watched"] == {"all_reduce": windows, "waits": 2 * windows}
+    assert parts["off"] == {"all_reduce": steps + windows, "waits": windows}
+    assert parts["resting"] == {"all_reduce": steps + windows, "waits": windows + looks}
+    assert parts["watched"] == {"all_reduce": steps + 2 * windows, "waits": 2 * windows}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -413,3 +474,9 @@ def test_ranks_sum_vote_and_tell(found: list[Found]) -> None:
         "well": True,
         "first": [[0.5]],
     }
+
+
+def test_shards_of_one_process_are_the_plain_run_bit_for_bit(tmp_path: Path) -> None:
+    found = start(__name__, ["on_one_rank"], 1, tmp_path)[0]["on_one_rank"]
+    assert found["hashes"][0] == found["hashes"][1]
+    assert found["phases"][0] == found["phases"][1]

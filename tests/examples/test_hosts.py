@@ -12,7 +12,8 @@ PAGE = ROOT / "docs" / "integrations.md"
 NAMES = ["wrap_loop", "transformers_trainer", "trl_adapter", "lightning_trainer", "accelerate_loop"]
 
 
-@pytest.mark.filterwarnings("ignore")  # the hosts' own
+@pytest.mark.xdist_group("hosts")  # they take seconds to import
+@pytest.mark.filterwarnings("ignore")  # their own
 @pytest.mark.parametrize("name", NAMES)
 def test_an_example_runs_and_keeps_leaps(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,12 @@ from tests.gloo import fewer, results
 from torch import Tensor
 
 from foretrain import HybridTrainer, load_weights
+from foretrain.errors import ForetrainError
 from foretrain.events import Notice
 from foretrain.persist import checkpoint, shards
 from foretrain.persist.checkpoint import CheckpointStore
 from foretrain.persist.codec import RANDOM, random_state_anew
+from foretrain.persist.folder import RunFolder
 from foretrain.persist.pieces import Layouts, ReadBy
 
 END, OPEN = 150, 140
@@ -139,6 +142,21 @@ def run_with_a_full_disk(rank: int, folder: str) -> dict[str, Any]:
     return told
 
 
+def come_second(rank: int, folder: str) -> str:
+    """A run in a folder that another run holds."""
+    with ExitStack() as stack:
+        if rank == 0:
+            stack.enter_context(RunFolder(Path(folder, "held"), resume=True))
+        torch.distributed.barrier()
+        try:
+            noisy("fsdp2").fit(Rows(ranked.words), out=f"{folder}/held", resume=True, progress=False)
+        except ForetrainError as error:
+            return str(error)
+        finally:
+            torch.distributed.barrier()
+    return ""
+
+
 def everything(rank: int, folder: str) -> dict[str, Any]:
     """All of the above, on at most three ranks."""
     told: dict[str, Any] = {}
@@ -151,6 +169,7 @@ def everything(rank: int, folder: str) -> dict[str, Any]:
     with fewer(2) as takes_part:
         if takes_part:
             told["full"] = run_with_a_full_disk(rank, folder)
+            told["second"] = come_second(rank, folder)
     return told
 
 
@@ -247,3 +266,11 @@ def test_a_full_disk_of_one_rank_is_a_warning_of_all(ran: tuple[Path, list[dict[
     assert told[0]["full"]["position"] == 40
     (notice,) = told[0]["full"]["notice"]
     assert notice.startswith("saved by 2 processes, and goes on in 1: ")
+
+
+def test_a_folder_that_another_run_holds_is_refused_on_all_ranks(ran: tuple[Path, list[dict[str, Any]]]) -> None:
+    folder, told = ran
+    text = f"out='{folder}/held': another run is writing there; wait for it or choose another folder"
+    assert told[0]["second"] == text
+    assert told[1]["second"] == f"rank 0: {text}"
+    assert not (folder / "held" / "checkpoints").exists()

@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 import foretrain
 from foretrain.config import Config, from_mapping
+from foretrain.engine.world import World
 from foretrain.errors import CheckpointError, InputError, SaveError
 from foretrain.events import Event, HealthFound, LossForecasted, Moved, Notice, OwnCodeFailed, Resumed
 from foretrain.guest.engine import GuestEngine
@@ -388,6 +389,14 @@ def test_close_removes_the_hooks_and_what_is_frozen_in_mid_run_is_followed() -> 
     run.close()
     with pytest.raises(InputError, match="this run is closed"):
         run.evaluated(1.0)
+
+
+def test_the_host_waits_for_the_device_once_per_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, waits = Loop(), []
+    outcome = loop.wrap(None, settings={"health.interval": 0, "log.interval": 1000})
+    monkeypatch.setattr(World, "to_host", lambda _, tensor: waits.append(loop.step) or tensor.flatten().tolist())
+    loop.go(50, outcome.run)
+    assert 5 <= len(waits) <= 10, "windows of five steps"
 
 
 def test_modes_of_the_model_stay_as_the_host_has_them() -> None:

@@ -18,7 +18,10 @@ from foretrain.integrations import accelerate as integration
 
 from .hosts import WORDS, Heard, RisingLoss, sentences, settings, weights
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # the host's own
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # the host's own
+    pytest.mark.xdist_group("hosts"),  # they take seconds to import
+]
 STEPS = 40
 TRAIN, HELD_OUT = sentences(320, 1), sentences(32, 2)
 

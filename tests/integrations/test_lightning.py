@@ -20,7 +20,10 @@ from foretrain.integrations.lightning import HybridCallback, ResumableLoader
 
 from .hosts import WORDS, Heard, RisingLoss, sentences, settings, weights
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # the host's own
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # the host's own
+    pytest.mark.xdist_group("hosts"),  # they take seconds to import
+]
 STEPS = 60
 TRAIN, HELD_OUT = sentences(200, 1), sentences(32, 2)
 

@@ -18,7 +18,10 @@ from foretrain.integrations.transformers import HybridCallback
 
 from .hosts import LONGEST, WORDS, Heard, RisingLoss, examples, settings, weights
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # the hosts' own
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # the hosts' own
+    pytest.mark.xdist_group("hosts"),  # they take seconds to import
+]
 STEPS = 40
 TRAIN, HELD_OUT = examples(200), examples(24, seed=2)
 
@@ -159,7 +162,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=plain, eos_token=end, pad_token=end)
 
 
-def test_trl_with_an_adapter_idle_bit_for_bit_and_with_leaps(tmp_path: Path) -> None:
+def test_trl_with_an_adapter_is_exact_idle_and_resumed_and_keeps_leaps(tmp_path: Path) -> None:
     from datasets import Dataset
     from peft import LoraConfig
     from trl import SFTConfig, SFTTrainer
@@ -167,8 +170,8 @@ def test_trl_with_an_adapter_idle_bit_for_bit_and_with_leaps(tmp_path: Path) -> 
     texts = [{"text": " ".join(map(str, row["input_ids"].tolist()))} for row in (*TRAIN, *HELD_OUT)]
     train_data, held_out = Dataset.from_list(texts[: len(TRAIN)]), Dataset.from_list(texts[len(TRAIN) :])
     found = {}
-    for kind in ("plain", "idle", "leaps"):
-        args = SFTConfig(**arguments(tmp_path / kind, save_strategy="no", learning_rate=1e-3, max_length=LONGEST))
+    for kind in ("plain", "idle", "leaps", "resumed"):
+        args = SFTConfig(**arguments(tmp_path / kind, learning_rate=1e-3, max_length=LONGEST))
         lora = LoraConfig(r=2, target_modules=["c_attn", "c_proj"], fan_in_fan_out=True, task_type="CAUSAL_LM")
         host = SFTTrainer(
             model(),
@@ -181,9 +184,12 @@ def test_trl_with_an_adapter_idle_bit_for_bit_and_with_leaps(tmp_path: Path) -> 
         callback = HybridCallback(probe=16, config=settings(**({"hybrid__mode": "off"} if kind == "idle" else {})))
         if kind != "plain":
             callback.bind(host)
-        host.train()
+        if kind == "resumed":
+            shutil.copytree(tmp_path / "leaps" / "checkpoint-20", tmp_path / kind / "checkpoint-20")
+        host.train(resume_from_checkpoint=kind == "resumed" or None)
         found[kind] = (weights(host.model), callback, dict(host._metrics.get("eval", {})))
     assert torch.equal(found["idle"][0], found["plain"][0])
     assert not torch.equal(found["leaps"][0], found["plain"][0])
     assert moves(found["leaps"][1])["kept"] >= 1
+    assert torch.equal(found["resumed"][0], found["leaps"][0])
     assert all(metrics == {} for _, _, metrics in found.values()), "a probe is no evaluation of the trainer's"

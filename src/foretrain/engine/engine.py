@@ -34,7 +34,7 @@ from foretrain.engine.result import StepResult
 from foretrain.engine.schedule import DecayPlan
 from foretrain.engine.sparse import check_sparse
 from foretrain.engine.step import FullStep, LossFunction, StepOutput
-from foretrain.engine.syncing import loss_through, prepared_for_loss
+from foretrain.engine.syncing import inside_replicas, loss_through, prepared_for_loss
 from foretrain.engine.trained import Change, TrainedWeights
 from foretrain.engine.world import ALONE, World
 from foretrain.errors import ConfigError
@@ -92,8 +92,10 @@ class Engine:
         """Without what the rate sources make of it; 0: none."""
         if self.own_optimizer and "optimizer.gradient_clip_norm" not in given(config):
             self.clip = 0.0
-        self.trained = TrainedWeights(self.model, self.optimizer)
-        self.average = WeightAverage(self.model, config.evaluation.ema_decay) if config.evaluation.ema_decay else None
+        self.named = inside_replicas(self.model)
+        """The module whose names weights have: a state says nothing of DistributedDataParallel around it."""
+        self.trained = TrainedWeights(self.named, self.optimizer)
+        self.average = WeightAverage(self.named, config.evaluation.ema_decay) if config.evaluation.ema_decay else None
         self.full_step = FullStep(
             self.model,
             self.optimizer,

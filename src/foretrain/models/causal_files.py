@@ -169,10 +169,10 @@ def _library(what: str) -> Iterator[Any]:
     try:
         import transformers
         from transformers.utils import logging
-    except ImportError:
-        raise InputError(
-            f"{what}: models other than GPT-2 need transformers; {how_to_install('foretrain[transformers]')}"
-        ) from None
+    except ImportError as error:  # it is not there, or does not fit what is installed beside it
+        why = "" if isinstance(error, ModuleNotFoundError) else f", which cannot be imported ({_short(error)})"
+        how = how_to_install("foretrain[transformers]")
+        raise InputError(f"{what}: models other than GPT-2 need transformers{why}; {how}") from None
     level, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity(_SILENT)
     logging.disable_progress_bar()
@@ -211,18 +211,31 @@ def lay_out(folder: Path) -> Any:
         config = CONFIG_MAPPING[kind].from_dict(_plain(values))
         layers = config.get_text_config().num_hidden_layers
         if not 0 < layers <= header.tensors:
-            raise CheckpointError(f"{folder}: config.json says {layers} layers, the weights are {header.tensors}")
-        with torch.device("meta"):
-            inner = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-        needed = sum(parameter.numel() for parameter in inner.parameters())
-        if needed > header.elements:
             raise CheckpointError(
-                f"{folder}: config.json describes a model of {needed:,} weights, its files hold {header.elements:,}; "
-                "they do not belong together"
+                f"{folder}: config.json says {layers} layers, its files hold {header.tensors} tensors; they do not "
+                "belong together"
             )
-        if sum(buffer.numel() for buffer in inner.buffers()) > MOST_BUFFERS:
-            raise CheckpointError(f"{folder / 'config.json'}: describes tables that no memory holds")
+        with torch.device("meta"):
+            inner = transformers.AutoModelForCausalLM.from_config(config)  # without auto_map there is no code to trust
+        _check_laid_out(inner, header, folder)
     return inner
+
+
+def _check_laid_out(inner: Any, header: _Header, folder: Path) -> None:
+    """Refuse what cannot generate, and what would take more memory than its files bear out."""
+    if "past_key_values" not in inspect.signature(inner.forward).parameters:
+        raise CheckpointError(
+            f"{folder}: a model of type {inner.config.model_type} keeps no keys and values of what it has read, which "
+            "generation here needs"
+        )
+    needed = sum(parameter.numel() for parameter in inner.parameters())
+    if needed > header.elements:
+        raise CheckpointError(
+            f"{folder}: config.json describes a model of {needed:,} weights, its files hold {header.elements:,}; they "
+            "do not belong together"
+        )
+    if sum(buffer.numel() for buffer in inner.buffers()) > MOST_BUFFERS:
+        raise CheckpointError(f"{folder / 'config.json'}: describes tables that no memory holds")
 
 
 def _plain(values: Any) -> Any:
@@ -264,7 +277,6 @@ def open_causal(folder: Path, precision: str = "fp32", **options: Any) -> Causal
             config=inner.config,
             dtype=dtype,
             use_safetensors=True,
-            trust_remote_code=False,
             local_files_only=True,
             ignore_mismatched_sizes=True,  # they are told, and refused below
             output_loading_info=True,
@@ -276,11 +288,6 @@ def open_causal(folder: Path, precision: str = "fp32", **options: Any) -> Causal
         loaded.config.use_cache = True
         loaded.eval()
         shape = shape_of(loaded, dtype.itemsize)
-        if "past_key_values" not in inspect.signature(loaded.forward).parameters:
-            raise CheckpointError(
-                f"{folder}: a model of type {loaded.config.model_type} keeps no keys and values of what it has read, "
-                "which generation here needs"
-            )
         return CausalLM(loaded, shape, file_format=stored, **options)
 
 

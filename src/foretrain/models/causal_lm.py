@@ -1,6 +1,6 @@
 """Any causal language model of transformers as a model of ours: loss, logits and generation; its modules stay theirs.
 
-transformers itself is imported where a model is opened (`causal_files`), never here.
+transformers itself is imported where a model is opened (`causal_files`), and for its cache.
 """
 
 from __future__ import annotations
@@ -29,6 +29,11 @@ def _draws(block: nn.Module) -> bool:
     """Return whether a block draws random numbers while training: its own dropout, or that of an adapter in it."""
     rates = (rate for module in block.modules() for name, rate in vars(module).items() if "drop" in name or name == "p")
     return any(isinstance(rate, float) and rate > 0 for rate in rates)
+
+
+def _can_be_recomputed(module: nn.Module) -> bool:
+    """Return whether it is a block as transformers marks them."""
+    return any(kind.__name__ == "GradientCheckpointingLayer" for kind in type(module).__mro__)
 
 
 def _recompute(block: nn.Module, function: Any, *given: Any) -> Any:
@@ -155,7 +160,7 @@ class CausalLM(LanguageModel):
     @activation_checkpointing.setter
     def activation_checkpointing(self, share: bool | float) -> None:
         self._activation_checkpointing = share
-        blocks = [module for module in self.inner.modules() if hasattr(type(module), "_can_checkpoint_with_cache")]
+        blocks = [module for module in self.inner.modules() if _can_be_recomputed(module)]
         if share and not blocks:
             raise ConfigError(
                 f"engine.activation_checkpointing = {share}: transformers has no way to recompute the blocks of a "

@@ -89,10 +89,9 @@ class Sample(Stateful):
         gradient, before = self.gradient().double(), self._before
         before = gradient if before is None or before.shape != gradient.shape else before.double()
         counts = self._counts([p for p in self.parameters if p.grad is not None], share)
-        states: list[dict[str, Any]] = [self.optimizer.state.get(p, {}) for p in self.parameters]
-        known = [p for p, state in zip(self.parameters, states, strict=True) if state]
-        first, second = _moments(states, ("exp_avg", "momentum_buffer")), _moments(states, ("exp_avg_sq",))
-        moment, weights = (gradient, counts) if first is None else (first.double(), self._counts(known, share))
+        of_first, first = self._owned(("exp_avg", "momentum_buffer"))
+        of_second, second = self._owned(("exp_avg_sq",))
+        moment, weights = (gradient, counts) if first is None else (first.double(), self._counts(of_first, share))
         roots = None if second is None else second.double().clamp(min=0).sqrt()
         self._before = None
         return torch.stack(
@@ -106,9 +105,18 @@ class Sample(Stateful):
                 weights @ moment.abs(),
                 weights @ moment,
                 weights @ moment.square(),
-                weights @ roots if roots is not None else weights.new_full((), torch.nan),
+                counts.new_full((), torch.nan) if roots is None else self._counts(of_second, share) @ roots,
             ]
         )
+
+    def _owned(self, names: Sequence[str]) -> tuple[list[nn.Parameter], Tensor | None]:
+        """The parameters that have a moment of one of these names, the first that is found, and samples of it."""
+        for name in names:
+            moments = [(p, _sampled(self.optimizer.state.get(p, {}), name)) for p in self.parameters]
+            found = [(p, moment) for p, moment in moments if moment is not None]
+            if found:
+                return [p for p, _ in found], torch.cat([moment for _, moment in found])
+        return [], None
 
     def _counts(self, parameters: Sequence[Tensor], share: Callable[[Tensor], float]) -> Tensor:
         """What each sampled number of these counts."""

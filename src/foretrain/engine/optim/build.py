@@ -11,6 +11,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from foretrain.config import OptimizerConfig
 from foretrain.engine.optim.muon import Muon
+from foretrain.engine.optim.muon_parts import MuonOnParts
 from foretrain.engine.optim.narrow import NarrowAdamW
 from foretrain.engine.optim.sgd import SGDOnParts
 from foretrain.errors import ConfigError
@@ -82,7 +83,8 @@ def _build_muon(
         {"params": others, "algorithm": "adamw", "lr": rest, "weight_decay": config.decay},
         {"params": vectors, "algorithm": "adamw", "lr": rest, "weight_decay": 0.0},
     ]
-    return Muon(
+    kind = MuonOnParts if any(is_spread(p) for p in trained.values()) else Muon
+    return kind(
         [group for group in groups if group["params"]],
         lr=rate,
         momentum=0.9 if config.momentum is None else config.momentum,
