@@ -113,6 +113,7 @@ def fit(
     restore_random_state(random)
     config, bus, group = engine.config, trainer.bus, current_group()
     level = options.console_level(engine.config) if group.first else None
+    _check_out(group, out is not None)
     with ExitStack() as stack:
         folder, details = out if isinstance(out, RunFolder) else None, dict(options.details)
         if out is not None and not isinstance(out, RunFolder):
@@ -169,6 +170,16 @@ def fit(
         shown = (level is not None and level != "quiet") or not group.first
         tell_interruption(summary["signal"], loop.last_words, options.on_interrupt, shown)
     return summary
+
+
+def _check_out(group: Group, given: bool) -> None:
+    """Refuse a folder that some processes know of and others do not: they would wait for each other."""
+    if group.alone:
+        return
+    first = group.from_first(lambda: str(given))
+    with group.together():
+        if str(given) != first:
+            raise InputError("out=... is given on some ranks only; give it on all of them: rank 0 owns the folder")
 
 
 def _open_folder(stack: ExitStack, path: Path, options: FitOptions, group: Group) -> RunFolder:
