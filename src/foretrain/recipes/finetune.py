@@ -40,7 +40,15 @@ from foretrain.recipes.compiling import as_it_began, with_compiling
 from foretrain.recipes.export import read_checkpoint
 from foretrain.recipes.frame import RunOptions, TrainingJob, carry_out
 from foretrain.recipes.open_model import Base, find_folder, open_base
-from foretrain.recipes.spreading import ONE_PROCESS, Spreading, check_rows, choose, spread, without_linearised
+from foretrain.recipes.spreading import (
+    ONE_PROCESS,
+    Spreading,
+    check_rows,
+    choose,
+    for_trainer,
+    spread,
+    without_linearised,
+)
 from foretrain.serve.answers import answer_questions
 from foretrain.show.follow import read_runs
 from foretrain.show.numbers import finite
@@ -217,7 +225,8 @@ def build_trainer(
     lora.attach(model, settings_of(config), config.seed)
     ranks = 1 if chosen is ONE_PROCESS else chosen.replicate * chosen.shard
     probe = probe_batches(data, config, current_group().rank, ranks) if _judges(config) else []
-    return HybridTrainer(model, loss_fn=spread(model, chosen, config), config=config, probe=probe, bus=bus)
+    loss = spread(model, chosen, config)
+    return HybridTrainer(model, loss_fn=loss, config=for_trainer(config, chosen), probe=probe, bus=bus)
 
 
 def _judges(config: Config) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,10 +133,26 @@ def spread(model: nn.Module, chosen: Spreading, config: Config) -> Loss | None:
         return None
     device = choose_device(config.device)
     model.to(device)
+    if config.engine.compile is True:
+        for block in _blocks(model):
+            block.compile(dynamic=False)
     if chosen.kind == "ddp":
         return ReplicatedLoss(DistributedDataParallel(model, gradient_as_bucket_view=True))
     _shard(model, chosen, config, device)
     return None
+
+
+def for_trainer(config: Config, chosen: Spreading) -> Config:
+    """Return the configuration that the trainer of a shared model gets: its blocks are compiled one by one already, and
+    its loss as a whole is not. In a run folder `auto` says so, as a run that is resumed compiles for it."""
+    if chosen.kind == "alone" or config.engine.compile is not True:
+        return config
+    return changed(config, {"engine.compile": "auto"})
+
+
+def _blocks(model: nn.Module) -> Iterator[nn.Module]:
+    blocks = getattr(model, "blocks", None)
+    yield from blocks if isinstance(blocks, nn.ModuleList) else ()
 
 
 def _shard(model: nn.Module, chosen: Spreading, config: Config, device: torch.device) -> None:
@@ -151,8 +167,7 @@ def _shard(model: nn.Module, chosen: Spreading, config: Config, device: torch.de
     policy = MixedPrecisionPolicy()
     if choose_precision(config.precision.type, device) == "bf16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    blocks = getattr(model, "blocks", None)
-    for block in blocks if isinstance(blocks, nn.ModuleList) else ():
+    for block in _blocks(model):
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
 

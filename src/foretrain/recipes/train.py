@@ -32,7 +32,15 @@ from foretrain.planning.growing import with_planned_growth
 from foretrain.recipes.compiling import as_it_began, with_compiling
 from foretrain.recipes.export import NO_TOKENIZER, export
 from foretrain.recipes.frame import RunOptions, TrainingJob, carry_out
-from foretrain.recipes.spreading import ONE_PROCESS, Spreading, check_rows, choose, spread, without_linearised
+from foretrain.recipes.spreading import (
+    ONE_PROCESS,
+    Spreading,
+    check_rows,
+    choose,
+    for_trainer,
+    spread,
+    without_linearised,
+)
 from foretrain.show.pages import report
 from foretrain.trainer import HybridTrainer
 
@@ -158,7 +166,8 @@ def _job(config: Config, path: Path, say: Callable[[str], None], bus: Bus, group
     chosen = choose(config, target, group)
     model = build_model(config)
     config = configuration.with_beta2(config, shape.context)
-    trainer = HybridTrainer(model, loss_fn=spread(model, chosen, config), config=config, bus=bus)
+    loss = spread(model, chosen, config)
+    trainer = HybridTrainer(model, loss_fn=loss, config=for_trainer(config, chosen), bus=bus)
     held_out = build_held_out(config, corpus, model, group=group)
     if trainer.race is not None:
         trainer.race.use(_judging(config, corpus, model, len(held_out), group), shape.context)
