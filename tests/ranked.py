@@ -132,7 +132,7 @@ def digest(made: HybridTrainer) -> str:
     return found.hexdigest()[:16]
 
 
-def start(module: str, names: list[str], size: int, folder: Path, limit: float = 240) -> list[dict[str, Found]]:
+def start(module: str, names: list[str], size: int, folder: Path, limit: float = 600) -> list[dict[str, Found]]:
     """Run functions of a module by name on so many ranks, and return what each rank found."""
     code = f"from tests.ranked import work; work({module!r}, {names!r}, {str(folder)!r})"
     root = Path(__file__).parent.parent

@@ -45,6 +45,7 @@ PUBLIC = {
     "logistic",
     "supervised",
     "train",
+    "wrap",
 }
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from foretrain.engine.weights import load_weights
     from foretrain.errors import CheckpointError, ConfigError, DataError, DivergenceError, ForetrainError, InputError
     from foretrain.events import Bus
+    from foretrain.guest.wrap import wrap
     from foretrain.models.gpt2 import GPT2, GPT2Shape
     from foretrain.models.lora import LoraSettings
     from foretrain.motion.predictors.base import Followed, Forecast, Predictor, Situation
@@ -67,6 +68,7 @@ _HOMES = {
     "logistic": "engine.objective",
     "supervised": "engine.own",
     "train": "recipes.train",
+    "wrap": "guest.wrap",
 }
 
 __all__ = [
@@ -105,6 +107,7 @@ __all__ = [
     "logistic",
     "supervised",
     "train",
+    "wrap",
 ]
 
 

@@ -18,8 +18,10 @@ def run(crash_matrix: Any, warm: Any, folder: Path, keep: int, modes: tuple[str,
 
 
 def test_every_kill_is_survived(crash_matrix: Any, warm: Any, tmp_path: Path) -> None:
-    rows = run(crash_matrix, warm, tmp_path, 100, crash_matrix.MODES, steps=5)
-    for mode in crash_matrix.MODES:  # a save is six files (all but the rename and the folder can be torn)
+    """`before` is the test below: with the events of this run and those of deletions."""
+    modes = tuple(mode for mode in crash_matrix.MODES if mode != "before")
+    rows = run(crash_matrix, warm, tmp_path, 100, modes, steps=5)
+    for mode in modes:  # a save is six files (all but the rename and the folder can be torn)
         assert crash_matrix.counts(rows, mode)["points"] >= 2 * (6 if mode == "torn" else 8)
     assert {0, 3, 5} <= {row.newest_complete_step for row in rows}
 

@@ -150,6 +150,19 @@ def test_only_the_wanted_gradients_are_made() -> None:
     assert loss.item() == pytest.approx(plain(hidden, weight, targets, VOCABULARY).item(), rel=1e-6)
 
 
+def test_a_frozen_output_layer_gets_no_gradient_and_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden, weight, targets = problem()
+    made: list[Tensor] = []
+    product = loss_module._wide_product
+    monkeypatch.setattr(loss_module, "_wide_product", lambda *parts: made.append(product(*parts)) or made[-1])
+    loss = linear_cross_entropy(hidden, weight.detach(), targets)
+    assert not made
+    (frozen,) = torch.autograd.grad(loss, hidden)
+    (trained,) = torch.autograd.grad(linear_cross_entropy(hidden, weight, targets), hidden)
+    assert made
+    assert torch.equal(frozen, trained)
+
+
 def test_gradients_go_on_into_the_layers_below() -> None:
     hidden, weight, targets = problem()
     below = torch.eye(WIDTH).requires_grad_()

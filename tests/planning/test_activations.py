@@ -128,7 +128,8 @@ def test_a_compiled_pass_keeps_what_is_planned(precision: str, narrow: bool, aga
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(("rows", "slices"), [(256, "auto"), (3000, "auto"), (3000, 200)])
-def test_the_fused_loss_needs_what_is_planned(precision: str, rows: int, slices: int | str) -> None:
+@pytest.mark.parametrize("frozen", [False, True])
+def test_the_fused_loss_needs_what_is_planned(precision: str, rows: int, slices: int | str, frozen: bool) -> None:
     shape = GPT2Shape(1, 1, 64, rows, 3000)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     hidden, weight = torch.zeros(rows, 64, dtype=dtype), torch.zeros(shape.padded_vocab_size, 64, dtype=dtype)
@@ -137,8 +138,9 @@ def test_the_fused_loss_needs_what_is_planned(precision: str, rows: int, slices:
     live.ignore((hidden, weight, targets))
     with live, torch.no_grad():
         at_once = loss_module.SLICE_ROWS["cpu"] if isinstance(slices, str) else slices
-        loss_module._linear_cross_entropy._init_fn(hidden, weight, targets, shape.vocab_size, at_once, True)
-    work = work_of(shape, 1, precision, fused=True, loss_rows=slices)
+        sizes = shape.vocab_size, at_once
+        loss_module._linear_cross_entropy._init_fn(hidden, weight, targets, *sizes, True, not frozen)
+    work = work_of(shape, 1, precision, fused=True, loss_rows=slices, rank=8 if frozen else 0)
     near(work.loss_forward() - work.head_cast, live.peak)
 
 

@@ -22,6 +22,12 @@ SMALL = GPT2Shape(12, 12, 768)
 H200 = Speed(((1.0, 252e12),))
 
 
+@pytest.fixture(autouse=True)
+def no_runs_beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`foretrain plan` goes by finished runs in the working directory: no test finds somebody's."""
+    monkeypatch.chdir(tmp_path)
+
+
 def test_more_time_wants_a_larger_model_and_a_larger_batch() -> None:
     found = [scaling.best(SMALL, 1024, hours * 3600, H200, LossLaw()) for hours in (0.25, 2, 24)]
     sizes = [one.parameters for one in found if one is not None]

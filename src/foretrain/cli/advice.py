@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from foretrain.cli.terminal import put, put_json, say
 from foretrain.errors import InputError
@@ -14,6 +14,7 @@ from foretrain.planning.scaling import GPT2_VOCABULARY
 
 if TYPE_CHECKING:
     from foretrain.config import Config
+    from foretrain.models.gpt2 import GPT2Shape
     from foretrain.planning.estimate import PlanTarget
     from foretrain.planning.scaling import Candidate, LossLaw, Speed
 
@@ -35,22 +36,27 @@ def advise(config: Config, target: PlanTarget, time: str, runs: Path, device: st
         raise InputError(f"--time: {error}") from None
     if target.adapters:
         raise InputError("--time plans a model that is trained from fresh weights; leave --finetune out")
-    law = scaling.law_by(scaling.finished_runs(runs, target.shape.vocab_size), target.shape.vocab_size)
+    law = scaling.law_by(scaling.finished_runs(runs, _shape(target).vocab_size), _shape(target).vocab_size)
     speed, how, found = _speed(config, target, seconds, law)
-    asked = scaling.candidate(target.shape, target.length, seconds, speed, law, config.batch_size)
+    asked = scaling.candidate(_shape(target), target.length, seconds, speed, law, config.batch_size)
     if not device:
         told = {"seconds": seconds, "speed": how, "estimate": True, "law": asdict(law)}
         put_json(told | {"asked": asdict(asked), "best": None if found is None else asdict(found)})
         return
     put(device)
     put(how)
-    _print(asked, found, clock(seconds), math.log(target.shape.vocab_size))
+    _print(asked, found, clock(seconds), math.log(_shape(target).vocab_size))
     put(_caveat(law, target))
     if found is not None and found.loss < asked.loss:
         put(
             f'\nmax_time = "{time}"\nbatch_size = {found.batch_size}\n\n[model]\nlayers = {found.layers}\n'
             f"width = {found.width}\nheads = {found.heads}"
         )
+
+
+def _shape(target: PlanTarget) -> GPT2Shape:
+    """Return the shape of a model that is trained from fresh weights, which is always a GPT-2."""
+    return cast("GPT2Shape", target.shape)
 
 
 def _speed(config: Config, target: PlanTarget, seconds: float, law: LossLaw) -> tuple[Speed, str, Candidate | None]:
@@ -63,9 +69,9 @@ def _speed(config: Config, target: PlanTarget, seconds: float, law: LossLaw) -> 
     fits = _fitting(config, target)
     if target.cuda and not torch.cuda.is_available():
         speed = scaling.Speed(((1.0, H200),))
-        best = scaling.best(target.shape, target.length, seconds, speed, law, fits)
+        best = scaling.best(_shape(target), target.length, seconds, speed, law, fits)
         return speed, "speed: reckoned for one H200, as there is no CUDA GPU here", best
-    shape, best = target.shape, None
+    shape, best = _shape(target), None
     measured: dict[float, float] = {}
     for _ in range(_ROUNDS):
         per_token = scaling.operations(shape, target.length)
@@ -78,10 +84,10 @@ def _speed(config: Config, target: PlanTarget, seconds: float, law: LossLaw) -> 
                 raise InputError("the model that was asked for does not fit into memory; try `foretrain plan` first")
             break
         measured[per_token] = found
-        best = scaling.best(target.shape, target.length, seconds, scaling.Speed(tuple(measured.items())), law, fits)
+        best = scaling.best(_shape(target), target.length, seconds, scaling.Speed(tuple(measured.items())), law, fits)
         if best is None:
             break
-        shape = replace(target.shape, layers=best.layers, width=best.width, heads=best.heads)
+        shape = replace(_shape(target), layers=best.layers, width=best.width, heads=best.heads)
     speed = scaling.Speed(tuple(measured.items()))
     rates = ", ".join(f"{rate / 1e9:,.1f}" for rate in measured.values())
     return speed, f"speed: {rates} billion operations per second, measured on this machine", best
@@ -102,7 +108,7 @@ def _fitting(config: Config, target: PlanTarget) -> Callable[[Candidate], bool]:
     def fits(one: Candidate) -> bool:
         if room is None:
             return True
-        shape = replace(target.shape, layers=one.layers, width=one.width, heads=one.heads)
+        shape = replace(_shape(target), layers=one.layers, width=one.width, heads=one.heads)
         plain = changed(config, {"batch_size": one.batch_size, "accumulation_steps": 1, "hybrid.mode": "off"})
         return estimate(plain, replace(target, shape=shape)).needed <= room
 
@@ -135,7 +141,7 @@ def _caveat(law: LossLaw, target: PlanTarget) -> str:
     level = "no finished run with this vocabulary was found to set its level"
     if law.runs:
         level = f"its level is set by {law.runs} finished run{'s' if law.runs > 1 else ''} with this vocabulary"
-    elif target.shape.vocab_size < GPT2_VOCABULARY:
+    elif _shape(target).vocab_size < GPT2_VOCABULARY:
         level += ", which is not the one it was fitted to: the order of models counts, not their losses"
     return (
         f"an estimate, by a published law of loss against size and data (Chinchilla, re-fitted): {level}. The batch is "

@@ -69,7 +69,7 @@ def generate(
     trained to be asked; `--raw` continues the text as it is. `--adapter OTHER` takes another adapter, `--no-adapter`
     none.
     """
-    from foretrain.engine.precision import choose_device
+    from foretrain.engine.precision import choose_device, choose_precision
     from foretrain.recipes.newest import open_newest
     from foretrain.recipes.open_model import asked_in_chats
     from foretrain.serve.sampling import Sampling
@@ -79,15 +79,16 @@ def generate(
     if stream and json_:
         raise InputError("--stream and --json contradict each other; keep one of them")
     sampling = Sampling(max_tokens, temperature, top_k, top_p, repetition_penalty, seed, stop_strings=tuple(stop or ()))
-    base = open_newest(model, tokenizer, vocabulary, say)
+    place = choose_device(device)
+    base = open_newest(model, tokenizer, vocabulary, say, precision=choose_precision("auto", place))
     prompts = prompt or [_standard_input()]
-    asked = base.format or (asked_in_chats(base.folder) if base.adapter is None else None)
+    asked = base.format or (asked_in_chats(base) if base.adapter is None else None)
     if asked is not None and not raw:
         prompts = [asked.ask(text, _fields(field or [])) for text in prompts]
     elif field:
         why = "--raw takes the text as it is" if raw else f"{model} was not fine-tuned on records"
         raise InputError(f"--field: {why}; give the whole text with --prompt")
-    base.model.to(choose_device(device))
+    base.model.to(place)
     chosen = None if no_adapter else _adapter_folder(adapter) if adapter is not None else base.adapter
     if chosen is not None:
         from foretrain.models.adapter_files import load_adapter
@@ -208,11 +209,11 @@ def merge(
     overwrite: Overwrite = False,
     json_: Json = False,
 ) -> None:
-    """Add an adapter to its model and write the result as a Hugging Face GPT-2 folder."""
+    """Add an adapter to its model and write the result as a complete Hugging Face folder."""
     from foretrain.data.handover import chat_template_of
     from foretrain.models import lora
     from foretrain.models.adapter_files import load_adapter, read_adapter
-    from foretrain.recipes.export import write_model
+    from foretrain.recipes.export import write_base
     from foretrain.recipes.open_model import open_base
 
     path = _adapter_folder(adapter)
@@ -230,7 +231,7 @@ def merge(
     load_adapter(opened.model, read, any_base)
     lora.merge(opened.model)
     lora.detach(opened.model, keep_merged=True)
-    write_model(opened.model, folder, "merge it again", opened.tokenizer, chat_template_of(path))
+    write_base(opened, folder, "merge it again", chat_template_of(path))
     put_written(folder, json_)
 
 

@@ -13,7 +13,7 @@ Model = Annotated[
     Path,
     Parameter(
         help="Run folder of `train` or `finetune` (not finished: its newest checkpoint is taken), one checkpoint, or a "
-        "GPT-2 in Hugging Face's format."
+        "causal language model in Hugging Face's format."
     ),
 ]
 RunOut = Annotated[Path | None, Parameter(help="Run folder. Unset: a new one in `runs/`.")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,7 +11,6 @@ from cyclopts import Parameter
 
 from foretrain.cli.terminal import Json, Settings, flag, put, put_json, say
 from foretrain.errors import InputError
-from foretrain.persist.files import user_path
 
 _SAY_THE_VOCABULARY = {"data.path", "data.tokenizer", "data.vocabulary", "model.vocab_size", "model.weights"}
 """Settings by which the vocabulary is known, or meant to be looked up."""
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from foretrain.config import Config
+    from foretrain.models.causal_shape import CausalShape
+    from foretrain.models.gpt2 import GPT2Shape
     from foretrain.planning.estimate import PlanTarget
     from foretrain.planning.plan import MemoryPlan
 
@@ -40,6 +42,10 @@ def plan(
         ),
     ] = "",
     finetune: Annotated[bool, flag("Plan what `foretrain finetune` would do with this file, not `train`.")] = False,
+    base: Annotated[
+        str,
+        Parameter(help="The model to fine-tune, as `foretrain finetune --base` takes it; with `--finetune` or not."),
+    ] = "",
     time: Annotated[
         str,
         Parameter(help="Say instead which depth, width and batch would end lowest in this time: `1h`, `30m`, `1h30m`."),
@@ -67,7 +73,8 @@ def plan(
     from foretrain.planning.plan import NothingFitsError, without_prediction
     from foretrain.planning.plan import plan as make_plan
 
-    loaded = load(config, set_ or (), preset="finetune" if finetune else "measured")
+    named = [f"model.weights={json.dumps(base, ensure_ascii=False)}"] if base else []
+    loaded = load(config, named + (set_ or []), preset="finetune" if finetune or base else "measured")
     for text in loaded.notices:
         say(f"note: {text}")
     settings = loaded.config
@@ -155,12 +162,11 @@ def _predicting(config: Config, target: PlanTarget, limit: int) -> MemoryPlan | 
 
 def _planned(config: Config, target: PlanTarget) -> dict[str, Any]:
     """Return what the plan is for."""
-    from foretrain.planning.estimate import all_parameters
-    from foretrain.planning.parameters import parameters_of
+    from foretrain.planning.estimate import all_parameters, model_parameters
 
     return {
         "model": config.model.weights or config.model.type,
-        "parameters": parameters_of(target.shape).elements,
+        "parameters": model_parameters(target.shape).elements,
         "trained_parameters": all_parameters(config, target).elements,
         "vocabulary": target.shape.vocab_size,
         "batch_size": config.batch_size,
@@ -189,26 +195,45 @@ def _target(config: Config, device: str) -> PlanTarget:
     """Return the shape of what would be trained; a fine-tuning run takes it from the model's folder."""
     from foretrain.models.gpt2 import shape_from_config
     from foretrain.planning.estimate import PlanTarget, target_of
-    from foretrain.recipes.open_model import shape_of
 
     if device not in ("", "cuda", "cpu"):
         raise InputError(f"--device {device!r}: plan for cuda or cpu")
     adapters = config.preset == "finetune"
-    shape, length, rows = replace(shape_from_config(config.model), vocab_size=_vocabulary(config)), None, 0
+    shape: GPT2Shape | CausalShape = replace(shape_from_config(config.model), vocab_size=_vocabulary(config))
+    length, rows = None, 0
     if adapters:
-        folder = user_path(config.model.weights, "model.weights")
-        if not config.model.weights or not folder.is_dir():
-            raise InputError(
-                f"model.weights = {config.model.weights!r}: there is no such folder; name the model to fine-tune, as "
-                "in --set model.weights=FOLDER"
-            )
-        shape = shape_of(folder if (folder / "config.json").is_file() else folder / "model")
-        length, rows = min(shape.context, config.data.max_length or shape.context), config.batch_size
+        if not config.model.weights:
+            raise InputError("model.weights is empty: name the model to fine-tune, as in --base FOLDER")
+        shape = _base_shape(config, device)
+        length, rows = min(shape.context, config.data.max_length or shape.window), config.batch_size
+        if length < shape.context and not config.data.max_length:
+            say(f"note: rows are taken to be {length:,} tokens; set data.max_length to what your examples need")
     if not device:
         return target_of(config, shape, length=length, adapters=adapters, evaluated_rows=rows)
-    wanted = config.precision.type
-    precision = ("bf16" if device == "cuda" else "fp32") if wanted == "auto" else wanted
+    precision = _precision(config, device)
     return PlanTarget(shape, device == "cuda", precision, length or shape.context, adapters, rows)
+
+
+def _base_shape(config: Config, device: str) -> GPT2Shape | CausalShape:
+    """Return the shape of the model that would be fine-tuned."""
+    from foretrain.recipes.open_model import any_shape_of, find_folder
+
+    try:
+        folder = find_folder(config.model.weights)
+    except InputError as error:
+        raise InputError(f"{error}; name the model to fine-tune, as in --base FOLDER") from None
+    place = folder if (folder / "config.json").is_file() else folder / "model"
+    return any_shape_of(place, _precision(config, device), config.precision.narrow_residual)
+
+
+def _precision(config: Config, device: str) -> str:
+    """Return the number format of the products; device: empty for the one that a run would use here."""
+    from foretrain.engine.precision import choose_device, choose_precision
+
+    wanted = config.precision.type
+    if not device:
+        return choose_precision(wanted, choose_device(config.device))
+    return ("bf16" if device == "cuda" else "fp32") if wanted == "auto" else wanted
 
 
 def _vocabulary(config: Config) -> int:

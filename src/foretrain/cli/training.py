@@ -100,8 +100,9 @@ def finetune(
     base: Annotated[
         str,
         Parameter(
-            help="What to fine-tune: a run folder, a GPT-2 in Hugging Face's format, or the name of one in Hugging "
-            "Face's cache, such as `gpt2`. Sets `model.weights`."
+            help="What to fine-tune: a run folder, a causal language model in Hugging Face's format (GPT-2; Llama, "
+            "Qwen, SmolLM and others with transformers installed), or the name of one in Hugging Face's cache, such as "
+            "`gpt2`. Sets `model.weights`."
         ),
     ] = "",
     data: Annotated[str, Parameter(help="JSONL file of examples. Sets `data.path`.")] = "",

@@ -74,7 +74,8 @@ class ModelConfig(Section):
     initialization: Literal["gpt2", "xavier_uniform"] = "gpt2"
     """First weights: normal with std 0.02 and scaled residual projections, or Xavier uniform."""
     weights: str = ""
-    """Folder with a GPT-2 in Hugging Face's format (`model.safetensors`) to start from. Empty: fresh weights."""
+    """Folder with a GPT-2 in Hugging Face's format (`model.safetensors`) to start from; `foretrain finetune` takes any
+    causal language model. Empty: fresh weights."""
     residual: Literal[True] = True
     """Residual connections. GPT-2 always has them; `false` is refused."""
 
@@ -241,7 +242,8 @@ class PrecisionConfig(Section):
     """Format of the forward passes that probe a move. `same`: that of training. Another one shifts their losses a
     little against those of training, and quasi-Newton leaps, which want the same loss to five digits, may not begin."""
     narrow_residual: bool = True
-    """With bf16 or fp16: keep the sum that runs through the blocks in that format too. Less memory, faster."""
+    """With bf16 or fp16: keep the sum that runs through the blocks in that format too. Less memory, faster. A base of
+    another family is held in bf16 or fp16 where its files are, or, with `false`, in fp32."""
     tf32: Switch = "auto"
     """Let fp32 matrix products on the GPU use TF32. `auto`: unless the loss is made of `residuals=`."""
     loss_scale: Positive = 65536.0
@@ -268,7 +270,7 @@ class EngineConfig(Section):
     (4096 without gradients), 1024 elsewhere."""
     activation_checkpointing: Share = False
     """Recompute blocks in the backward pass instead of keeping their activations: all (`true`), none, or a share, such
-    as 0.5, at least one block, evenly spread. Same bits, dropout included. For GPT-2 models."""
+    as 0.5, at least one block, evenly spread. Same bits, dropout included. For GPT-2 and models of transformers."""
     update_in_backward: bool = False
     """Update parameters soon after their gradients are complete, some at a time, and free the gradients: they never all
     exist at once. Same bits, except for the rounding of `muon` and of compiled models. Needs

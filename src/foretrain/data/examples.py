@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foretrain.data import documents, templates
+from foretrain.data.chat_templates import ChatTemplate
+from foretrain.data.hub_tokenizers import begun
 from foretrain.data.templates import Format
 from foretrain.data.tokenizers import Tokenizer, Tokens
 from foretrain.errors import DataError
@@ -51,18 +53,20 @@ def read_examples(
     answer: str | None = None,
     limit: int | None = None,
     say: Callable[[str], None] = lambda _: None,
+    chat: ChatTemplate | None = None,
 ) -> list[Example]:
     """Return every record of JSONL files (also .gz and .xz) as an example, at most `limit` of them.
 
     `prompt` and `answer` are templates over the record's fields, such as "Question: {question}\\nAnswer:" and
     " {answer}". An empty field leaves nothing behind; where the text around it should go too, give two prompts, with
-    and without it. What is None is guessed from the first record's fields, and `say` hears what was taken.
+    and without it. What is None is guessed from the first record's fields, and `say` hears what was taken. chat: the
+    model's own way to write chats.
     """
     records = _records(path)
     first = next(records, None)
     if first is None:
         raise DataError(f"{path}: holds no records; each line must be a JSON object")
-    chosen = _format(first, prompt, answer)
+    chosen = templates.with_chat(_format(first, prompt, answer), chat)
     if prompt is None or answer is None:
         say(f"{first.where.rpartition(':')[0]} read as {chosen}")
     rows = itertools.islice(itertools.chain([first], records), limit)
@@ -74,13 +78,16 @@ def _example(given: tuple[str, ...], answer: str) -> Example:
 
 
 def find_format(
-    path: str | Path | list[str], prompt: str | Sequence[str] | None = None, answer: str | None = None
+    path: str | Path | list[str],
+    prompt: str | Sequence[str] | None = None,
+    answer: str | None = None,
+    chat: ChatTemplate | None = None,
 ) -> Format:
     """Return what `read_examples` takes: its `ask` asks the trained model as it was asked in training."""
     first = next(_records(path), None)
     if first is None:
         raise DataError(f"{path}: holds no records; each line must be a JSON object")
-    return _format(first, prompt, answer)
+    return templates.with_chat(_format(first, prompt, answer), chat)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,8 +183,13 @@ def encode_prompts(prompts: Sequence[str], tokenizer: Tokenizer) -> list[Tokens]
     A prompt is never encoded together with its answer: merged at the boundary, they would be other tokens than those
     of the prompt alone, which is all there is when the model is asked. An empty prompt is the end of the text before.
     """
-    nothing = np.array([tokenizer.end_of_text], dtype=np.uint32)
-    return [tokens if len(tokens) else nothing for tokens in tokenizer.encode_batch(prompts)]
+    return [begun_text(tokens, tokenizer) for tokens in tokenizer.encode_batch(prompts)]
+
+
+def begun_text(tokens: Tokens, tokenizer: Tokenizer) -> Tokens:
+    """Return a text as the model reads it from its beginning; an empty one begins a new document."""
+    text = begun(tokens, tokenizer)
+    return text if len(text) else np.array([tokenizer.end_of_text], dtype=np.uint32)
 
 
 def _encode_turns(
@@ -185,10 +197,10 @@ def _encode_turns(
 ) -> list[tuple[Tokens, tuple[tuple[int, int], ...]]]:
     """Return each prompt, and where in it something is said. Turns are encoded by themselves, as prompts are."""
     parts = [example.turns or (example.prompt,) for example in examples]
-    encoded = iter(encode_prompts([text for turns in parts for text in turns], tokenizer))
+    encoded = iter(tokenizer.encode_batch([text for turns in parts for text in turns]))
     prompts = []
     for turns in parts:
-        pieces = [next(encoded) for _ in turns]
+        pieces = [begun_text(next(encoded), tokenizer), *(next(encoded) for _ in turns[1:])]
         ends = list(itertools.accumulate(map(len, pieces)))
         said = tuple(itertools.pairwise(ends))[::2] if len(ends) > 1 else ()
         prompts.append((np.concatenate(pieces) if len(pieces) > 1 else pieces[0], said))

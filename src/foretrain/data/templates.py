@@ -6,10 +6,11 @@ import difflib
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from foretrain.data import chats
+from foretrain.data.chat_templates import ChatTemplate
 from foretrain.errors import DataError
 
 Record = Mapping[str, Any]
@@ -138,8 +139,12 @@ class Format:
         return f"{self.name}: prompt {prompts}, answer {self.answer.text!r}"
 
 
+@dataclass(frozen=True)
 class ChatFormat(Format):
     """A list of messages: whatever the assistant says is learned, and asked for."""
+
+    own: ChatTemplate | None = None
+    """The model's own way to write chats; None: plain lines."""
 
     @property
     def field(self) -> str:
@@ -148,13 +153,16 @@ class ChatFormat(Format):
     def prompt_of(self, record: Record, where: str = "the record") -> str:
         """Return the chat up to the assistant's next words, or to its last ones if it ends with them."""
         messages = self._messages(record, where)
-        return chats.question(messages[:-1] if messages[-1].is_learned else messages)
+        return self._question(messages[:-1] if messages[-1].is_learned else messages)
 
     def answer_of(self, record: Record, where: str = "the record") -> str:
         return self.read(record, where)[1]
 
     def read(self, record: Record, where: str) -> tuple[tuple[str, ...], str]:
-        return chats.turns(self._messages(record, where), where)
+        return (self.own or chats).turns(self._messages(record, where), where)
+
+    def _question(self, messages: list[chats.Message]) -> str:
+        return (self.own or chats).question(messages)
 
     def ask(self, text: str = "", fields: Record | None = None) -> str:
         """Return a chat that begins with `text`; `system`, among the fields, stands before it."""
@@ -163,7 +171,7 @@ class ChatFormat(Format):
             if name != "system":
                 raise DataError(f"there is no field {name!r} in a chat; it has system")
         given = [("system", fields.get("system", "")), ("user", text)]
-        return chats.question([chats.Message(chats.ROLES[role], said.strip()) for role, said in given if said.strip()])
+        return self._question([chats.Message(chats.ROLES[role], said.strip()) for role, said in given if said.strip()])
 
     def _messages(self, record: Record, where: str) -> list[chats.Message]:
         if self.field not in record:
@@ -171,6 +179,8 @@ class ChatFormat(Format):
         return chats.read_messages(record[self.field], where, self.field)
 
     def __str__(self) -> str:
+        if self.own is not None:
+            return f"{self.name}: by the model's own chat template; what the assistant says is learned"
         return f"{self.name}: lines 'User: ...' and 'Assistant: ...'; what the assistant says is learned"
 
 
@@ -187,6 +197,11 @@ def make_format(prompt: str | Sequence[str], answer: str, name: str = "given tem
     if parsed.text in _CHATS and [one.text for one in prompts] == [parsed.text]:
         return ChatFormat("chat", prompts, parsed)
     return Format(name, prompts, parsed)
+
+
+def with_chat(format_: Format, template: ChatTemplate | None) -> Format:
+    """Return the format; where it is a chat, with the model's own way to write it."""
+    return replace(format_, own=template) if template is not None and isinstance(format_, ChatFormat) else format_
 
 
 _CHATS = tuple(f"{{{field}}}" for field in chats.FIELDS)

@@ -118,11 +118,12 @@ def _library_json(end_of_text: int, model: dict[str, Any], split: dict[str, Any]
 class BPETokenizer(_Encoder):
     """Byte-pair encoding by the `tokenizers` library."""
 
-    def __init__(self, inner: Any, origin: str) -> None:
+    def __init__(self, inner: Any, origin: str, end: int | None = None) -> None:
+        """end: the token that ends a text; None: the one that GPT-2 calls so."""
         library.encode_whole(inner)
         self.inner = inner
         self.vocab_size = library.vocabulary_size(inner, origin)
-        end = inner.token_to_id(END_OF_TEXT)
+        end = inner.token_to_id(END_OF_TEXT) if end is None else end
         if end is None:
             raise DataError(f"{origin}: the tokenizer has no {END_OF_TEXT} token; add it as a special token")
         self.end_of_text = int(end)

@@ -30,6 +30,8 @@ def plan_ahead(rate: Rates, max_steps: int, known: RatePlan | None = None) -> Ra
     if not isinstance(rate, FollowedRates):
         places = np.unique(np.linspace(0, max_steps, _KNOTS + 1).round())
         return shortened_plan(max_steps, places, np.array([rate.at(int(place)) for place in places]))
+    if rate.scheduler is None and rate.changes_by_itself:
+        return unknown_plan(max_steps)
     if rate.scheduler is None:  # the rate that stands there is followed; nothing says that it will change
         return RatePlan(max_steps, np.array([0.0, max_steps]), np.ones(2))
     if known is not None and known.total_steps == max_steps:

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from foretrain.config import Config, to_mapping
 from foretrain.engine.rates import FollowedRates, Rates
-from foretrain.models.gpt2 import GPT2
+from foretrain.models.language_model import LanguageModel
 
 _OF_MODEL = ("model", "data", "lora")
 _OF_TEXT = frozenset({"batches", "answers", "final_answer", "fused_loss", "loss_rows", "narrow_residual"})
@@ -20,7 +20,7 @@ _HIDDEN = frozenset({"params", "peak_lr", "initial_lr", "foreach", "fused", "cap
 
 def is_configured(model: nn.Module) -> bool:
     """Whether a model is what the sections `model` and `data` speak of."""
-    return isinstance(unwrapped(model), GPT2)
+    return isinstance(unwrapped(model), LanguageModel)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

@@ -34,7 +34,7 @@ from foretrain.engine.result import StepResult
 from foretrain.engine.schedule import DecayPlan
 from foretrain.engine.sparse import check_sparse
 from foretrain.engine.step import FullStep, LossFunction, StepOutput
-from foretrain.engine.syncing import loss_through, prepared_for_loss
+from foretrain.engine.syncing import inside_replicas, loss_through, prepared_for_loss
 from foretrain.engine.trained import Change, TrainedWeights
 from foretrain.engine.world import ALONE, World
 from foretrain.errors import ConfigError
@@ -66,13 +66,12 @@ class Engine:
         known = {"max_steps", "schedule"} & config.model_fields_set and config.epochs is None
         self.has_end = bool(known) and config.steps_are_limited
         """Somebody said how long the run is: else it goes on for as long as steps are made, and no rate decays."""
-        model = own.ready_to_train(model)
+        model = self._ready(model)
         self.device = device_of_rank(model, choose_device(config.device), self.world)
         if config.engine.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs to repeat itself
             torch.use_deterministic_algorithms(True)
-        seed_random(seed_of_rank(config.seed, self.world.rank))
-        self.model = model.to(self.device)
+        self.model = self._placed(model)
         self.own_optimizer = optimizer is not None
         self.optimizer = (
             optim.build(self.model, config.optimizer)
@@ -87,14 +86,16 @@ class Engine:
         """What the loss is made of, where its form is known."""
         self.float_type = own.float_type(self.model)
         physical = isinstance(self.objective, Residuals)  # they take derivatives, and are to become small
-        self.precision = Precision(config.precision, self.device, exact=physical)
+        self.precision = self._formats(exact=physical)
         self.rate = self._rates(scheduler)
         self.clip = config.optimizer.gradient_clip_norm
         """Without what the rate sources make of it; 0: none."""
         if self.own_optimizer and "optimizer.gradient_clip_norm" not in given(config):
             self.clip = 0.0
-        self.trained = TrainedWeights(self.model, self.optimizer)
-        self.average = WeightAverage(self.model, config.evaluation.ema_decay) if config.evaluation.ema_decay else None
+        self.named = inside_replicas(self.model)
+        """The module whose names weights have: a state says nothing of DistributedDataParallel around it."""
+        self.trained = TrainedWeights(self.named, self.optimizer)
+        self.average = WeightAverage(self.named, config.evaluation.ema_decay) if config.evaluation.ema_decay else None
         self.full_step = FullStep(
             self.model,
             self.optimizer,
@@ -147,6 +148,17 @@ class Engine:
         self._fingerprint = state.Fingerprint()
         self.world.follow(lambda: self.progress.global_step, config.hybrid.window_steps)
         check_ranks(self)
+
+    def _ready(self, model: nn.Module) -> nn.Module:
+        return own.ready_to_train(model)
+
+    def _placed(self, model: nn.Module) -> nn.Module:
+        """Bring the model to where it is trained. From now on random numbers follow from the seed."""
+        seed_random(seed_of_rank(self.config.seed, self.world.rank))
+        return model.to(self.device)
+
+    def _formats(self, exact: bool) -> Precision:
+        return Precision(self.config.precision, self.device, exact=exact)
 
     def _compiling_pays(self) -> bool:
         if self.world.size > 1 or any(is_spread(p) for p in self.model.parameters()):

@@ -136,12 +136,13 @@ class Forward:
 
     @contextmanager
     def _probing(self) -> Iterator[None]:
-        """A loss that fails here, though steps are made with it, costs the move and not the run."""
+        """A loss that fails here, though steps are made with it, costs the move and not the run. One of several ranks
+        cannot go back by itself: there it ends the run."""
         try:
             with self.precision.predicting():
                 yield
         except Exception as error:
-            if is_out_of_memory(error) or self.progress.backward_passes == 0:
+            if is_out_of_memory(error) or self.progress.backward_passes == 0 or self.world.size > 1:
                 raise
             raise OwnCodeError(failure_of("the loss function, forward only on a probe,", error)) from error
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from foretrain.config import Config, given
 from foretrain.engine.optim.muon import Muon
@@ -41,8 +41,6 @@ def _of_ranks(config: Config) -> Iterator[str]:
         yield "optimizer.learning_rate = 'auto' is not supported: find the rate in one process, and set it"
     if config.growth.layers:
         yield "growth is not supported: set growth.layers = 0, or train in one process"
-    if config.forecast.copies:
-        yield "annealed copies are not supported: set forecast.copies = []"
     if config.until_loss is not None or config.max_time is not None:
         yield "max_time and until_loss are not supported, since clocks differ: set max_steps"
     if memory.on_out_of_memory == "retry":
@@ -78,10 +76,19 @@ def _of_parts(engine: Engine) -> Iterator[str]:
             f"optimizer.state_type = '{config.optimizer.state_type}' is not supported on shards: set 'fp32', which "
             "takes as little on each of several GPUs"
         )
-    if isinstance(engine.optimizer, Muon):
-        yield "Muon is not supported on shards: set optimizer.type = 'adamw', or use DistributedDataParallel"
+    if isinstance(engine.optimizer, Muon) and any(_is_split_twice(p) for p in engine.full_step.parameters):
+        yield (
+            "Muon cuts its steps along dimensions, and some weights are split twice along one, as by FSDP2 with tensor "
+            "parallelism: set optimizer.type = 'adamw'"
+        )
     if config.hybrid.space == "product" and config.hybrid.mode != "off":
         yield "hybrid.space = 'product' is not supported on shards: set 'adapter'"
+
+
+def _is_split_twice(parameter: Tensor) -> bool:
+    """Whether a dimension is split by two dimensions of the mesh, so that parts are not what they are side by side."""
+    placements: Any = getattr(parameter, "placements", ())
+    return any(type(placement).__name__ == "_StridedShard" for placement in placements)
 
 
 def linearised_leaps_apply(engine: Engine) -> bool:

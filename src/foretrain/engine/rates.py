@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -138,13 +138,15 @@ class FollowedRates(Rates):
     ends where the run ends; one that watches a loss is told the held-out loss after every evaluation.
     """
 
-    saved = ("stepped", "_recent", "_highest", "_scheduled")
+    saved: ClassVar[tuple[str, ...]] = ("stepped", "_recent", "_highest", "_scheduled")
     _recent: list[Number]
 
     def __init__(self, optimizer: Optimizer, scheduler: LRScheduler | None = None) -> None:
         self.optimizer = optimizer
         self.scheduler = scheduler
         self.watches_loss = isinstance(scheduler, ReduceLROnPlateau)
+        self.changes_by_itself = False
+        """Somebody changes it who has not told how."""
         self.stepped = 0
         self._recent = []
         """Rates of the last steps, the newest last."""

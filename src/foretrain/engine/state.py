@@ -48,16 +48,16 @@ def of_run(engine: Engine) -> State:
 def of_weights(engine: Engine) -> State:
     """What was learned: weights that were trained, buffers and averages."""
     average = engine.average.state_dict() if engine.average is not None else None
-    return {"model": changing_state(engine.model, engine.trained.never()), "average": average}
+    return {"model": changing_state(engine.named, engine.trained.never()), "average": average}
 
 
 def put_back(engine: Engine, state: State, origin: str) -> None:
     """A saved state, in place."""
-    constant = _checked(engine.model, state, origin)
+    constant = _checked(engine.named, state, origin)
     saved = entry(state, "trained", "Engine")
     engine.trained.hold(saved["groups"], state["optimizer"]["param_groups"])
     check_groups(engine.optimizer, state["optimizer"]["param_groups"], origin)
-    if engine.trained.put_back(saved, _names_in(engine.model, state["model"])):
+    if engine.trained.put_back(saved, _names_in(engine.named, state["model"])):
         engine.cover_trained()
     _put_back_training(engine, state, origin, constant)
     engine.clock = Stopwatch(float(entry(state, "seconds", "Engine")))
@@ -67,8 +67,8 @@ def put_back(engine: Engine, state: State, origin: str) -> None:
 
 def load_weights(engine: Engine, state: State, origin: str) -> None:
     """What `of_weights` gave; all else stays."""
-    constant = _checked(engine.model, state, origin)
-    engine.trained.learned(_names_in(engine.model, state["model"]))
+    constant = _checked(engine.named, state, origin)
+    engine.trained.learned(_names_in(engine.named, state["model"]))
     if engine.average is not None:
         engine.average.cover(engine.trained.ever, engine.trained.names)
     _put_back_weights(engine, state, origin, constant)
@@ -78,7 +78,7 @@ def rewind(engine: Engine, state: State) -> None:
     """Back to an earlier state of the same run. Rates that a user wrote into the optimizer stay as they are."""
     engine.full_step.changing = True
     rates = engine.rate.own_numbers()
-    constant = left_out(engine.model, state["model"])  # what was unfrozen since may have been added to the snapshot
+    constant = left_out(engine.named, state["model"])  # what was unfrozen since may have been added to the snapshot
     saved, now = state["trained"], engine.trained.groups()
     state = {**state, "optimizer": arranged(state["optimizer"], saved["groups"], engine.optimizer, now)}
     _put_back_training(engine, state, "the snapshot", constant)
@@ -104,7 +104,7 @@ def _put_back_training(engine: Engine, state: State, origin: str, constant: Coll
 
 
 def _put_back_weights(engine: Engine, state: State, origin: str, constant: Collection[str]) -> None:
-    restore_model(engine.model, state["model"], origin, constant)
+    restore_model(engine.named, state["model"], origin, constant)
     if (engine.average is None) != (state["average"] is None):
         raise CheckpointError(f"{origin}: evaluation.ema_decay was switched on or off since; use the same setting")
     if engine.average is not None:

@@ -52,6 +52,11 @@ def _gathers(module: nn.Module) -> bool:
     return all(hasattr(module, name) for name in ("reshard", "unshard", "set_requires_gradient_sync"))
 
 
+def inside_replicas(model: nn.Module) -> nn.Module:
+    """Return the module that DistributedDataParallel is around, or the module itself."""
+    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+
+
 def prepared_for_loss(model: nn.Module) -> None:
     """A model that FSDP2 shards gathers its weights for `forward` only: also for its own method `loss` from now on."""
     if _gathers(model) and hasattr(model, "loss"):

@@ -46,7 +46,7 @@ class Checkup(StepHook, Stateful):
         """Called when something was tuned. The engine asks for the learning rate and the clipping by itself. Set
         by `Hybrid`."""
         self.interval = engine.config.health.interval
-        self.layers = LayerMeter(engine.model, engine.full_step.parameters, engine.world)
+        self.layers = LayerMeter(engine.named, engine.full_step.parameters, engine.world)
         self.levers = levers_of_own(engine.optimizer) if engine.own_optimizer else levers_of(engine.config)
         if not is_configured(engine.model):
             self.levers = replace(self.levers, dropout="dropout in your model")
@@ -69,7 +69,7 @@ class Checkup(StepHook, Stateful):
         """Other weights are trained from now on. A measurement that is not judged yet is made again."""
         if self.layers.measuring or self.layers.on_its_way:
             self.next_measurement = self._measured_at
-        self.layers = LayerMeter(self.engine.model, self.engine.full_step.parameters, self.engine.world)
+        self.layers = LayerMeter(self.engine.named, self.engine.full_step.parameters, self.engine.world)
         self.health.cover(self.layers.names)
         self._latest = {}
         self._worst = {layer: self._worst[layer] for layer in self.layers.names if layer in self._worst}

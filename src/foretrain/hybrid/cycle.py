@@ -253,6 +253,8 @@ class Cycle(Stateful):
         needed = self.config.correct_steps
         if self.steps_in_phase < needed:
             return self._stay(f"{self.steps_in_phase} of {needed} validating steps are done")
+        if view.correct_done and not needed:
+            return self._go(Phase.FULL, "the move is kept: it was judged at once")
         if view.correct_done:
             return self._go(Phase.FULL, f"the move is kept after {self.steps_in_phase} validating steps")
         if self.steps_in_phase >= PATIENCE_OF_CORRECT * needed:

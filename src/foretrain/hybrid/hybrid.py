@@ -146,6 +146,11 @@ class Hybrid:
         return result
 
     @property
+    def watches(self) -> bool:
+        """Whether the motion of the weights is seen in the next full step."""
+        return not (self.racing() or self._rests)
+
+    @property
     def _rests(self) -> bool:
         """Nothing would come of watching the weights now."""
         if self.policy.off and not self.policy.rest.steps:

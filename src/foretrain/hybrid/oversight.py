@@ -48,7 +48,9 @@ class Oversight:
         return self.check_full(step - len(numbers) + 1, numbers, fp16)
 
     def check_validation(self, readings: list[StepReading]) -> list[Action]:
-        """The validating steps of a move, judged together by the worst of them."""
+        """The validating steps of a move, judged together by the worst of them; there may be none."""
+        if not readings:
+            return []
         verdicts = [self.guard.check(reading) for reading in readings]
         return self.decide(max(verdicts, key=lambda verdict: verdict.level), move_open=True)
 

@@ -16,7 +16,7 @@ from foretrain.engine.precision import choose_device
 from foretrain.engine.step import LossFunction
 from foretrain.errors import DataError
 from foretrain.models import lora
-from foretrain.models.gpt2 import GPT2
+from foretrain.models.language_model import LanguageModel
 from foretrain.persist.model_state import checksum
 from foretrain.recipes import finetune as tuning
 from foretrain.recipes import train as run
@@ -78,15 +78,15 @@ class FinetuneTask:
     """The base model and the examples of a fine-tuning configuration. What judges leaps is left out for every arm."""
 
     def __init__(self, config: Config, say: Callable[[str], None] = lambda _: None) -> None:
-        config = tuning.with_templates(config, say)
         self._base = tuning.base_of(config)
+        config = tuning.with_templates(config, say, self._base.chat)
         self._data = tuning.prepare(config, self._base, say)
         self.title = f"adapter for {self._base.folder}, {len(self._data.train):,} examples"
         self.fingerprint = f"{self._data.train.fingerprint} {checksum(dict(self._base.model.named_parameters()))}"
         self._models = ModelShelf()
 
     def job(self, config: Config) -> Job:
-        def build(config: Config) -> GPT2:
+        def build(config: Config) -> LanguageModel:
             model = tuning.base_of(config).model
             lora.attach(model, tuning.settings_of(config), config.seed)
             return model

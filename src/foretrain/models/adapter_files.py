@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,10 @@ from torch import Tensor, nn
 
 from foretrain.errors import CheckpointError, ConfigError, SaveError
 from foretrain.models import base_weights, huggingface, lora
+from foretrain.models.causal_lm import PREFIX as INNER
+from foretrain.models.causal_lm import CausalLM
 from foretrain.models.gpt2 import GPT2
+from foretrain.models.language_model import LanguageModel
 from foretrain.models.lora import LoraSettings
 from foretrain.persist.files import (
     explain_failed_write,
@@ -66,22 +69,23 @@ def adapter_of(model: nn.Module, base_model_name: str = "") -> Adapter:
 def save_adapter(
     model: nn.Module, folder: str | Path, base_model_name: str = "", beside: Mapping[str, str] | None = None
 ) -> Path:
-    """Write the attached adapter for `peft.PeftModel.from_pretrained`; our GPT-2 gets Hugging Face's names.
+    """Write the attached adapter for `peft.PeftModel.from_pretrained`; a language model gets Hugging Face's names.
 
     beside: further text files of the folder, by name, such as the tokenizer's.
     """
     folder = Path(folder)
     foreign = isinstance(model, GPT2) and huggingface.is_exportable(model)
     layers = lora.adapted_layers(model)
+    rename = _renaming(model)
     tensors = {
-        PREFIX + _peft_name(name, layers, foreign): value.cpu().contiguous()
+        PREFIX + _peft_name(name, layers, rename): value.cpu().contiguous()
         for name, value in lora.adapter_state(model).items()
     }
     settings = lora.attachment(model).settings
     outside = [path for path, _ in model.named_modules() if path and path.rpartition(".")[0] not in layers]
     config = {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM" if isinstance(model, GPT2) else None,
+        "task_type": "CAUSAL_LM" if isinstance(model, LanguageModel) else None,
         "base_model_name_or_path": base_model_name or None,
         "inference_mode": True,
         "r": settings.rank,
@@ -91,7 +95,7 @@ def save_adapter(
         "bias": settings.bias,
         "fan_in_fan_out": foreign or any(lora.is_conv1d(layer.base) for layer in layers.values()),
         "target_modules": _peft_targets(
-            [_module_name(path, foreign) for path in layers], [_module_name(path, foreign) for path in outside]
+            [rename(path) for path in layers], [rename(path) for path in outside if rename(path)]
         ),
     }
     metadata = {"format": "pt", base_weights.KEY: base_weights.checksum(model, lora.adapter_state(model))}
@@ -99,18 +103,30 @@ def save_adapter(
     return folder
 
 
-def _module_name(path: str, foreign: bool) -> str:
+def _renaming(model: nn.Module) -> Callable[[str], str]:
+    """Return what makes Hugging Face's path of a module from ours."""
+    if isinstance(model, GPT2) and huggingface.is_exportable(model):
+        return _gpt2_name
+    return _inner_name if isinstance(model, CausalLM) else str
+
+
+def _gpt2_name(path: str) -> str:
     with contextlib.suppress(KeyError, ValueError):  # what has no weight has no name there
-        return huggingface.foreign_name(f"{path}.weight").removesuffix(".weight") if foreign else path
+        return huggingface.foreign_name(f"{path}.weight").removesuffix(".weight")
     return path
 
 
-def _peft_name(name: str, layers: Iterable[str], foreign: bool) -> str:
+def _inner_name(path: str) -> str:
+    """Return the path inside of transformers' own model, which is empty for the model itself."""
+    return path.removeprefix(INNER) if path.startswith(INNER) else ""
+
+
+def _peft_name(name: str, layers: Iterable[str], rename: Callable[[str], str]) -> str:
     path, _, kind = name.rpartition(".")
     kinds = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight"}
     if kind not in kinds and path in layers:
         kind = f"base_layer.{kind}"
-    return f"{_module_name(path, foreign)}.{kinds.get(kind, kind)}" if path else kind
+    return f"{rename(path)}.{kinds.get(kind, kind)}" if path else kind
 
 
 def _peft_targets(chosen: list[str], everything: list[str]) -> list[str] | str:
@@ -251,6 +267,8 @@ def fitted(adapter: Adapter, model: nn.Module, layers: dict[str, nn.Module]) -> 
     tensors = adapter.tensors
     if isinstance(model, GPT2):
         tensors = {huggingface.own_name(name): value for name, value in tensors.items()}
+    if isinstance(model, CausalLM):
+        tensors = {name if name.startswith(INNER) else INNER + name: value for name, value in tensors.items()}
     for name, value in tensors.items():
         path, _, kind = name.rpartition(".")
         if kind in ("lora_a", "lora_b"):

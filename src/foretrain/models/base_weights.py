@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from foretrain.errors import CheckpointError
+from foretrain.models.causal_lm import CausalLM
 from foretrain.models.gpt2 import GPT2
 from foretrain.models.lora import AdaptedLinear, LoraLinear
 
@@ -42,6 +43,8 @@ def _weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         value = weight if original is None else original
         if isinstance(model, GPT2) and name == "token_embedding.weight":
             value = value[: model.shape.vocab_size]  # the rest of it is never used
+        if isinstance(model, CausalLM):
+            value = value.float()  # exact: the same weights are held in the file's format or in fp32
         yield name.replace(".base.", "."), value
 
 

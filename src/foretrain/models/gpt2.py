@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from foretrain.config import ModelConfig
 from foretrain.errors import ConfigError
 from foretrain.models.cache import KeyValueCache
+from foretrain.models.language_model import LanguageModel
 from foretrain.models.loss import IGNORED, linear_cross_entropy, logits_bytes
 
 FUSED_LOSS_FROM_BYTES = {"cuda": 256 * 2**20}
@@ -49,6 +50,11 @@ class GPT2Shape:
         """Return the rows of the token embedding as stored: aligned, once the vocabulary is large enough to profit."""
         alignment = VOCABULARY_ALIGNMENT if self.vocab_size >= 8 * VOCABULARY_ALIGNMENT else 1
         return -(-self.vocab_size // alignment) * alignment
+
+    @property
+    def window(self) -> int:
+        """Return the tokens of a window that a text is cut into to be scored: all that the model reads at once."""
+        return self.context
 
 
 SIZES: dict[str, GPT2Shape] = {
@@ -170,8 +176,10 @@ def _draws(block: nn.Module) -> bool:
     return any(getattr(module, "dropout", getattr(module, "p", 0.0)) > 0 for module in block.modules())
 
 
-class GPT2(nn.Module):
-    """`model(tokens)` gives logits; `model(tokens, targets)` gives the mean loss over targets that are not -100."""
+class GPT2(LanguageModel):
+    """The model itself, with a head that is the token embedding."""
+
+    shape: GPT2Shape
 
     def __init__(
         self,
@@ -293,11 +301,6 @@ class GPT2(nn.Module):
             limit = FUSED_LOSS_FROM_BYTES.get(hidden.device.type, FUSED_LOSS_ELSEWHERE)
             return logits_bytes(hidden, self.shape.padded_vocab_size) > limit
         return bool(self.fused_loss)
-
-    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """Return the mean loss of a batch of (tokens, targets)."""
-        loss: Tensor = self(*batch)
-        return loss
 
     def flops_per_token(self) -> float:
         """Return the forward and backward floating-point operations for one token at full context (PaLM's

@@ -114,6 +114,16 @@ def _layers(names: Iterable[str]) -> int:
     return max((int(match[1]) + 1 for match in found if match), default=0)
 
 
+def _check_family(path: Path) -> None:
+    """Refuse other models than GPT-2 before their weights are read. What cannot be read is refused later."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        if (kind := from_json(path.read_text(encoding="utf-8")).get("model_type", "gpt2")) != "gpt2":
+            raise CheckpointError(
+                f"model.weights: {path} says model_type = {kind!r}, but only a GPT-2 is trained at full weights; "
+                f"`foretrain finetune --base {path.parent}` trains an adapter for it"
+            )
+
+
 def _check_config(model: GPT2, path: Path) -> None:
     """Weights of equal shapes may still mean another function; `config.json` tells."""
     try:
@@ -204,6 +214,7 @@ def load(model: GPT2, folder: str | Path) -> None:
     path = user_path(folder, "model.weights") / "model.safetensors"
     if not path.is_file():
         raise CheckpointError(f"model.weights: {path} does not exist; name a folder that holds model.safetensors")
+    _check_family(path.with_name("config.json"))
     with _reading(path):
         weights = load_file(path)
     _check_config(model, path.with_name("config.json"))

@@ -161,7 +161,8 @@ def _shared_weights(model: nn.Module) -> set[int]:
     return {identity for identity, count in counts.items() if count > 1}
 
 
-def _matches(path: str, pattern: str) -> bool:
+def matches(path: str, pattern: str) -> bool:
+    """Return whether a pattern means this path, or its last parts."""
     return fnmatchcase(path, pattern) or fnmatchcase(path, f"*.{pattern}")
 
 
@@ -169,15 +170,20 @@ def linear_layers(model: nn.Module, targets: Iterable[str] = ("*",)) -> dict[str
     """Return the linear layers that the patterns choose, by path; a pattern that chooses none is an error."""
     layers = {path: module for path, module in model.named_modules() if path and is_linear(module)}
     shared = _shared_weights(model)
-    heads = {p for p, layer in layers.items() if p.split(".")[-1] == "lm_head" or id(layer.weight) in shared}
+    output = getattr(model, "output_layer", None)
+    heads = {
+        path
+        for path, layer in layers.items()
+        if path.split(".")[-1] == "lm_head" or layer is output or id(layer.weight) in shared
+    }
     chosen: set[str] = set()
     for pattern in targets:
-        matches = {path for path in layers if _matches(path, pattern)} - (heads if set(pattern) == {"*"} else set())
-        if not matches:
+        found = {path for path in layers if matches(path, pattern)} - (heads if set(pattern) == {"*"} else set())
+        if not found:
             raise ConfigError(
                 f"lora targets: {pattern!r} matches no linear layer of the model; {_near(pattern, layers)}"
             )
-        chosen |= matches
+        chosen |= found
     return {path: layer for path, layer in layers.items() if path in chosen}
 
 

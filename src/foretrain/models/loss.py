@@ -42,7 +42,8 @@ def linear_cross_entropy(
     learning = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     if slice_rows is None:
         slice_rows = (SLICE_ROWS if learning else SLICE_ROWS_ALONE).get(hidden.device.type, 1024)
-    total, _, _ = _linear_cross_entropy(hidden, weight, targets, vocab_size, slice_rows, learning)
+    of_weight = learning and weight.requires_grad  # a frozen output layer needs no gradient, which costs a third
+    total, _, _ = _linear_cross_entropy(hidden, weight, targets, vocab_size, slice_rows, learning, of_weight)
     mean: Tensor = total / (targets != IGNORED).sum().clamp(min=1)
     return mean
 
@@ -55,7 +56,13 @@ def _boost(dtype: torch.dtype, slice_rows: int) -> float:
 
 @torch.library.custom_op("foretrain::linear_cross_entropy", mutates_args=())
 def _linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, slice_rows: int, learning: bool
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    vocab_size: int,
+    slice_rows: int,
+    learning: bool,
+    of_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (sum of losses, its gradient for `hidden`, its gradient for `weight`), both gradients times the boost."""
     high = torch.float64 if hidden.dtype is torch.float64 else torch.float32
@@ -69,6 +76,7 @@ def _linear_cross_entropy(
         total += softmax_gradient_(logits, targets[rows], vocab_size, IGNORED, boost, learning).sum()
         if learning:
             torch.mm(logits, weight, out=hidden_gradient[rows])
+        if of_weight:
             product = _wide_product(logits.t(), hidden[rows], high)
             weight_gradient = product if start == 0 else weight_gradient.add_(product)
             del product
@@ -85,18 +93,24 @@ def _wide_product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
 
 @_linear_cross_entropy.register_fake
 def _(
-    hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, slice_rows: int, learning: bool
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    vocab_size: int,
+    slice_rows: int,
+    learning: bool,
+    of_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     high = torch.float64 if hidden.dtype is torch.float64 else torch.float32
     return (
         hidden.new_empty((), dtype=high),
         torch.empty_like(hidden) if learning else hidden.new_empty(0),
-        torch.empty_like(weight, dtype=high) if learning else weight.new_empty(0),
+        torch.empty_like(weight, dtype=high) if of_weight else weight.new_empty(0),
     )
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    hidden, weight, _, _, slice_rows, _ = inputs
+    hidden, weight, _, _, slice_rows, _, ctx.of_weight = inputs
     _, hidden_gradient, weight_gradient = output
     ctx.save_for_backward(hidden_gradient, weight_gradient)
     ctx.set_materialize_grads(False)  # else the two outputs nobody differentiates would get zeros of their size
@@ -106,12 +120,13 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
 
 def _scale(ctx: Any, upstream: Tensor | None, *unused: Tensor | None) -> tuple[Tensor | None, ...]:
     if upstream is None:  # nothing depends on the loss
-        return (None,) * 6
+        return (None,) * 7
     hidden_gradient, weight_gradient = ctx.saved_tensors
     factor = upstream / ctx.boost
     return (
         (hidden_gradient * factor).to(hidden_gradient.dtype),
-        (weight_gradient * factor).to(ctx.weight_dtype),
+        (weight_gradient * factor).to(ctx.weight_dtype) if ctx.of_weight else None,
+        None,
         None,
         None,
         None,

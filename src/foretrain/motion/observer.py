@@ -21,7 +21,7 @@ from foretrain.motion.predictors.base import Array, Followed, Forecast, Predicto
 from foretrain.motion.predictors.guarded import GuardedPredictor
 from foretrain.motion.quality import Quality
 from foretrain.motion.records import DIRECTIONS, HORIZONS_IN_WINDOWS, ForecastRecord, PhaseRecord, WindowRecord
-from foretrain.motion.samples import Sample, Statistics, bias_corrections
+from foretrain.motion.samples import Sample, Statistics, bias_corrections, statistics_of
 from foretrain.motion.state import StateEncoder
 from foretrain.motion.trajectory import Motion, Since, Trajectory
 from foretrain.persist.stateful import Stateful, entry
@@ -173,10 +173,11 @@ class Observer(StepHook, Stateful):
         if self.trajectory.world.size > 1:
             self.trajectory.world.meet()  # losses are means over ranks from here on
         outputs = torch.stack([value.float() for value in self._outputs])
-        extra, kinds = [outputs, self.sample.statistics(), self._weight_norm()], _WHOLE
         if self.trajectory.parted:
-            extra = [outputs, self.sample.weighed_statistics(), self._weight_norm().double().square()]
-            kinds = _OF_PARTS
+            sums = self.sample.sums(self.trajectory.world.share)
+            extra, kinds = [outputs, sums, self._weight_norm().double().square()], _OF_PARTS
+        else:
+            extra, kinds = [outputs, self.sample.statistics(), self._weight_norm()], _WHOLE
         self._outputs.clear()
         if not self.trajectory.held:
             record = self._record(self.trajectory.skip(extra, kinds), None, moment)
@@ -222,9 +223,9 @@ class Observer(StepHook, Stateful):
 
     def _record(self, extra: Sequence[Array], motion: Motion | None, moment: Moment) -> WindowRecord:
         outputs, sampled, weight_norm = extra  # as `measure` asked for them
-        if self.trajectory.parted:
-            sampled, weight_norm = sampled[:-1] / sampled[-1:], np.sqrt(weight_norm)
-        rows, statistics = outputs.reshape(-1, 3), Statistics(*sampled.tolist())
+        rows, sums = outputs.reshape(-1, 3), sampled.tolist()
+        statistics = statistics_of(sums) if self.trajectory.parted else Statistics(*sums)
+        weight_norm = np.sqrt(weight_norm) if self.trajectory.parted else weight_norm
         losses = np.where(rows[:, 2] > 0, math.nan, rows[:, 0])
         return WindowRecord(
             step=moment.step,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ from torch.optim import Optimizer
 from foretrain.engine.optim.build import is_wrapped
 from foretrain.engine.optim.moments import sample_moment
 from foretrain.persist.codec import real_view
-from foretrain.persist.parts import local
+from foretrain.persist.parts import is_spread, local, own_of_every
 from foretrain.persist.stateful import Stateful
 
 _TENSORS = 16
@@ -79,14 +80,48 @@ class Sample(Stateful):
         """Keep the gradient of the step before the last one of a window."""
         self._before = self.gradient()
 
-    def weighed_statistics(self) -> Tensor:
-        """The statistics of this rank's part times how many numbers they are of, and that count: for sums over ranks.
-        A rank that holds nothing of the largest parameters adds nothing."""
-        count = self.gradient().numel()
-        if not count:
-            return torch.zeros(len(Statistics._fields) + 1, dtype=torch.float64, device=self.device)
-        whole = torch.full((1,), float(count), dtype=torch.float64, device=self.device)
-        return torch.cat([self.statistics().double() * count, whole])
+    @torch.no_grad()
+    def sums(self, share: Callable[[Tensor], float]) -> Tensor:
+        """What this rank's part adds to the sums that `statistics_of` makes the statistics of.
+
+        share: what a part counts. The coordinates are those that one process samples.
+        """
+        gradient, before = self.gradient().double(), self._before
+        before = gradient if before is None or before.shape != gradient.shape else before.double()
+        counts = self._counts([p for p in self.parameters if p.grad is not None], share)
+        of_first, first = self._owned(("exp_avg", "momentum_buffer"))
+        of_second, second = self._owned(("exp_avg_sq",))
+        moment, weights = (gradient, counts) if first is None else (first.double(), self._counts(of_first, share))
+        roots = None if second is None else second.double().clamp(min=0).sqrt()
+        self._before = None
+        return torch.stack(
+            [
+                counts.sum(),
+                counts @ gradient,
+                counts @ gradient.square(),
+                counts @ before.square(),
+                counts @ (gradient * before),
+                weights.sum(),
+                weights @ moment.abs(),
+                weights @ moment,
+                weights @ moment.square(),
+                counts.new_full((), torch.nan) if roots is None else self._counts(of_second, share) @ roots,
+            ]
+        )
+
+    def _owned(self, names: Sequence[str]) -> tuple[list[nn.Parameter], Tensor | None]:
+        """The parameters that have a moment of one of these names, the first that is found, and samples of it."""
+        for name in names:
+            moments = [(p, _sampled(self.optimizer.state.get(p, {}), name)) for p in self.parameters]
+            found = [(p, moment) for p, moment in moments if moment is not None]
+            if found:
+                return [p for p, _ in found], torch.cat([moment for _, moment in found])
+        return [], None
+
+    def _counts(self, parameters: Sequence[Tensor], share: Callable[[Tensor], float]) -> Tensor:
+        """What each sampled number of these counts."""
+        found = [torch.full_like(_strided(p), share(p), dtype=torch.float64) for p in parameters]
+        return torch.cat(found) if found else torch.zeros(1, dtype=torch.float64, device=self.device)
 
     @torch.no_grad()
     def statistics(self) -> Tensor:
@@ -112,6 +147,24 @@ class Sample(Stateful):
         )
 
 
+def statistics_of(sums: Sequence[float]) -> Statistics:
+    """The statistics, from sums over all ranks."""
+    count, total, square, before, both, moments, size, moment, moment_square, roots = sums
+    count, moments = max(count, 1.0), max(moments, 1.0)
+    return Statistics(
+        gradient_mean=total / count,
+        gradient_std=_deviation(total / count, square / count),
+        gradient_cosine=both / max(math.sqrt(square * before), 1e-30),
+        moment_mean=size / moments,
+        moment_std=_deviation(moment / moments, moment_square / moments),
+        second_moment_mean=math.sqrt(square / count) if math.isnan(roots) else roots / moments,
+    )
+
+
+def _deviation(mean: float, square: float) -> float:
+    return square if math.isnan(square) else math.sqrt(max(0.0, square - mean * mean))
+
+
 def bias_corrections(optimizer: Optimizer, steps: int) -> tuple[float, float]:
     """Compute 1 - beta^steps of the first and second moment."""
     group = optimizer.param_groups[0]
@@ -132,7 +185,9 @@ def _pick(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _strided(tensor: Tensor) -> Tensor:
-    numbers = real_view(tensor.detach()._values() if tensor.is_sparse else local(tensor))
+    if is_spread(tensor):
+        return real_view(local(tensor)).reshape(-1)[own_of_every(tensor, _stride(tensor), _PER_TENSOR)].float()
+    numbers = real_view(tensor.detach()._values() if tensor.is_sparse else tensor.detach())
     return numbers.reshape(-1)[:: _stride(numbers)][:_PER_TENSOR].float()
 
 
@@ -140,7 +195,9 @@ def _sampled(state: dict[str, Any], name: str) -> Tensor | None:
     moment = state.get(name)
     if not isinstance(moment, Tensor) or is_wrapped(moment):
         return None
-    return sample_moment(state, name, _stride(real_view(local(moment))), _PER_TENSOR)
+    if is_spread(moment):
+        return _strided(moment)
+    return sample_moment(state, name, _stride(real_view(moment)), _PER_TENSOR)
 
 
 def _stride(tensor: Tensor) -> int:

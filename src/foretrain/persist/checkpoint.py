@@ -52,7 +52,17 @@ from foretrain.persist.reading import (
 )
 from foretrain.persist.together import Processes, Together
 
-__all__ = ["CheckpointStore", "Loaded", "read", "read_weights", "separate", "sizes_of", "verify"]
+__all__ = [
+    "CheckpointStore",
+    "Loaded",
+    "put_back_replaced",
+    "read",
+    "read_weights",
+    "separate",
+    "sizes_of",
+    "verify",
+    "write",
+]
 
 
 @dataclass(frozen=True)
@@ -339,3 +349,36 @@ def separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         apart[name] = value.clone() if pointer in seen else value
         seen.add(pointer)
     return apart
+
+
+def write(folder: Path, step: int, state: Mapping[str, Any]) -> None:
+    """Write a state as a folder of its own, whole or not at all, in place of the one that is there.
+
+    Raises SaveError that says why nothing was written.
+    """
+    temporary, replaced = (folder.with_name(f".{what}-{folder.name}") for what in ("tmp", "old"))
+    try:
+        make_folder(folder.parent)
+        remove(temporary)
+        temporary.mkdir()
+        parts = take_apart(state)
+        _write_components(temporary, parts.tensors)
+        _complete(temporary, step, parts.tree, FORMAT, {})
+        if folder.exists():
+            remove(replaced)
+            folder.rename(replaced)
+        temporary.rename(folder)
+        sync_file(folder.parent)
+        remove(replaced)
+    except (OSError, SafetensorError) as error:
+        with contextlib.suppress(OSError):
+            remove(temporary)
+        cause, advice = explain_failed_write(error)
+        raise SaveError(f"{folder}: cannot be written: {cause}. {advice}") from error
+
+
+def put_back_replaced(folder: Path) -> None:
+    """A kill may have come between the two renames of `write`: then the folder from before counts."""
+    replaced = folder.with_name(f".old-{folder.name}")
+    if not folder.exists() and replaced.is_dir():
+        replaced.rename(folder)

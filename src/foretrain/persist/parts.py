@@ -123,6 +123,26 @@ def places_in_whole(tensor: Tensor, width: int = 1) -> Tensor:
     return (place.reshape(-1, 1) * width + torch.arange(width)).flatten() + 1
 
 
+def own_of_every(tensor: Tensor, stride: int, count: int) -> slice | Tensor:
+    """Return where the numbers 0, stride, 2 stride, ... of a tensor are in the part of this process, flattened.
+
+    count: of them in the whole tensor, at the most.
+    """
+    if not is_spread(tensor):
+        return slice(0, stride * count, stride)
+    spread: Any = tensor
+    sharding = [placement for placement in spread.placements if not placement.is_replicate()]
+    if len(sharding) == 1 and sharding[0].is_shard(0):
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+        _, starts = compute_local_shape_and_global_offset(tensor.shape, spread.device_mesh, spread.placements)
+        begin = starts[0] * math.prod(tensor.shape[1:])
+        first = -begin % stride
+        return slice(first, max(first, stride * count - begin), stride)
+    places = places_in_whole(tensor) - 1
+    return ((places % stride == 0) & (places < stride * count)).nonzero().flatten().to(local(tensor).device)
+
+
 def total_over_parts(number: Tensor, tensor: Tensor) -> Tensor:
     """Add up what every part of a tensor gives; parts of which several processes hold a copy count once."""
     if not is_spread(tensor):

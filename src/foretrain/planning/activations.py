@@ -168,6 +168,11 @@ class Pass:
         return self.shape.padded_vocab_size * self.shape.width
 
     @property
+    def learns_head(self) -> bool:
+        """Return whether the output layer has a gradient: beside adapters it is frozen."""
+        return not self.rank
+
+    @property
     def head_cast(self) -> int:
         return HALF * self.head if self.half else 0
 
@@ -197,6 +202,8 @@ class Pass:
         softmax = 0 if self.cuda else rows * vocabulary * FP32 * ((1 if self.half else 0) + (2 if learning else 0))
         if not learning:
             return logits + softmax
+        if not self.learns_head:
+            return logits + self.stream * e + softmax
         before = FP32 * self.head if self.tokens > rows else 0  # the gradient of the head from earlier slices
         product = FP32 * self.head + (self.head_cast if not self.cuda else 0)
         return logits + self.stream * e + before + max(softmax, product)
@@ -209,7 +216,7 @@ class Pass:
     def loss_kept(self) -> int:
         """Return what the loss keeps between the two passes."""
         if self.fuses:
-            return FP32 * self.head + self.stream * self.number
+            return (FP32 * self.head if self.learns_head else 0) + self.stream * self.number
         logits = self.number * self.shape.padded_vocab_size if self.compiles_loss else FP32 * self.shape.vocab_size
         return self.tokens * logits + self.head_cast
 
@@ -218,7 +225,7 @@ class Pass:
         """Return the most that the loss needs in the backward pass, with what was kept, without the gradient of the
         head."""
         if self.fuses:
-            return self.loss_kept + self.head_cast + self.stream * self.number
+            return self.loss_kept + (self.head_cast if self.learns_head else 0) + self.stream * self.number
         padded = self.tokens * self.number * self.shape.padded_vocab_size
         if self.compiles_loss:
             return self.loss_kept + padded + self.head_cast

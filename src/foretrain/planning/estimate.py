@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -15,11 +16,13 @@ from foretrain.engine.precision import choose_device, choose_precision
 from foretrain.hybrid.gate import no_audit_is_affordable
 from foretrain.hybrid.moves.obstacles import FEWEST_PAIRS
 from foretrain.hybrid.resting import NEED_A_REASON
+from foretrain.models.causal_shape import CausalShape
 from foretrain.models.gpt2 import GPT2Shape
 from foretrain.motion.hosted import HOSTED_ROWS, elements_at_once
 from foretrain.motion.records import DIRECTIONS
 from foretrain.motion.trajectory import Layout, basis_type
 from foretrain.planning.activations import Pass
+from foretrain.planning.causal import CausalPass, adapted_causal, whole_parameters
 from foretrain.planning.parameters import FP32, Parameters, adapted_parameters, parameters_of
 from foretrain.planning.timeline import full_step
 
@@ -43,7 +46,7 @@ _PHASES = ("full", "predict", "correct", "audit", "evaluate")
 class PlanTarget:
     """What is planned for: a model's shape, a device, and what the configuration does not say."""
 
-    shape: GPT2Shape
+    shape: GPT2Shape | CausalShape
     cuda: bool
     precision: str
     length: int
@@ -95,7 +98,12 @@ class Estimate:
 
 
 def target_of(
-    config: Config, shape: GPT2Shape, *, length: int | None = None, adapters: bool = False, evaluated_rows: int = 0
+    config: Config,
+    shape: GPT2Shape | CausalShape,
+    *,
+    length: int | None = None,
+    adapters: bool = False,
+    evaluated_rows: int = 0,
 ) -> PlanTarget:
     """Return the target for the device that the configuration chooses here."""
     device = choose_device(config.device)
@@ -103,7 +111,15 @@ def target_of(
     return PlanTarget(shape, device.type == "cuda", precision, length or shape.context, adapters, evaluated_rows)
 
 
+def model_parameters(shape: GPT2Shape | CausalShape) -> Parameters:
+    """Return the parameters of the model itself, without adapters."""
+    return whole_parameters(shape) if isinstance(shape, CausalShape) else parameters_of(shape)
+
+
 def all_parameters(config: Config, target: PlanTarget) -> Parameters:
+    if isinstance(target.shape, CausalShape):
+        chosen = config.lora
+        return adapted_causal(target.shape, chosen.rank, tuple(chosen.targets), chosen.bias)
     return adapted_parameters(target.shape, config.lora) if target.adapters else parameters_of(target.shape)
 
 
@@ -114,7 +130,7 @@ def workload_of(config: Config, target: PlanTarget) -> Workload | None:
     parameters = all_parameters(config, target)
     return Workload(
         blocks=target.shape.layers,
-        parameters=parameters.weights // FP32,
+        parameters=parameters.count,
         trained=parameters.elements,
         tokens=config.batch_size * target.length,
         steps=config.max_steps,
@@ -131,7 +147,8 @@ def compiles(config: Config, target: PlanTarget) -> bool:
 
 def pass_of(config: Config, target: PlanTarget, precision: str = "same", rows: int = 0) -> Pass:
     """Return the pass of a micro-batch through the model."""
-    return Pass(
+    kind: Any = CausalPass if isinstance(target.shape, CausalShape) else Pass
+    made: Pass = kind(
         target.shape,
         rows or -(-config.batch_size // config.accumulation_steps),
         target.length,
@@ -145,6 +162,7 @@ def pass_of(config: Config, target: PlanTarget, precision: str = "same", rows: i
         recomputed=float(config.engine.activation_checkpointing),
         rank=config.lora.rank if target.adapters else 0,
     )
+    return made
 
 
 def tries_nothing(config: Config, target: PlanTarget) -> bool:

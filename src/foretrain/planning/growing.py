@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from foretrain.config import Config
 from foretrain.engine.growing import Sizes, with_growth
+from foretrain.models.causal_shape import CausalShape
 from foretrain.models.gpt2 import GPT2Shape
-from foretrain.planning.parameters import parameters_of
+from foretrain.planning.estimate import model_parameters
 
 
-def with_planned_growth(config: Config, shape: GPT2Shape) -> tuple[Config, str]:
+def with_planned_growth(config: Config, shape: GPT2Shape | CausalShape) -> tuple[Config, str]:
     """Return the configuration with numbers in place of "auto", and what is said of it.
 
     While only `epochs` says how long the run is, it stays "auto".
@@ -18,8 +19,8 @@ def with_planned_growth(config: Config, shape: GPT2Shape) -> tuple[Config, str]:
     return with_growth(config, sizes_of_shape(shape), shape.context)
 
 
-def sizes_of_shape(shape: GPT2Shape) -> Sizes:
+def sizes_of_shape(shape: GPT2Shape | CausalShape) -> Sizes:
     """Return the sizes of a model by its shape."""
-    everything = parameters_of(shape).all
+    everything = model_parameters(shape).all
     in_blocks = sum(p.numel for p in everything if p.block is not None)
     return Sizes(shape.layers, in_blocks, sum(p.numel for p in everything))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property, lru_cache
@@ -13,6 +14,8 @@ from foretrain.engine.optim.moments import BLOCK, SMALLEST
 from foretrain.models.gpt2 import GPT2Shape
 
 FP32 = 4
+_BLOCK = re.compile(r"(?:^|\.)(?:blocks|layers|h)\.([0-9]+)\.")
+"""Where a name says which block a parameter belongs to."""
 STEP_BYTES = 4
 """AdamW counts its steps in one fp32 number per parameter."""
 
@@ -26,6 +29,8 @@ class Parameter:
     trained: bool = True
     parts: int = 1
     """Matrices that a fused one is made of."""
+    size: int = FP32
+    """Bytes of a number."""
 
     @property
     def numel(self) -> int:
@@ -38,7 +43,8 @@ class Parameter:
     @property
     def block(self) -> int | None:
         """Return the block it belongs to."""
-        return int(self.name.split(".")[1]) if self.name.startswith("blocks.") else None
+        found = _BLOCK.search(self.name)
+        return int(found[1]) if found else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +77,12 @@ class Parameters:
     @cached_property
     def weights(self) -> int:
         """Return the bytes of all parameters."""
-        return FP32 * sum(p.numel for p in self.all)
+        return sum(p.size * p.numel for p in self.all)
+
+    @cached_property
+    def count(self) -> int:
+        """Return how many elements there are, frozen ones too."""
+        return sum(p.numel for p in self.all)
 
     @property
     def learned(self) -> int:

@@ -71,7 +71,7 @@ def moments(
     hidden = activations + work.kept_of_hidden
     found.append(StepMoment("loss", before, hidden + work.hidden_in_forward, casts, work.loss_forward(), 0))
     casts = (layers - len(again)) * work.casts_per_block
-    own = FP32 * work.head  # computed also for a frozen output layer
+    own = FP32 * work.head if work.learns_head or not work.fuses else 0
     found.append(StepMoment("loss backward", before + own, hidden, casts, work.loss_backward, 0))
 
     gradients = before + head + (0 if vanish else rest)

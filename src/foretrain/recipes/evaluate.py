@@ -18,13 +18,14 @@ from foretrain import config as configuration
 from foretrain.config import Config
 from foretrain.data import documents, examples, tokens
 from foretrain.data.examples import EncodedExamples, Example
+from foretrain.data.hub_tokenizers import begun
 from foretrain.data.loader import window_batches, windows_in
 from foretrain.data.templates import Format
 from foretrain.data.tokenizers import Tokenizer
 from foretrain.engine.precision import Precision, choose_device
 from foretrain.errors import DataError, ForetrainError, InputError
 from foretrain.models.adapter_files import load_adapter
-from foretrain.models.gpt2 import GPT2
+from foretrain.models.language_model import LanguageModel
 from foretrain.models.loss import IGNORED
 from foretrain.recipes.newest import open_newest
 from foretrain.recipes.open_model import Base, find_folder
@@ -48,7 +49,7 @@ class _Work:
     report: Report
 
     @property
-    def model(self) -> GPT2:
+    def model(self) -> LanguageModel:
         return self.base.model
 
     @property
@@ -89,15 +90,14 @@ def evaluate(
     if not sources or "" in sources:
         raise InputError("data: an empty name; name the text, examples or token files to score")
     path = find_folder(model)
-    base = open_newest(path, tokenizer, vocabulary, say)
+    config, place = _settings(path), choose_device(device)
+    precision = Precision(config.precision, place)
+    base = open_newest(path, tokenizer, vocabulary, say, precision=precision.name)
     chosen = Path(adapter) if adapter is not None else base.adapter
     if chosen is not None:
         load_adapter(base.model, chosen, any_base)
-    config = _settings(path)
-    place = choose_device(device)
     base.model.to(place)
     base.model.eval()
-    precision = Precision(config.precision, place)
     work = _Work(base, config, place, precision, batch_size or config.batch_size, report)
     chosen_format = _format(sources, base.format, prompt, answer)
     if chosen_format is None:
@@ -134,7 +134,7 @@ def _format(
 
 def _text(work: _Work, sources: list[str], limit: int | None) -> dict[str, Any]:
     stream = _tokens(work, sources)
-    context, size = work.model.shape.context, work.batch_size
+    context, size = work.model.shape.window, work.batch_size
     if len(stream) < 2:
         raise DataError(f"{', '.join(sources)}: holds no text; name files that do")
     if len(stream) <= context:  # one window that is not full
@@ -165,7 +165,7 @@ def _tokens(work: _Work, sources: list[str]) -> tokens.TokenArray:
     parts: list[Any] = []
     while batch := list(itertools.islice(texts, _DOCUMENTS_AT_ONCE)):
         for encoded in work.tokenizer.encode_batch(batch):
-            parts += [encoded.astype(np.uint32), end]
+            parts += [begun(encoded, work.tokenizer).astype(np.uint32), end]
     return np.concatenate(parts) if parts else np.zeros(0, np.uint32)
 
 
@@ -179,7 +179,8 @@ def _examples(
     say: Callable[[str], None],
 ) -> dict[str, Any]:
     say(f"{', '.join(sources)}: read as {chosen}")
-    found = examples.read_examples(sources, [prompt.text for prompt in chosen.prompts], chosen.answer.text)
+    prompts, chat = [prompt.text for prompt in chosen.prompts], work.base.chat
+    found = examples.read_examples(sources, prompts, chosen.answer.text, chat=chat)
     if final_answer and (without := sum(final_answer not in example.answer for example in found)):
         raise InputError(
             f"the final answer is to follow {final_answer!r}, but {without} of {len(found)} answers do not hold it; "
@@ -211,7 +212,9 @@ def _classes(work: _Work, found: list[Example]) -> tuple[str, ...]:
     trained: list[Example] = []
     if work.base.format is not None and data.path:
         with suppress(ForetrainError):  # it may lie elsewhere by now
-            trained = examples.read_examples(data.path, data.prompt, data.answer, data.max_documents)
+            trained = examples.read_examples(
+                data.path, data.prompt, data.answer, data.max_documents, chat=work.base.chat
+            )
     return examples.classes([*trained, *found], work.tokenizer)
 
 

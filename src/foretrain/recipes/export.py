@@ -11,16 +11,18 @@ from safetensors import SafetensorError
 
 from foretrain import config as configuration
 from foretrain.config import Config
+from foretrain.data.hub_tokenizers import ends_of
 from foretrain.data.tokenizers import Tokenizer
 from foretrain.engine.gathered import gathered
 from foretrain.errors import CheckpointError, InputError, SaveError
 from foretrain.launch.group import ALONE, Group
-from foretrain.models import gpt2, huggingface
+from foretrain.models import causal_files, gpt2, huggingface
+from foretrain.models.causal_lm import CausalLM
 from foretrain.models.gpt2 import GPT2
 from foretrain.persist import checkpoint
 from foretrain.persist.checkpoint import CheckpointStore
 from foretrain.persist.files import explain_failed_write, make_folder, remove, sync_file
-from foretrain.recipes.open_model import tokenizer_beside
+from foretrain.recipes.open_model import Base, tokenizer_beside
 from foretrain.trainer import HybridTrainer
 
 NO_TOKENIZER = (
@@ -41,11 +43,27 @@ def export(trainer: HybridTrainer, folder: Path, tokenizer: Tokenizer | None = N
 def write_model(
     model: GPT2, folder: Path, next_step: str, tokenizer: Tokenizer | None = None, chat_template: str = ""
 ) -> None:
-    """Write a model; each file appears by a rename, whole or not at all."""
+    """Write a GPT-2; each file appears by a rename, whole or not at all."""
+    _write(lambda place: huggingface.save(model, place, tokenizer, chat_template), folder, next_step)
+
+
+def write_base(base: Base, folder: Path, next_step: str, chat_template: str = "") -> None:
+    """Write a base that was changed, such as by a merged adapter, as the folder of its own family. chat_template: for a
+    GPT-2, which has none of its own."""
+    model = base.model
+    if isinstance(model, GPT2):
+        write_model(model, folder, next_step, base.tokenizer, chat_template)
+    elif isinstance(model, CausalLM):
+        ends = (base.tokenizer.end_of_text, *sorted(ends_of(base.tokenizer) - {base.tokenizer.end_of_text}))
+        generation = {"generation_config.json": causal_files.generation_config(base.folder, ends)}
+        _write(lambda place: causal_files.save(model, place, base.files_beside() | generation), folder, next_step)
+
+
+def _write(save: Callable[[Path], Any], folder: Path, next_step: str) -> None:
     temporary = folder.with_name(f".tmp-{folder.name}")
     try:
         remove(temporary)
-        huggingface.save(model, temporary, tokenizer, chat_template)
+        save(temporary)
         make_folder(folder)
         for path in sorted(temporary.iterdir()):
             sync_file(path)

@@ -13,21 +13,21 @@ from foretrain import config as configuration
 from foretrain.config import Config
 from foretrain.config.schema import Level
 from foretrain.data import chats, examples
+from foretrain.data.chat_templates import ChatTemplate
 from foretrain.data.examples import EncodedExamples, Example
-from foretrain.data.handover import tokenizer_files
 from foretrain.data.loader import Loader
 from foretrain.data.nested import rows_of_rank
 from foretrain.data.templates import ChatFormat, make_format
 from foretrain.engine.batches import with_steps
 from foretrain.engine.growing import with_growth
-from foretrain.engine.precision import choose_device
+from foretrain.engine.precision import choose_device, choose_precision
 from foretrain.errors import CheckpointError, ConfigError, ForetrainError, InputError
 from foretrain.events import Bus, Listener
 from foretrain.launch.group import ALONE, Group
 from foretrain.loop.targets import length_in_words
 from foretrain.models import lora
 from foretrain.models.adapter_files import save_adapter
-from foretrain.models.gpt2 import GPT2
+from foretrain.models.language_model import LanguageModel
 from foretrain.models.lora import LoraSettings
 from foretrain.persist.files import user_path
 from foretrain.persist.folder import RunFolder
@@ -96,7 +96,7 @@ def _job(
     check_rows(config, group.size)
     base = base_of(config)
     config, growth = with_growth(without_linearised(config, group, say), None, None)
-    config = with_templates(config, say)
+    config = with_templates(config, say, base.chat)
     data = prepare(config, base, say)
     loader = build_loader(config, data, group)
     config, base = _within_budget(with_steps(config, loader), base, data, named, say)
@@ -175,6 +175,7 @@ def base_of(config: Config) -> Base:
         fused_loss=config.engine.fused_loss,
         loss_rows=config.engine.loss_rows,
         narrow_residual=config.precision.narrow_residual,
+        precision=choose_precision(config.precision.type, choose_device(config.device)),
     )
     if base.adapter is not None:
         raise InputError(
@@ -198,7 +199,7 @@ def build_loader(config: Config, data: ExampleSplit, group: Group = ALONE) -> Lo
 
 
 def build_trainer(
-    config: Config, model: GPT2, data: ExampleSplit, bus: Bus | None = None, chosen: Spreading = ONE_PROCESS
+    config: Config, model: LanguageModel, data: ExampleSplit, bus: Bus | None = None, chosen: Spreading = ONE_PROCESS
 ) -> HybridTrainer:
     """Attaches the adapter; leaps are judged on the probe examples. chosen: how processes share the model."""
     config = configuration.with_beta2(config, data.train.length)
@@ -226,12 +227,15 @@ def settings_of(config: Config) -> LoraSettings:
     )
 
 
-def with_templates(config: Config, say: Callable[[str], None] = lambda _: None) -> Config:
-    """What is guessed from the data is written down: the model must be asked as it was trained."""
+def with_templates(
+    config: Config, say: Callable[[str], None] = lambda _: None, chat: ChatTemplate | None = None
+) -> Config:
+    """What is guessed from the data is written down: the model must be asked as it was trained. chat: the model's own
+    way to write chats."""
     data = config.data
     given = [data.prompt] if isinstance(data.prompt, str) else data.prompt
     prompts = [line_breaks(text) for text in given if text]
-    found = examples.find_format(data.path, prompts or None, line_breaks(data.answer) or None)
+    found = examples.find_format(data.path, prompts or None, line_breaks(data.answer) or None, chat)
     say(f"{data.path} is read as {found}")
     prompts = [prompt.text for prompt in found.prompts]
     return configuration.changed(config, {"data.prompt": prompts, "data.answer": found.answer.text})
@@ -248,7 +252,7 @@ def prepare(config: Config, base: Base, say: Callable[[str], None] = lambda _: N
     prompt, answer = data.prompt or None, data.answer or None
 
     def read(path: str | list[str]) -> list[Example]:
-        return examples.read_examples(path, prompt, answer, data.max_documents, say)
+        return examples.read_examples(path, prompt, answer, data.max_documents, say, base.chat)
 
     train = read(data.path)
     if data.validation_path:
@@ -282,7 +286,7 @@ def prepare(config: Config, base: Base, say: Callable[[str], None] = lambda _: N
     return ExampleSplit(encoded, judging, evaluated, held_out, names)
 
 
-def _details(config: Config, data: ExampleSplit, model: GPT2, path: Path) -> dict[str, str]:
+def _details(config: Config, data: ExampleSplit, model: LanguageModel, path: Path) -> dict[str, str]:
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     everything = sum(p.numel() for p in model.parameters())
     passes = epochs.in_words(config.max_steps, config.batch_size, len(data.train))
@@ -337,5 +341,5 @@ def restore_adapter(base: Base, store: Path, state: dict[str, Any], config: Conf
 def _save_adapter(base: Base, folder: str | Path, config: Config) -> Path:
     """Write the adapter with the tokenizer beside it, as other tools expect."""
     is_chat = isinstance(make_format(config.data.prompt, config.data.answer), ChatFormat)
-    files = tokenizer_files(base.tokenizer, base.model.shape.context, chats.JINJA if is_chat else "")
+    files = base.files_beside(chats.JINJA if is_chat else "")
     return save_adapter(base.model, folder, str(base.folder), files)

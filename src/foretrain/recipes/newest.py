@@ -4,10 +4,10 @@ checkpoint."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from foretrain.config import Config
-from foretrain.data.templates import make_format
 from foretrain.events import LEFT_OPEN
 from foretrain.loop.targets import length_in_words
 from foretrain.models import lora
@@ -16,30 +16,33 @@ from foretrain.persist.checkpoint import CheckpointStore
 from foretrain.persist.files import from_json
 from foretrain.recipes.export import is_checkpoint, model_of, read_checkpoint, run_of, step_of
 from foretrain.recipes.finetune import restore_adapter
-from foretrain.recipes.open_model import Base, find_folder, find_tokenizer, open_base
+from foretrain.recipes.open_model import Base, asked_as, find_folder, find_tokenizer, open_base
 
 
 def open_newest(
-    path: str | Path, tokenizer: str = "", vocabulary: str = "", say: Callable[[str], None] = lambda _: None
+    path: str | Path,
+    tokenizer: str = "",
+    vocabulary: str = "",
+    say: Callable[[str], None] = lambda _: None,
+    precision: str = "fp32",
 ) -> Base:
     """Open a model like `open_base`, also of a run that is not finished, or of one checkpoint. say: hears which step it
-    is."""
+    is. precision: what it will be computed in."""
     path = find_folder(path)
     if not is_checkpoint(path) and not _is_unfinished(path):
-        return open_base(path, tokenizer, vocabulary)
+        return open_base(path, tokenizer, vocabulary, precision)
     store, state, config = read_checkpoint(path)
     run = run_of(store)
     beside = run / "tokenizer.json"
     step = step_of(store, state)
     if config.model.weights and state.get("frozen"):
         wanted = tokenizer or (str(beside) if beside.is_file() else "")
-        base = open_base(config.model.weights, wanted, vocabulary)
+        base = open_base(config.model.weights, wanted, vocabulary, precision)
         trainer = restore_adapter(base, store, state, config)
         with trainer.averaged_weights():
             adapter = adapter_of(base.model, str(base.folder))
         lora.detach(base.model)
-        asked = make_format(config.data.prompt, config.data.answer) if config.data.prompt else None
-        found = Base(base.model, base.tokenizer, base.folder, adapter, asked)
+        found = replace(base, adapter=adapter, format=asked_as(config, base))
     else:
         found = Base(model_of(store, state, config), find_tokenizer(run, tokenizer, vocabulary), run)
     say(f"{path}: {_why(path, config, step)} ({store})")

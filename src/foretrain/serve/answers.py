@@ -9,7 +9,7 @@ import torch
 
 from foretrain.data.examples import Example, encode_prompts
 from foretrain.data.tokenizers import Tokenizer
-from foretrain.models.gpt2 import GPT2
+from foretrain.models.language_model import LanguageModel
 from foretrain.serve.generate import TextGenerator
 from foretrain.serve.sampling import Sampling
 from foretrain.serve.scoring import ClassScorer, exact_match
@@ -20,7 +20,7 @@ _BATCHES_SORTED = 2
 
 
 def answer_questions(
-    model: GPT2,
+    model: LanguageModel,
     tokenizer: Tokenizer,
     questions: list[Example],
     classes: tuple[str, ...],
@@ -46,7 +46,7 @@ def answer_questions(
     return {"answered": len(asked), "exact_match": round(right, 4)}
 
 
-def fitting(model: GPT2, tokenizer: Tokenizer, questions: list[Example]) -> list[Example]:
+def fitting(model: LanguageModel, tokenizer: Tokenizer, questions: list[Example]) -> list[Example]:
     """Return those that fit the context with their whole prompt and answer."""
     prompts = encode_prompts([question.prompt for question in questions], tokenizer)
     answers = tokenizer.encode_batch([question.answer for question in questions])
@@ -60,7 +60,9 @@ def spread(questions: list[Example], count: int | None) -> list[Example]:
     return [questions[index * len(questions) // count] for index in range(count)]
 
 
-def _choose(model: GPT2, scorer: ClassScorer, asked: list[Example], progress: Callable[[int, int], None]) -> list[str]:
+def _choose(
+    model: LanguageModel, scorer: ClassScorer, asked: list[Example], progress: Callable[[int, int], None]
+) -> list[str]:
     device = next(model.parameters()).device
     training = model.training
     model.eval()

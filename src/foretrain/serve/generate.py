@@ -9,15 +9,15 @@ from collections.abc import AsyncGenerator, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from foretrain.data.hub_tokenizers import begun, ends_of
 from foretrain.data.tokenizers import Tokenizer
 from foretrain.errors import ForetrainError, InputError
-from foretrain.models.cache import KeyValueCache
-from foretrain.models.gpt2 import GPT2
+from foretrain.models.language_model import LanguageModel
 from foretrain.serve.sampling import Chooser, Sampling
 from foretrain.serve.streaming import FinishReason, StreamToken, TextStream, decoder_factory
 
@@ -52,7 +52,7 @@ class TextGenerator:
     use only while a token is made: under a lock, in evaluation mode, inside its row's adapters.
     """
 
-    def __init__(self, model: GPT2, tokenizer: Tokenizer, registry: Adapters | None = None) -> None:
+    def __init__(self, model: LanguageModel, tokenizer: Tokenizer, registry: Adapters | None = None) -> None:
         if tokenizer.vocab_size > model.shape.vocab_size:
             raise InputError(
                 f"the tokenizer has {tokenizer.vocab_size} tokens, the model {model.shape.vocab_size}; "
@@ -139,22 +139,23 @@ class TextGenerator:
         """Return an empty text that ends where `sampling` says."""
         return TextStream(self._new_decoder(), sampling.stop_strings)
 
-    def logits(self, tokens: Tensor, cache: KeyValueCache, adapters: Sequence[str | None] | None) -> Tensor:
+    def logits(self, tokens: Tensor, cache: Any, adapters: Sequence[str | None] | None) -> Tensor:
         """Make one forward pass, with the model for itself."""
         serving = nullcontext() if self.registry is None or adapters is None else self.registry.serving(adapters)
         with serving, self._lock, _evaluating(self.model):
-            return self.model.decode(tokens, cache)
+            logits: Tensor = self.model.decode(tokens, cache)
+            return logits
 
 
 class _GeneratedRow:
     """One prompt and what has been made of it so far."""
 
-    def __init__(self, sampling: Sampling, room: int, text: TextStream, end_of_text: int) -> None:
+    def __init__(self, sampling: Sampling, room: int, text: TextStream, ends: frozenset[int]) -> None:
         self.sampling = sampling
         self.limit = min(sampling.max_tokens, room)
         self.finish_reason: FinishReason | None = None
         self._text = text
-        self._end_of_text = end_of_text
+        self._ends = ends
         self._pieces: list[str] = []
         self._tokens: list[int] = []
         self._log_probabilities: list[float] = []
@@ -163,7 +164,7 @@ class _GeneratedRow:
         """Take the next token, and say what it adds to the text."""
         self._tokens.append(token)
         self._log_probabilities.append(log_probability)
-        is_eos = token == self._end_of_text
+        is_eos = token in self._ends
         reason: FinishReason | None = None
         piece = ""
         if is_eos or token in self.sampling.stop_tokens:
@@ -202,7 +203,8 @@ class _Request:
         tokenizer, context = generator.tokenizer, generator.model.shape.context
         self._generator = generator
         self._adapters = adapters
-        self._prompts = [tokens.tolist() for tokens in tokenizer.encode_batch(prompts)]
+        self._prompts = [begun(tokens, tokenizer).tolist() for tokens in tokenizer.encode_batch(prompts)]
+        ends = ends_of(tokenizer)
         self.rows: list[_GeneratedRow] = []
         for number, (prompt, sampling) in enumerate(zip(self._prompts, samplings, strict=True), 1):
             room = context + 1 - max(1, len(prompt))
@@ -211,7 +213,7 @@ class _Request:
                     f"prompt {number} of {len(prompts)} has {len(prompt)} tokens, {1 - room} more than "
                     f"model.context = {context}; shorten it"
                 )
-            self.rows.append(_GeneratedRow(sampling, room, generator.new_text(sampling), tokenizer.end_of_text))
+            self.rows.append(_GeneratedRow(sampling, room, generator.new_text(sampling), ends))
         self._steps = max(row.limit for row in self.rows)
         self._made = 0
         self._next: Tensor | None = None
@@ -246,7 +248,7 @@ class _Request:
     def _prepare(self) -> Tensor:
         """Return the prompts as one batch, each pushed to the right; an empty one begins a new document."""
         model = self._generator.model
-        device = model.token_embedding.weight.device
+        device = next(model.parameters()).device
         prompts = [prompt or [self._generator.tokenizer.end_of_text] for prompt in self._prompts]
         longest = max(map(len, prompts))
         padding = [longest - len(prompt) for prompt in prompts]

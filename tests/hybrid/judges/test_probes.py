@@ -12,6 +12,7 @@ from tests.hybrid.moves.test_chain import Random
 from tests.worlds import Net, Regression, world
 
 from foretrain.engine.batch import rows_of
+from foretrain.engine.world import ALONE
 from foretrain.hybrid.gate import FORWARD
 from foretrain.hybrid.judges.probes import Probes
 from foretrain.hybrid.judges.worth import Worth
@@ -21,7 +22,7 @@ from foretrain.persist.codec import random_state
 def made(away: Any = None, **memory: Any) -> Any:
     hybrid = SimpleNamespace(mode=memory.pop("mode", "rollout"))
     config = SimpleNamespace(memory=SimpleNamespace(**{"return_ahead": 5, **memory}), hybrid=hybrid)
-    engine: Any = SimpleNamespace(away=away, count=rows_of, config=config)
+    engine: Any = SimpleNamespace(away=away, count=rows_of, config=config, world=ALONE)
     snapshots: Any = SimpleNamespace(optimizer_state=lambda: {"state": {}})
     return Probes(engine, snapshots)
 

@@ -11,8 +11,11 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from foretrain.config import OptimizerConfig
 from foretrain.engine.optim.muon import Muon
+from foretrain.engine.optim.muon_parts import MuonOnParts
 from foretrain.engine.optim.narrow import NarrowAdamW
+from foretrain.engine.optim.sgd import SGDOnParts
 from foretrain.errors import ConfigError
+from foretrain.persist.parts import is_spread
 
 
 def build(model: nn.Module, config: OptimizerConfig) -> Optimizer:
@@ -45,7 +48,8 @@ def _build(model: nn.Module, trained: dict[str, nn.Parameter], config: Optimizer
     betas = (config.beta1, config.second_beta)
     if config.type == "sgd":
         momentum = 0.9 if config.momentum is None else config.momentum
-        sgd = SGD(groups, rate, momentum=momentum, nesterov=config.nesterov and momentum > 0, fused=True)
+        kind = SGDOnParts if any(is_spread(p) for p in trained.values()) else SGD
+        sgd = kind(groups, rate, momentum=momentum, nesterov=config.nesterov and momentum > 0, fused=True)
         if momentum > 0:  # else a skipped first step, as fp16 has it, leaves unwritten memory as momentum
             for p in trained.values():
                 sgd.state[p]["momentum_buffer"] = torch.zeros_like(p)
@@ -79,7 +83,8 @@ def _build_muon(
         {"params": others, "algorithm": "adamw", "lr": rest, "weight_decay": config.decay},
         {"params": vectors, "algorithm": "adamw", "lr": rest, "weight_decay": 0.0},
     ]
-    return Muon(
+    kind = MuonOnParts if any(is_spread(p) for p in trained.values()) else Muon
+    return kind(
         [group for group in groups if group["params"]],
         lr=rate,
         momentum=0.9 if config.momentum is None else config.momentum,

@@ -175,6 +175,8 @@ class JudgedMove(Move):
 
     def readings(self) -> list[StepReading]:
         """Loss and gradient norm of the validating steps. Reading them waits for the device."""
+        if not self._outputs:
+            return []
         self.tools.engine.world.catch_up()
         numbers = self.tools.engine.world.to_host(torch.stack([value.float() for value in self._outputs]))
         self._outputs.clear()

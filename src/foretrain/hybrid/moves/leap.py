@@ -87,7 +87,7 @@ class LeapKind(MoveKind):
     def cover(self) -> None:
         engine = self.tools.engine
         if engine.config.hybrid.space == "product":
-            self.products = Products.of(engine.model, self.tools.trajectory.parameters)
+            self.products = Products.of(engine.named, self.tools.trajectory.parameters)
 
 
 def forward_only(loss: float) -> StepOutput:

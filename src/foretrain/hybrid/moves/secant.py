@@ -114,7 +114,7 @@ class Secant:
 
     def _add(self, s: Tensor, y: Tensor) -> None:
         row = self.order[0] if len(self.order) == len(self.s) else len(self.order)
-        curvature, ss, yy = self.world.to_host(torch.stack([self._dot(s, y), self._dot(s, s), self._dot(y, y)]))
+        curvature, ss, yy = self.world.to_host(self._dots((s, y), (s, s), (y, y)))
         if not curvature > _LEAST_CURVATURE * np.sqrt(ss * yy):
             return
         if len(self.order) == len(self.s):
@@ -124,7 +124,7 @@ class Secant:
         self.order.append(row)
         self._lengths[row] = np.sqrt(ss)
         count = len(self.order)
-        dots = self.world.to_host(torch.cat([self._dot(self.y[:count], s), self._dot(self.s[:count], y)]))
+        dots = self.world.to_host(self._dots((self.y[:count], s), (self.s[:count], y)))
         self._sy[row, :count], self._sy[:count, row] = dots[:count], dots[count:]
 
     @torch.no_grad()
@@ -138,23 +138,25 @@ class Secant:
         place = torch.tensor(rows, device=s.device)
         sy = torch.from_numpy(self._sy[np.ix_(rows, rows)]).to(s.device)  # by age, as everything small here
         upper = sy.triu()
-        alpha = _solve(upper, self._dot(s, g).double()[place], upper_triangle=True)
+        alpha = _solve(upper, self._dots((s, g)).double()[place], upper_triangle=True)
         q = g - y.T @ torch.zeros_like(s[:, 0]).index_copy_(0, place, alpha.to(s.dtype))
         newest = self.y[rows[-1]]
         bent = newest * scales if scales is not None else newest
-        start = (q * scales if scales is not None else q) * (sy[-1, -1] / self._dot(newest, bent).double()).to(s.dtype)
-        rest = _solve(upper.T, alpha * sy.diagonal() - self._dot(y, start).double()[place], upper_triangle=False)
+        start = (q * scales if scales is not None else q) * (sy[-1, -1] / self._dots((newest, bent)).double()).to(
+            s.dtype
+        )
+        rest = _solve(upper.T, alpha * sy.diagonal() - self._dots((y, start)).double()[place], upper_triangle=False)
         direction = -(start + s.T @ torch.zeros_like(s[:, 0]).index_copy_(0, place, rest.to(s.dtype)))
-        slope, square = self.world.to_host(torch.stack([self._dot(direction, g), self._dot(direction, direction)]))
+        slope, square = self.world.to_host(self._dots((direction, g), (direction, direction)))
         share = min(1.0, self.reach * self.longest / max(np.sqrt(square), 1e-30))  # the curvature is not known further
         return direction.mul_(share) if share < 1 else direction, share * slope
 
-    def _dot(self, left: Tensor, right: Tensor) -> Tensor:
-        """Rows of `left` times `right`, over all ranks."""
-        if not self._parted:
-            return left @ right
-        counted = right if self._share_row is None else right * self._share_row
-        return self.world.reduce((left @ counted).double(), "sharded")
+    def _dots(self, *pairs: tuple[Tensor, Tensor]) -> Tensor:
+        """Rows times a row of each pair, one after the other, over all ranks."""
+        row = self._share_row
+        found = [(left @ (right if row is None else right * row)).reshape(-1) for left, right in pairs]
+        dots = torch.cat(found) if len(found) > 1 else found[0]
+        return self.world.reduce(dots.double(), "sharded") if self._parted else dots
 
     @torch.no_grad()
     def place(self, direction: Tensor | None = None, share: float = 1.0) -> None:

@@ -1,0 +1,79 @@
+"""Muon on parts of matrices: momentum is kept in parts, and an update is gathered, orthogonalised and cut again.
+
+Each process orthogonalises every matrix, as each replica does; what is more are the gathered updates, one matrix at a
+time on the way and those of one shape together in the iteration.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foretrain.engine.optim.muon import Muon, orthogonalize, step_ratio
+from foretrain.persist.parts import form_of_spread, is_spread, like, local, region
+
+
+class MuonOnParts(Muon):
+    """Does what Muon does to whole matrices, where a process holds a part of each. Moments are fp32."""
+
+    def _muon(self, group: dict[str, Any], params: list[Tensor]) -> None:
+        by_shape: dict[tuple[int, int], list[Tensor]] = defaultdict(list)
+        for p in params:
+            if "momentum_buffer" not in self.state[p]:
+                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+            by_shape[self._part_shape(p)].append(p)
+        for shape, some in by_shape.items():
+            self._same_shaped(group, some, shape)
+
+    def _same_shaped(self, group: dict[str, Any], params: list[Tensor], shape: tuple[int, int]) -> None:
+        """Update matrices whose fused parts all have this shape."""
+        rate, weight = group["lr"], 1 - group["momentum"]
+        if self.found_inf is not None:
+            # A bad step moves nothing: no gradient, the momentum stays, the step length is zero.
+            bad = self.found_inf > 0
+            rate, weight = torch.where(bad, 0.0, rate), torch.where(bad, 0.0, weight)
+        updates = self._own_updates(group, params, weight)
+        whole = [_gathered(update, p).view(-1, *shape) for update, p in zip(updates, params, strict=True)]
+        counts = [len(one) for one in whole]
+        steps = orthogonalize(torch.cat(whole)).float().mul_(rate * step_ratio(group["scale"], *shape))
+        del whole
+        weights = [local(p) for p in params]
+        torch._foreach_mul_(weights, 1 - rate * group["weight_decay"])
+        of_each = zip(steps.split_with_sizes(counts), params, strict=True)
+        torch._foreach_sub_(weights, [_cut(step.flatten(0, 1), p) for step, p in of_each])
+
+    def _own_updates(self, group: dict[str, Any], params: list[Tensor], weight: float | Tensor) -> list[Tensor]:
+        """The parts of the updates that are here, before orthogonalisation. The momentum takes in the gradient."""
+        gradients = [local(p.grad) for p in params if p.grad is not None]
+        if self.grad_scale is not None:
+            gradients = list(torch._foreach_div(gradients, self.grad_scale))
+        if self.found_inf is not None:
+            bad = self.found_inf > 0
+            gradients = [torch.where(bad, 0.0, gradient) for gradient in gradients]
+        momenta = [local(self.state[p]["momentum_buffer"]) for p in params]
+        torch._foreach_mul_(momenta, 1 - weight)
+        torch._foreach_add_(momenta, torch._foreach_mul(gradients, weight))
+        if not group["nesterov"]:
+            return momenta
+        return list(torch._foreach_lerp(gradients, momenta, group["momentum"]))
+
+
+def _gathered(part: Tensor, parameter: Tensor) -> Tensor:
+    """All of a matrix, from the parts that processes have."""
+    if not is_spread(parameter):
+        return part
+    spread: Any = like(part, parameter)
+    whole: Tensor = spread.full_tensor()
+    return whole
+
+
+def _cut(whole: Tensor, parameter: Tensor) -> Tensor:
+    """This process's part of a matrix."""
+    form = form_of_spread(parameter)
+    if form is None:
+        return whole
+    sizes, begin = form.region()
+    return region(whole, begin, sizes)

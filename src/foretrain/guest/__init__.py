@@ -1,0 +1,1 @@
+"""foretrain inside of a training loop that somebody else owns."""

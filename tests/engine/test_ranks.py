@@ -1,0 +1,482 @@
+"""Two gloo ranks do what one process does: decisions, moves, snapshots, skipped steps, probes, and few messages.
+
+Functions that begin with `on_ranks` run on every rank; all of them in one start. Tests read what they found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from tests.ranked import (
+    SETTINGS,
+    Found,
+    curve,
+    digest,
+    own_rows,
+    points,
+    ranks,
+    run,
+    start,
+    tiny,
+    trainer,
+    whole,
+    words,
+)
+from tests.ranked import wrapped as in_kind
+from torch import Tensor, nn
+
+from foretrain import HybridTrainer, supervised
+from foretrain.config import from_mapping
+from foretrain.engine.ranks import local, world_of_ranks
+from foretrain.errors import ConfigError, RanksError
+from foretrain.models.loss import IGNORED
+from foretrain.motion.trajectory import Trajectory
+
+KINDS = ("ddp", "fsdp2")
+NOISY = {"max_steps": 160, "optimizer.learning_rate": 3e-4}
+EXACT = {"max_steps": 60, "hybrid.max_predict_steps": 20}
+
+
+def runs(kind: str) -> Found:
+    """A run under noise, with an audited leap, and one with exact losses, with a chain."""
+    noisy = run(trainer(kind, True, NOISY), 160, words)
+    exact = run(trainer(kind, False, EXACT), 60, points)
+    return {"noisy": noisy, "exact": exact}
+
+
+# --- one path of the weights -----------------------------------------------------------------------------------------
+
+
+def path(kind: str) -> Found:
+    """Dot products and a move on a path of the weights that is the same everywhere, and probes along the way."""
+    made = trainer(kind, True, {"max_steps": 10})
+    parameters, names = made.engine.trained.parameters, made.engine.trained.names
+    trajectory = Trajectory(parameters, names, window=2, world=made.engine.world)
+    generator = torch.Generator().manual_seed(5)
+    begun = [whole(p).clone() for p in parameters]
+    for _ in range(4):
+        trajectory.before_step()
+        for p in parameters:
+            change = 0.01 * torch.randn(p.shape, generator=generator)
+            local(p).add_(part_of(change, p))
+        if trajectory.after_step():
+            motion = trajectory.close()
+    coefficients = np.linspace(-1, 1, len(trajectory.groups) * 5).reshape(len(trajectory.groups), 5)
+    displacement, probes = trajectory.displacement(coefficients), []
+    for share in (0.0, 1.0, 2.0):
+        with torch.no_grad():
+            for p, start_weights in zip(parameters, begun, strict=True):
+                local(p).copy_(part_of(start_weights, p))
+        trajectory.place(None, displacement, share)
+        probes.append(made.engine.probe(own_rows(words(0))))
+    dots = [motion.window.dots.tolist(), motion.gram.tolist(), motion.window.square.tolist()]
+    return {"dots": dots, "moved": digest(made), "probes": probes}
+
+
+def part_of(value: Tensor, parameter: Tensor) -> Tensor:
+    """This rank's part of a whole tensor."""
+    if not hasattr(parameter, "device_mesh"):
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    form: Any = parameter
+    return local(distribute_tensor(value.contiguous(), form.device_mesh, form.placements, src_data_rank=None))
+
+
+# --- idle, snapshots, bad steps --------------------------------------------------------------------------------------
+
+
+def idle(kind: str) -> Found:
+    """The same steps with prediction on and off, with dropout."""
+    still = {"max_steps": 30, "dropout": 0.1, "hybrid.warmup_steps": 1000}
+    on = trainer(kind, True, dict(still))
+    found = {"on": run(on, 30, words)["hash"], "windows": on.observer.windows}
+    return found | {"off": run(trainer(kind, True, {**still, "hybrid.mode": "off"}), 30, words)["hash"]}
+
+
+def snapshots(kind: str) -> Found:
+    """Steps from a snapshot, and once more after going back to it: of before the first step, and of later."""
+    made = trainer(kind, True, {"max_steps": 100, "dropout": 0.1, "evaluation.ema_decay": 0.9, "predictor.beta": 0.5})
+    kept, found = made.policy.tools.snapshots, {}
+    for name, before in (("first", 0), ("later", 3)):
+        for position in range(before):
+            made.step(own_rows(words(position)))
+        kept.take()
+        hashes = []
+        for _ in range(2):
+            for position in range(3):
+                made.step(own_rows(words(position)))
+            moments = [whole(s["exp_avg"]).double().sum().item() for s in made.optimizer.state.values()]
+            averages = [float(part.double().sum()) for part in made.engine.average.average]
+            hashes.append([digest(made), moments, averages])
+            kept.rewind()
+        found[name] = hashes
+    return found
+
+
+def bad_step(kind: str) -> Found:
+    """No number on rank 1 only, after two good steps."""
+    made = HybridTrainer(in_kind(curve(), kind), config=quick(), loss_fn=supervised(nn.functional.mse_loss))
+    for _ in range(2):
+        made.step(own_rows(points(0)))
+    before, (x, y) = digest(made), own_rows(points(0))
+    result = made.step((torch.full_like(x, torch.nan) if ranks()[0] == ranks()[1] - 1 else x, y))
+    after = digest(made)
+    made.step(own_rows(points(0)))
+    return {"before": before, "skipped": result.skipped, "after": after, "then": digest(made)}
+
+
+def quick(**settings: Any) -> Any:
+    return from_mapping({**SETTINGS, "max_steps": 100, "optimizer.type": "adam", **settings})
+
+
+# --- what counts -----------------------------------------------------------------------------------------------------
+
+
+def counted(kind: str) -> Found:
+    """Losses where ranks have different numbers of targets that count."""
+    made = trainer(kind, True, {"max_steps": 10})
+    tokens, targets = words(7)
+    targets = targets.clone()
+    targets[0, 2:] = IGNORED  # so the first rank has fewer
+    targets[1, 5:] = IGNORED
+    batches = [own_rows((tokens, targets)), own_rows(words(8))]
+    nothing = own_rows((tokens, torch.where(torch.arange(8)[:, None] < 4, IGNORED, targets)))
+    forward = made.engine.forward
+    return {
+        "names": sorted(made.engine.state_dict()["model"])[:3],
+        "frozen": frozen(kind),
+        "probe": forward.probe(batches[0]),
+        "evaluation": made.evaluate(batches),
+        "nothing": forward.probe_all([nothing]),
+        "metric": made.evaluate(batches, {"rows": lambda model, batch: float(batch[0].float().mean())})["rows"],
+    }
+
+
+def frozen(kind: str) -> str:
+    """The checksum of weights that are not trained."""
+    model = tiny()
+    model.blocks[0].requires_grad_(False)
+    model.token_embedding.requires_grad_(False)
+    return HybridTrainer(in_kind(model, kind), None, None, quick()).engine.frozen
+
+
+def annealed(kind: str) -> Found:
+    """What a copy came to whose rate was brought to 0, and the run after it."""
+    made = trainer(kind, True, {"max_steps": 40}, probe=[own_rows(words(900))])
+    for ahead in (4, 0):
+        if ahead:
+            made.anneal(ahead)
+        for _ in range(6):
+            made.step(own_rows(words(made.position)))
+    losses = [point.loss for point in made.copies.points]
+    return {"copies": losses, "passes": made.backward_passes, "loss": made.evaluate([own_rows(words(901))])}
+
+
+def accumulated(kind: str) -> Found:
+    """Steps in one part, and in two."""
+    found: Found = {}
+    for parts in (1, 2):
+        made = trainer(kind, True, {"max_steps": 10, "accumulation_steps": parts})
+        run(made, 3, words)
+        found[str(parts)] = [float(whole(p).double().norm()) for p in made.model.parameters()]
+    return found
+
+
+def optimizers(kind: str) -> Found:
+    """Losses after some steps with each optimizer."""
+    found = {}
+    for name in ("adamw", "adam", "sgd", "muon", "own"):
+        settings = {**SETTINGS, "max_steps": 20, "optimizer.learning_rate": 1e-3, "optimizer.type": name}
+        model = in_kind(curve(), kind)
+        own = torch.optim.RMSprop(model.parameters(), 1e-3) if name == "own" else None
+        config = from_mapping({n: v for n, v in settings.items() if own is None or not n.startswith("optimizer.")})
+        made = HybridTrainer(model, own, supervised(nn.functional.mse_loss), config)
+        found[name] = run(made, 12, points)["loss"]
+    fused = trainer(kind, True, {"max_steps": 20, "optimizer.type": "muon", "optimizer.learning_rate": 1e-2})
+    return found | {"muon on fused matrices": run(fused, 6, words)["loss"]}
+
+
+def refused(kind: str) -> Found:
+    """What is refused, with its sentence."""
+    found = {}
+    for settings in (
+        {"optimizer.state_type": "8bit", "optimizer.type": "adamw"},
+        {"memory.offload": True, "optimizer.type": "adamw"},
+        {"engine.update_in_backward": True, "optimizer.gradient_clip_norm": 0.0},
+        {"engine.compile": True},
+        {"engine.cuda_graph": True},
+        {"memory.on_out_of_memory": "retry"},
+        {"optimizer.learning_rate": "auto"},
+        {"growth.layers": 1},
+        {"max_time": 60.0},
+        {"until_loss": 1.0},
+        {"hybrid.linear_rows": 100},
+        {"hybrid.space": "product"},
+    ):
+        try:
+            trainer(kind, True, dict(settings))
+        except ConfigError as error:
+            found[next(iter(settings))] = str(error)
+    return found
+
+
+# --- what is sent ----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def listening() -> Iterator[dict[str, int]]:
+    """Count what goes through torch.distributed by the name of the call; objects must not be sent at all."""
+    calls: dict[str, int] = {}
+    names = ["all_reduce", "broadcast", "all_gather", "reduce", "gather", "scatter"]
+    objects = [name for name in dir(dist) if "object" in name]
+    before = {name: getattr(dist, name) for name in (*names, *objects)}
+
+    def counted_call(name: str) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
+            calls[name] = calls.get(name, 0) + 1
+            return before[name](*arguments, **options)
+
+        return call
+
+    for name in names + objects:
+        setattr(dist, name, counted_call(name))
+    try:
+        yield calls
+    finally:
+        for name, function in before.items():
+            setattr(dist, name, function)
+
+
+def sent(kind: str) -> Found:
+    """Own messages of 20 steps: without prediction, resting, and watched."""
+    found = {}
+    for name, settings in (
+        ("off", {"hybrid.mode": "off"}),
+        ("resting", {}),
+        ("watched", {"hybrid.warmup_steps": 1000, "hybrid.secant_pairs": 0}),
+    ):
+        made = trainer(kind, True, {"max_steps": 100, "health.interval": 0, **settings})
+        made.step(own_rows(words(0)))
+        if name == "resting":
+            made.policy.rest.steps = 90
+        while made.global_step % 5:
+            made.step(own_rows(words(made.position)))
+        world, reads = made.engine.world, []
+        read = world.to_host
+        world.to_host = lambda numbers, read=read, reads=reads: reads.append(1) or read(numbers)  # type: ignore[method-assign]
+        with listening() as calls:
+            for position in range(20):
+                made.step(own_rows(words(position)))
+        found[name] = {**calls, "waits": len(reads)}
+    return found
+
+
+def apart(kind: str) -> Found:
+    """Rank 1 is made to rest longer; and it says something else than the others."""
+    made = trainer(kind, True, {"max_steps": 100})
+    for position in range(7):
+        made.step(own_rows(words(position)))
+    made.policy.rest.steps = 30 + 10 * ranks()[0]
+    try:
+        for position in range(10):
+            made.step(own_rows(words(position)))
+    except RanksError as error:
+        told = str(error)
+    world = world_of_ranks()
+    world.agree({"horizon": 40, "confidence": 0.5 + 0.25 * ranks()[0]}, "the decision")
+    try:
+        world.meet()
+    except RanksError as error:
+        return {"told": told, "step": made.global_step, "decision": str(error)}
+    return {}
+
+
+def worlds(kind: str) -> Found:
+    """The numbers, votes and failures of ranks."""
+    world, (rank, _) = world_of_ranks(), ranks()
+    loss = torch.tensor(float(rank))
+    world.later(loss)
+    world.vote("same", rank == 0)
+    world.meet()
+    numbers = world.read([torch.tensor([1.0, 2.0]), torch.tensor([float(rank)])], ["sharded", "replicated"])
+    failed = world.all_well("no space, sagt Rang 1: é" if rank == 1 else None)
+    return {
+        "later": float(loss),
+        "votes": [world.every("same", rank == 0), world.every("new", True), world.anyone("one", rank == 1)],
+        "numbers": numbers,
+        "failed": list(failed or ()),
+        "well": world.all_well() is None,
+        "first": world.of_first(np.array([[rank + 0.5]])).tolist(),
+    }
+
+
+ALIKE = (runs, path, counted, annealed, accumulated, optimizers)
+CHECKS = (*ALIKE, idle, snapshots, bad_step, refused, sent, apart, worlds)
+
+
+def on_one_rank() -> Found:
+    """A model that FSDP2 shards over one process, beside one that it does not."""
+    settings = {"max_steps": 60, "hybrid.warmup_steps": 10, "hybrid.full_steps": 10, "dropout": 0.1}
+    made = [run(trainer(kind, True, dict(settings)), 60, words) for kind in ("fsdp2", "one")]
+    return {"phases": [one["phases"] for one in made], "hashes": [one["hash"] for one in made]}
+
+
+def on_ranks() -> Found:
+    """Everything, on both kinds of models."""
+    return {f"{check.__name__} {kind}": check(kind) for kind in KINDS for check in CHECKS}
+
+
+# --- tests -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
+    """What each of two ranks found."""
+    folder: Path = tmp_path_factory.mktemp("ranks")
+    return [rank["on_ranks"] for rank in start(__name__, ["on_ranks"], 2, folder)]
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Found]:
+    """What one process finds."""
+    return {check.__name__: check("one") for check in ALIKE}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_find_the_same(kind: str, found: list[Found]) -> None:
+    one, other = found
+    for check in (*ALIKE, worlds):
+        name = f"{check.__name__} {kind}"
+        for run_of_rank in (one[name], other[name]):
+            for part in run_of_rank.values():
+                if isinstance(part, dict):
+                    part.pop("losses", None)  # a replica's own, until ranks meet
+        assert one[name] == other[name]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("noise", ["noisy", "exact"])
+def test_ranks_decide_as_one_process_does(kind: str, noise: str, found: list[Found], alone: dict[str, Found]) -> None:
+    ours, theirs = found[0][f"runs {kind}"][noise], alone["runs"][noise]
+    for name in ("phases", "moves", "global_step", "position"):
+        assert ours[name] == theirs[name]
+    assert "p" in ours["phases"]
+    assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5 if noise == "noisy" else 1e-2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_dots_moves_and_probes_are_those_of_one_process(kind: str, found: list[Found], alone: dict[str, Found]) -> None:
+    ours, theirs = found[0][f"path {kind}"], alone["path"]
+    for own, other in zip(ours["dots"], theirs["dots"], strict=True):
+        np.testing.assert_allclose(own, other, rtol=1e-6, atol=1e-6 * np.abs(other).max())
+    assert ours["moved"] == theirs["moved"]
+    assert ours["probes"] == pytest.approx(theirs["probes"], abs=1e-6)
+    assert len(set(ours["probes"])) == 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_idle_is_the_plain_loop_bit_for_bit(kind: str, found: list[Found]) -> None:
+    ours = found[0][f"idle {kind}"]
+    assert ours["on"] == ours["off"]
+    assert ours["windows"] > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_from_a_snapshot_are_repeated_bit_for_bit(kind: str, found: list[Found]) -> None:
+    for rank in found:
+        for once, again in rank[f"snapshots {kind}"].values():
+            assert once == again
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_number_on_one_rank_skips_the_step_on_all(kind: str, found: list[Found]) -> None:
+    ours, other = (rank[f"bad_step {kind}"] for rank in found)
+    assert ours == other
+    assert ours["skipped"]
+    assert ours["before"] == ours["after"] != ours["then"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_targets_count_wherever_they_are(kind: str, found: list[Found], alone: dict[str, Found]) -> None:
+    ours, theirs = dict(found[0][f"counted {kind}"]), dict(alone["counted"])
+    for same in ("names", "frozen"):
+        assert ours.pop(same) == theirs.pop(same)
+    assert ours == pytest.approx(theirs, abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_annealed_copies_are_those_of_one_process(kind: str, found: list[Found], alone: dict[str, Found]) -> None:
+    ours, theirs = found[0][f"annealed {kind}"], alone["annealed"]
+    assert len(theirs["copies"]) == 1
+    for name in theirs:
+        assert ours[name] == pytest.approx(theirs[name], rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parts_of_batches_of_ranks_make_one_batch(kind: str, found: list[Found], alone: dict[str, Found]) -> None:
+    ours = found[0][f"accumulated {kind}"]
+    for parts in ("1", "2"):
+        assert ours[parts] == pytest.approx(alone["accumulated"]["1"], rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_optimizers_train_as_in_one_process(kind: str, found: list[Found], alone: dict[str, Found]) -> None:
+    assert found[0][f"optimizers {kind}"] == pytest.approx(alone["optimizers"], abs=1e-4)
+
+
+def test_what_is_not_supported_is_refused_in_one_sentence(found: list[Found]) -> None:
+    for_parts = {"optimizer.state_type", "hybrid.space"}
+    ddp, sharded = (found[0][f"refused {kind}"] for kind in KINDS)
+    assert len(sharded) == 12
+    assert sharded.keys() - ddp.keys() == for_parts
+    for name, text in sharded.items():
+        assert text.startswith("this is one of 2 processes, where ")
+        assert name.rpartition(".")[2] in text
+        assert ". " not in text
+
+
+def test_few_numbers_are_sent_and_no_objects(found: list[Found]) -> None:
+    replicas, parts = (found[0][f"sent {kind}"] for kind in KINDS)
+    windows, steps = 4, 20
+    looks = 2  # at the losses of a rest, which one process makes, too
+    assert replicas["off"] == {"all_reduce": windows, "waits": windows}
+    assert replicas["resting"] == {"all_reduce": windows, "waits": windows + looks}
+    assert replicas["watched"] == {"all_reduce": windows, "waits": 2 * windows}
+    assert parts["off"] == {"all_reduce": steps + windows, "waits": windows}
+    assert parts["resting"] == {"all_reduce": steps + windows, "waits": windows + looks}
+    assert parts["watched"] == {"all_reduce": steps + 2 * windows, "waits": 2 * windows}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_that_come_apart_stop_within_a_window(kind: str, found: list[Found]) -> None:
+    ours, other = (rank[f"apart {kind}"] for rank in found)
+    for rank, told in enumerate((ours, other)):
+        assert "ranks disagree on the state.rest_steps after step" in told["told"]
+        assert f"rank {rank} has" in told["told"]
+        assert told["step"] <= 7 + SETTINGS["hybrid.window_steps"]
+        assert "ranks disagree on the decision.confidence after step" in told["decision"]
+
+
+def test_ranks_sum_vote_and_tell(found: list[Found]) -> None:
+    assert found[1]["worlds ddp"] == {
+        "later": 0.5,
+        "votes": [False, True, True],
+        "numbers": [2.0, 4.0, 0.5],
+        "failed": [1, "no space, sagt Rang 1: é"],
+        "well": True,
+        "first": [[0.5]],
+    }
+
+
+def test_shards_of_one_process_are_the_plain_run_bit_for_bit(tmp_path: Path) -> None:
+    found = start(__name__, ["on_one_rank"], 1, tmp_path)[0]["on_one_rank"]
+    assert found["hashes"][0] == found["hashes"][1]
+    assert found["phases"][0] == found["phases"][1]
