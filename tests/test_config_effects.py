@@ -44,6 +44,7 @@ from foretrain.events import (
     Tuned,
 )
 from foretrain.hybrid.moves.judged import JudgedMove
+from foretrain.launch.group import ALONE, Group, RankPlace
 from foretrain.models import gpt2, huggingface
 from foretrain.models import loss as loss_module
 from foretrain.motion import trajectory
@@ -53,6 +54,7 @@ from foretrain.motion.trajectory import Trajectory
 from foretrain.persist.codec import take_apart
 from foretrain.planning.estimate import estimate, target_of
 from foretrain.recipes import finetune as tuning
+from foretrain.recipes import frame, spreading
 from foretrain.recipes import train as run
 from foretrain.trainer import HybridTrainer
 
@@ -1852,3 +1854,55 @@ def _(bench: Bench) -> None:
     _, _, folder = bench.train(max_steps=1, memory__budget=f"{0.9 * needed / 1000:.3f}KB", **plain)
     written = load(folder / "config.toml").config
     assert (written.accumulation_steps, written.engine, written.optimizer) != (1, config.engine, config.optimizer)
+
+
+# --- several processes -----------------------------------------------------------------------------------------------
+
+
+def _spreading(bench: Bench, ranks: int, **changes: Any) -> Any:
+    config = bench.config(model__vocab_size=256, batch_size=24, **changes)
+    target = target_of(config, gpt2.shape_from_config(config.model))
+    return spreading.choose(config, target, Group(RankPlace(0, ranks)))
+
+
+@effect("distributed.type")
+def _(bench: Bench) -> None:
+    chosen = {kind: _spreading(bench, 4, distributed__type=kind).kind for kind in ("auto", "ddp", "fsdp2")}
+    assert chosen == {"auto": "ddp", "ddp": "ddp", "fsdp2": "fsdp2"}
+    with pytest.raises(ConfigError, match=r"distributed\.type = 'off', and 4 processes were started"):
+        _spreading(bench, 4, distributed__type="off")
+    bench.patch.setattr(spreading, "_memory", lambda config: 10**6)
+    assert str(_spreading(bench, 4)).startswith("4 ranks, each with a shard of the weights (FSDP2): all of it would")
+    bench.patch.setattr(spreading, "_memory", lambda config: 10**12)
+    assert str(_spreading(bench, 4)).startswith("4 ranks, each with all weights (DDP): ")
+
+
+@effect("distributed.shard")
+def _(bench: Bench) -> None:
+    found = _spreading(bench, 6, distributed__shard=2)
+    assert (found.kind, found.replicate, found.shard) == ("fsdp2", 3, 2)
+    with pytest.raises(ConfigError, match="do not make 6 ranks"):
+        _spreading(bench, 6, distributed__shard=4)
+    with pytest.raises(ConfigError, match="'ddp' has none"):
+        _spreading(bench, 6, distributed__shard=2, distributed__type="ddp")
+
+
+@effect("distributed.replicate")
+def _(bench: Bench) -> None:
+    found = _spreading(bench, 6, distributed__replicate=2)
+    assert (found.kind, found.replicate, found.shard) == ("fsdp2", 2, 3)
+    assert "FSDP2, 2 times 3" in str(found)
+
+
+@effect("distributed.timeout_seconds")
+def _(bench: Bench) -> None:
+    told: list[float] = []
+
+    @contextlib.contextmanager
+    def joined(device: str, timeout_seconds: float) -> Any:
+        told.append(timeout_seconds)
+        yield ALONE
+
+    bench.patch.setattr(frame, "joined", joined)
+    bench.train(distributed__timeout_seconds=7)
+    assert told == [7.0]

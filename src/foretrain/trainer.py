@@ -115,7 +115,7 @@ class HybridTrainer:
         self.policy: Policy | None = None
         self.observer: Observer | None = None
         self.copies = AnnealedCopies(engine, probe, emit)
-        self.stopping = False  # until somebody calls `stop`
+        self.stopping, self.stopped_because = False, ""  # until somebody calls `stop`
         self._length = KnownLength(engine, emit)
         self.targets = Targets(engine, emit) if config.max_time is not None or config.until_loss is not None else None
         """What knows `max_time` and `until_loss`; None where neither is set."""
@@ -417,10 +417,14 @@ class HybridTrainer:
         told = replace(asked, title=title, details=details or {}, data_fingerprint=data_fingerprint)
         return fit(self, loader, held_out, replace(told, on_interrupt=on_interrupt, pause_at=pause_at))
 
-    def stop(self) -> None:
-        """End `fit` after this step, or after the move that is open, as early stopping does. For callbacks."""
-        self.stopping = True
-        if self.hybrid is not None:
+    def stop(self, reason: str = "") -> None:
+        """End `fit` after this step, or after the move that is open, as early stopping does. For callbacks.
+
+        reason: why, in words of your own: the summary has them as `stopped_because`. Of several processes one may call
+        it: all end after the same step.
+        """
+        self.stopping, self.stopped_because = True, reason or self.stopped_because
+        if self.hybrid is not None and self.engine.world.size == 1:  # else all processes hear of it first
             self.hybrid.end_soon()
 
     def summary(self) -> dict[str, Any]:

@@ -20,8 +20,8 @@ from foretrain.cli.report import report, watch
 from foretrain.cli.sweep import sweep
 from foretrain.cli.terminal import (
     Document,
-    Follower,
     Json,
+    OtherRank,
     flag,
     put_beside,
     put_json,
@@ -149,7 +149,7 @@ def _carry_out(arguments: list[str], document: Document | None) -> int:
         return code
 
     place = place_of()
-    Follower.quiet = place is not None and place.rank > 0
+    OtherRank.quiet = place is not None and place.rank > 0
     try:
         if any("\0" in argument for argument in arguments):
             raise InputError("an argument holds a zero byte, which no name and no text on a command line can")

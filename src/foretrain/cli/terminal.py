@@ -67,7 +67,7 @@ def check_target(folder: Path, overwrite: bool) -> None:
         )
 
 
-class Follower:
+class OtherRank:
     """One of several processes of a run, and not the first: what all of them would say is said once, by that one."""
 
     quiet = False
@@ -78,7 +78,7 @@ class Follower:
 
 def put(text: str) -> None:
     """Print a result on standard output. It may name files; programs get their names as they are."""
-    if Follower.quiet:
+    if OtherRank.quiet:
         return
     sys.stdout.write(for_reader(text) + "\n")
     sys.stdout.flush()
@@ -100,7 +100,7 @@ def put_beside(start: str, text: str) -> None:
 
 def say(text: str, always: bool = False) -> None:
     """Print what happens on standard error. It may quote files. always: also where another process speaks for all."""
-    if Follower.quiet and not always:
+    if OtherRank.quiet and not always:
         return
     sys.stderr.write(visible(shortened(text)) + "\n")
     sys.stderr.flush()
@@ -138,7 +138,7 @@ class Document:
 
     def put(self, value: Any) -> None:
         """Print the document once: a second one would make the output unreadable."""
-        if self.printed or Follower.quiet:
+        if self.printed or OtherRank.quiet:
             return
         self.printed = True
         self.target.write(as_json(value) + "\n")
@@ -191,7 +191,7 @@ def end_run(
     from foretrain.recipes.train import written
 
     files = written(folder)
-    level = "quiet" if Follower.quiet else level
+    level = "quiet" if OtherRank.quiet else level
     interrupted = summary["reason"] == "interrupted"
     if level != "quiet" and not interrupted:
         from foretrain.show.screen import screen

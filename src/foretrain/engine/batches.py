@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
 import torch
+from torch.utils.data import DistributedSampler
 
 from foretrain.config import Config
 from foretrain.engine.fence import put_back, randomness, same_randomness
@@ -37,6 +38,14 @@ def with_steps(config: Config, loader: Iterable[Any]) -> Config:
     if config.epochs is None:
         return config
     return config.model_copy(update={"max_steps": steps_in(config.epochs, loader), "epochs": None})
+
+
+def set_epoch(loader: Iterable[Any], number: int) -> None:
+    """Tell the sampler of a DataLoader which pass begins: a DistributedSampler shuffles by that number, and without it
+    every pass would have the order of the first."""
+    sampler = getattr(loader, "sampler", None)
+    if isinstance(sampler, DistributedSampler):
+        sampler.set_epoch(number)
 
 
 def checked_state(state: Any, origin: str) -> dict[str, Any] | None:
@@ -89,7 +98,8 @@ class Batches:
             text = f"the loader has no seek(): reading past {position} batches to get to where the run was"
             self._emit(Notice(text, level="info"))
         seen, random_there = 0, random_state()
-        while True:
+        for number in itertools.count():
+            set_epoch(self._loader, number)
             if state is not None and seen == state["start"] <= position:
                 restore_random_state(state["random"])
             self._pass = {"start": seen, "random": random_state()}

@@ -19,7 +19,7 @@ from foretrain.hybrid.rate_race import RateRace
 _NOT_IN_EVERY_RUN = (
     *("moves", "predicted_steps", "corrections", "recoveries", "rollbacks", "forecast", "confidence", "predictability"),
     *("exact", "audit", "learning_rate", "predictor", "basis_mb", "health", "memory", "peak_memory_mb"),
-    *("out_of_memory", "signal", "best_checkpoint", "growth", "target", "annealed", "loss_forecast"),
+    *("out_of_memory", "signal", "best_checkpoint", "growth", "target", "annealed", "loss_forecast", "stopped_because"),
 )
 """Keys of the summary that are None where there is nothing to say, so that every summary has the same keys."""
 

@@ -25,7 +25,7 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """Where this process stands among all that were started, as the launcher's environment says."""
 
     rank: int
@@ -35,12 +35,12 @@ class Place:
     """How often the launcher has started them again."""
 
 
-def place_of(environment: Mapping[str, str] | None = None) -> Place | None:
+def place_of(environment: Mapping[str, str] | None = None) -> RankPlace | None:
     """Return what `RANK`, `WORLD_SIZE`, `LOCAL_RANK` and `TORCHELASTIC_RESTART_COUNT` say; None for one process."""
     given = os.environ if environment is None else environment
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT")
     rank, size, local_rank, attempt = (int(given.get(name) or 0) for name in names)
-    return Place(rank, size, local_rank, attempt) if size > 1 else None
+    return RankPlace(rank, size, local_rank, attempt) if size > 1 else None
 
 
 class OtherRankFailed(ForetrainError):
@@ -54,7 +54,7 @@ class OtherRankFailed(ForetrainError):
 class Group:
     """One process among the others. Alone, every method returns at once."""
 
-    def __init__(self, place: Place, store: Store | None = None, timeout: float = 600.0) -> None:
+    def __init__(self, place: RankPlace, store: Store | None = None, timeout: float = 600.0) -> None:
         self.place = place
         self.rank, self.size = place.rank, place.size
         self._store = store
@@ -152,4 +152,4 @@ def exit_code_of(error: BaseException) -> int:
     return error.exit_code if isinstance(error, ForetrainError) else 1
 
 
-ALONE = Group(Place(rank=0, size=1))
+ALONE = Group(RankPlace(rank=0, size=1))

@@ -14,7 +14,7 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from foretrain.errors import ConfigError, InputError
-from foretrain.launch.group import ALONE, Group, OtherRankFailed, Place, place_of
+from foretrain.launch.group import ALONE, Group, OtherRankFailed, RankPlace, place_of
 from foretrain.launch.roll import LostRank, of_the_group
 
 _SHORTLY = timedelta(seconds=5)
@@ -32,12 +32,12 @@ def current_group() -> Group:
         return ALONE
     from torch.distributed.distributed_c10d import _get_default_store  # a group that the caller's own code has made
 
-    place = Place(distributed.get_rank(), distributed.get_world_size(), int(os.environ.get("LOCAL_RANK") or 0))
+    place = RankPlace(distributed.get_rank(), distributed.get_world_size(), int(os.environ.get("LOCAL_RANK") or 0))
     return _group_of(place, _get_default_store())
 
 
 @cache
-def _group_of(place: Place, store: Any) -> Group:
+def _group_of(place: RankPlace, store: Any) -> Group:
     """Make one object per group: it counts what was asked."""
     return Group(place, store)
 
@@ -77,7 +77,7 @@ def joined(device: str, timeout_seconds: float) -> Iterator[Group]:
             torch.distributed.destroy_process_group()
 
 
-def _take_device(device: str, place: Place) -> str:
+def _take_device(device: str, place: RankPlace) -> str:
     """Take this process's GPU, and return what sends numbers between such devices."""
     kind, _, number = device.partition(":")
     if number:
@@ -98,7 +98,7 @@ def _take_device(device: str, place: Place) -> str:
     return "nccl"
 
 
-def store_of(place: Place, timeout: timedelta) -> Any:
+def store_of(place: RankPlace, timeout: timedelta) -> Any:
     """Return the launcher's store, under a prefix of this attempt: addresses that an earlier attempt left there, of
     processes that are gone, must not be found."""
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
@@ -113,7 +113,7 @@ def store_of(place: Place, timeout: timedelta) -> Any:
     return PrefixStore(f"attempt-{place.attempt}", store)
 
 
-def tells_of(error: BaseException, place: Place) -> bool:
+def tells_of(error: BaseException, place: RankPlace) -> bool:
     """Return whether this process is the one that tells of a failure: each is told once, by rank 0 if it met it too."""
     if isinstance(error, OtherRankFailed):
         return False

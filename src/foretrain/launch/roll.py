@@ -13,6 +13,7 @@ import threading
 import time
 from datetime import timedelta
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch._C._distributed_c10d import Store
@@ -143,19 +144,20 @@ class Roll:
     # --- the thread --------------------------------------------------------------------------------------------------
 
     def _keep(self) -> None:
+        shared: Any = self.group.store
+        store: Store = shared.clone()  # a connection of its own: the run may wait on the other one
         told = -1
         while not self._over.wait(min(_OFTEN, self.group.timeout / 8)):
             try:
                 if self._step != told:
                     told = self._step
-                    self.group.store.set(self._key("step", self.group.rank), str(told))
-                self._look_for_stop()
-                self._look_whether_given_up()
+                    store.set(self._key("step", self.group.rank), str(told))
+                self._look_for_stop(store)
+                self._look_whether_given_up(store)
             except RuntimeError:  # the store is gone: the run is told by its next operation with the others
                 return
 
-    def _look_for_stop(self) -> None:
-        store = self.group.store
+    def _look_for_stop(self, store: Store) -> None:
         if self._last is not None:
             return
         if self.asked:
@@ -165,9 +167,8 @@ class Roll:
                 self._last = self._done + 1
             store.set(self._key("promise", self.group.rank), str(self._last))
 
-    def _look_whether_given_up(self) -> None:
+    def _look_whether_given_up(self, store: Store) -> None:
         """The others have left: what this process does can be of no use any more, and may never come to an end."""
-        store = self.group.store
         if self._leaving or not store.check([_GIVEN_UP]):
             return
         if str(self.group.rank) in store.get(_GIVEN_UP).decode().split():

@@ -8,6 +8,9 @@ from types import FrameType
 from foretrain.launch.roll import Roll
 from foretrain.persist.signals import StopRequest
 
+EARLY = "stop "
+"""A stop that no signal has asked for begins with this; what follows is its reason."""
+
 
 class AgreedStop(StopRequest):
     """`requested` is set in all processes after the same step, whichever of them was asked.
@@ -26,4 +29,14 @@ class AgreedStop(StopRequest):
     def after_step(self, step: int) -> None:
         """Called where all processes are at the end of a step."""
         self.roll.after_step(step)
-        self.requested = self.roll.agreed
+        if not self.roll.agreed.startswith(EARLY):
+            self.requested = self.roll.agreed
+
+    def ask(self, reason: str) -> None:
+        """The run's own code wants to end it, here if not everywhere: `early` is set when all know."""
+        self.roll.asked = self.roll.asked or EARLY + reason
+
+    @property
+    def early(self) -> str | None:
+        """The reason that one process gave, once all of them stop for it; None before that."""
+        return self.roll.agreed.removeprefix(EARLY) if self.roll.agreed.startswith(EARLY) else None

@@ -96,7 +96,7 @@ def fit(
     engine, out = trainer.engine, options.out
     options.check(engine.config, held_out)
     engine.execution.check()
-    trainer.stopping = False
+    trainer.stopping, trainer.stopped_because = False, ""
     _set_length(trainer, loader, options.epochs)
     if trainer.growth is not None and not options.resume:  # else the saved state says which stages are left
         trainer.growth.check_moments()

@@ -24,6 +24,7 @@ from foretrain.health.rescue import in_words
 from foretrain.hybrid.summary import optimizer_in_words, prediction_progress
 from foretrain.launch.group import ALONE
 from foretrain.launch.roll import LostRank, Roll
+from foretrain.launch.stopping import AgreedStop
 from foretrain.loop import words
 from foretrain.loop.earlier import begin_with_last
 from foretrain.loop.evaluator import Evaluator
@@ -228,7 +229,7 @@ class Loop:
     def _after(self, result: StepResult) -> str | None:
         """What is due after a step; the reason to stop, if there is one."""
         trainer, step = self.trainer, self.progress.global_step
-        self.stop.after_step(step)
+        self._agree_on_stop(step)
         if self.targets is not None:
             self.targets.after_step()
             self._plan_by_share()
@@ -259,6 +260,23 @@ class Loop:
             self._save(must=False)
         return reason
 
+    def _agree_on_stop(self, step: int) -> None:
+        """Let all processes hear of it where one has got a signal, or called `HybridTrainer.stop`."""
+        trainer, stop = self.trainer, self.stop
+        if isinstance(stop, AgreedStop) and trainer.stopping:
+            stop.ask(trainer.stopped_because)
+        before = self.stopping_early
+        stop.after_step(step)
+        if isinstance(stop, AgreedStop) and stop.early is not None and not before:
+            trainer.stop(stop.early)
+            if self.hybrid is not None:
+                self.hybrid.end_soon()
+
+    @property
+    def stopping_early(self) -> bool:
+        """Somebody has called `HybridTrainer.stop`, and all processes know."""
+        return self.stop.early is not None if isinstance(self.stop, AgreedStop) else self.trainer.stopping
+
     def _reason_to_stop(self) -> str | None:
         if self._interrupted:
             return "interrupted"
@@ -268,7 +286,7 @@ class Loop:
                 growth.end()
             return "finished"
         impatient = self.evaluator.patience_is_over and (growth is None or not growth.on_trial)
-        if (self.trainer.stopping or impatient) and not self.trainer.judging:
+        if (self.stopping_early or impatient) and not self.trainer.judging:
             if growth is not None:
                 growth.end()
             return "stopped early"
@@ -430,6 +448,8 @@ class Loop:
         summary = self.trainer.summary() | {"reason": reason, "total_seconds": round(self.spent, 3)}
         if reason == "interrupted":
             summary["signal"] = self._interrupted
+        if reason == "stopped early" and self.trainer.stopped_because:
+            summary["stopped_because"] = self.trainer.stopped_because
         if self.saver is not None:
             summary["best_checkpoint"] = self.saver.best_checkpoint
             self.saver.folder.write_summary(summary)

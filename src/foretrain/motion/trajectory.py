@@ -123,8 +123,8 @@ class Trajectory(Stateful):
         self._since_freeze = self._rows[2 * _R]
         self._previous = self._zeros(size)
         self._scratch = self._zeros(size)
-        self._previous_views = self.layout.views(self._previous) if size else []
-        self._scratch_views = self.layout.views(self._scratch) if size else []
+        self._previous_views = self.layout.views(self._previous) if size == self.layout.size else []
+        self._scratch_views = self.layout.views(self._scratch) if size == self.layout.size else []
 
     def hold(self) -> None:
         """Keep directions from now on, beginning with none."""

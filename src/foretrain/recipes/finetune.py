@@ -19,11 +19,13 @@ from foretrain.data.loader import Loader
 from foretrain.data.nested import rows_of_rank
 from foretrain.data.templates import ChatFormat, make_format
 from foretrain.engine.batches import with_steps
+from foretrain.engine.gathered import gathered
 from foretrain.engine.growing import with_growth
 from foretrain.engine.precision import choose_device, choose_precision
 from foretrain.errors import CheckpointError, ConfigError, ForetrainError, InputError
 from foretrain.events import Bus, Listener
 from foretrain.launch.group import ALONE, Group
+from foretrain.launch.joining import current_group
 from foretrain.loop.targets import length_in_words
 from foretrain.models import lora
 from foretrain.models.adapter_files import save_adapter
@@ -105,18 +107,15 @@ def _job(
     config = trainer.config
 
     def finish(folder: RunFolder, summary: dict[str, Any]) -> None:
-        summary |= _length(path, trainer, data)
-        if not group.first:
-            return
-        with trainer.averaged_weights():
+        with trainer.averaged_weights(), gathered(base.model, group.rank) as first:
+            if not first:
+                return
+            summary |= _length(path, trainer, data)
             _save_adapter(base, path / "adapter", config)
-            try:
-                answered = answer(base, data, config)
-                summary |= answered
-                if not answered and config.evaluation.answers:
-                    say("note: no held-out example fits the model's context with its answer, so none was answered")
-            except ForetrainError as error:  # the run is finished, whatever its answers are
-                say(f"warning: held-out examples could not be answered: {error}")
+            if chosen.kind == "fsdp2":
+                say(f"note: shards answer no held-out examples; `foretrain evaluate {path} --data FILE` asks the model")
+            else:
+                summary |= _answered(base, data, config, say)
         folder.write_summary(summary)
 
     batches = data.held_out.fixed_batches(config.batch_size, config.evaluation.batches)
@@ -125,6 +124,18 @@ def _job(
     details |= {} if chosen is ONE_PROCESS else {"ranks": str(chosen)}
     title = f"adapter for {base.folder}"
     return TrainingJob(trainer, loader, held_out, title, details, data.train.fingerprint, base.tokenizer, finish)
+
+
+def _answered(base: Base, data: ExampleSplit, config: Config, say: Callable[[str], None]) -> dict[str, Any]:
+    """Return how many held-out examples are answered right. The run is finished, whatever its answers are."""
+    try:
+        found = answer(base, data, config)
+    except ForetrainError as error:
+        say(f"warning: held-out examples could not be answered: {error}")
+        return {}
+    if not found and config.evaluation.answers:
+        say("note: no held-out example fits the model's context with its answer, so none was answered")
+    return found
 
 
 def _within_budget(
@@ -204,7 +215,8 @@ def build_trainer(
     """Attaches the adapter; leaps are judged on the probe examples. chosen: how processes share the model."""
     config = configuration.with_beta2(config, data.train.length)
     lora.attach(model, settings_of(config), config.seed)
-    probe = probe_batches(data, config) if _judges(config) else []
+    ranks = 1 if chosen is ONE_PROCESS else chosen.replicate * chosen.shard
+    probe = probe_batches(data, config, current_group().rank, ranks) if _judges(config) else []
     return HybridTrainer(model, loss_fn=spread(model, chosen, config), config=config, probe=probe, bus=bus)
 
 
@@ -213,11 +225,12 @@ def _judges(config: Config) -> bool:
     return config.hybrid.mode != "off" or config.optimizer.learning_rate == "auto"
 
 
-def probe_batches(data: ExampleSplit, config: Config) -> list[Any]:
+def probe_batches(data: ExampleSplit, config: Config, rank: int = 0, ranks: int = 1) -> list[Any]:
+    """Return the batches that moves are judged on; of each, the rows of one of several processes."""
     if data.probe is None:
         return []
-    size = min(config.batch_size, len(data.probe))
-    return list(data.probe.fixed_batches(size, len(data.probe)))
+    size = -(-min(config.batch_size, len(data.probe)) // ranks) * ranks
+    return [rows_of_rank(batch, rank, ranks) for batch in data.probe.fixed_batches(size, len(data.probe))]
 
 
 def settings_of(config: Config) -> LoraSettings:
