@@ -43,9 +43,9 @@ class Stateful:
 
     saved: ClassVar[tuple[str, ...]] = ()
     rows_of_rank: ClassVar[tuple[str, ...]] = ()
-    """Of what is saved: batches, of which each of several processes has its own rows."""
+    """Names in `saved` of batches, of which each of several processes has its own rows."""
     own_of_rank: ClassVar[tuple[str, ...]] = ()
-    """Of what is saved: what belongs to one of several processes, and means nothing to another number of them."""
+    """Names in `saved` of what belongs to one of several processes, and means nothing to another number of them."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that decides how the object goes on. Tensors are referred to, not copied."""
