@@ -12,7 +12,8 @@
 #SBATCH --requeue
 #SBATCH --open-mode=append
 
-export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=100 # seconds that torchrun gives the ranks to save
+# Seconds that torchrun gives the ranks to save
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=100
 config=$1
 out=$2
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)

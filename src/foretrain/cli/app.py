@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import sys
 from importlib import metadata
 from typing import Annotated, Any
@@ -125,6 +126,8 @@ def main(arguments: list[str] | None = None) -> Any:
                 code = _carry_out(given, document)
             except SystemExit as end:
                 code = end.code or 0  # type: ignore[assignment]
+            if place_of() is not None:  # a launcher ends those that leave last, and would change their exit code
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
         output.flush()
         if output.failure is not None and code == 0:
             say(f"error: standard output: {output.failure.strerror}; what was printed is cut off, print it elsewhere")
