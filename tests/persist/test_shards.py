@@ -9,6 +9,7 @@ import os
 import pickle  # noqa: TID251 - to forbid it
 import shutil
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -22,7 +23,7 @@ from tests.gloo import fewer, in_forks, results
 from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from foretrain.engine.ranks import world_of_ranks
 from foretrain.errors import CheckpointError
@@ -54,6 +55,10 @@ def spread(tensor: Tensor, size: int, dimension: int = 0) -> Tensor:
     return distribute_tensor(tensor, init_device_mesh("cpu", (size,)), [Shard(dimension)], src_data_rank=None)
 
 
+spread_for_state = spread
+"""How states of a test are spread."""
+
+
 def weights() -> dict[str, Tensor]:
     return {name: whole(name, shape) for name, shape in SHAPES.items()}
 
@@ -70,18 +75,21 @@ def batch(rank: int, size: int) -> Tensor:
 def state(rank: int, size: int) -> dict[str, Any]:
     seed_random(100 + rank)
     moments = {
-        number: {"step": torch.tensor(3.0), "exp_avg": spread(whole(f"moment {name}", shape), size)}
+        number: {"step": torch.tensor(3.0), "exp_avg": spread_for_state(whole(f"moment {name}", shape), size)}
         for number, (name, shape) in enumerate(SHAPES.items())
     }
     return {
-        "model": {name: spread(tensor, size) for name, tensor in weights().items()} | {"buffer": whole("buffer", (5,))},
+        "model": {name: spread_for_state(tensor, size) for name, tensor in weights().items()}
+        | {"buffer": whole("buffer", (5,))},
         "optimizer": {"state": moments, "param_groups": [{"lr": 0.1, "betas": (0.9, 0.95), "params": [0, 1]}]},
-        "average": {"average": [spread(whole(f"mean {name}", shape), size) for name, shape in SHAPES.items()]},
+        "average": {
+            "average": [spread_for_state(whole(f"mean {name}", shape), size) for name, shape in SHAPES.items()]
+        },
         "random": random_state(),
-        "look_ahead": {"m": [spread(whole("ahead", (7, 4)), size)]},
-        "directions": {name: spread(tensor, size, 1) for name, tensor in directions().items()},
+        "look_ahead": {"m": [spread_for_state(whole("ahead", (7, 4)), size)]},
+        "directions": {name: spread_for_state(tensor, size, 1) for name, tensor in directions().items()},
         "alike": whole("alike", (5,)),
-        "safe": {"model": {"embed": spread(whole("safe", (7, 4)), size)}, "random": random_state()},
+        "safe": {"model": {"embed": spread_for_state(whole("safe", (7, 4)), size)}, "random": random_state()},
         "batches": OfRank([batch(rank, size)], rows=True),
         "sample": OfRank(torch.full((rank + 2,), float(rank)), rows=False),
         "loss": float("inf"),
@@ -90,7 +98,7 @@ def state(rank: int, size: int) -> dict[str, Any]:
 
 def store(folder: Path, size: int, keep: int = 9) -> CheckpointStore:
     world = world_of_ranks()
-    layouts = Layouts({name: spread(tensor, size) for name, tensor in weights().items()})
+    layouts = Layouts({name: spread_for_state(tensor, size) for name, tensor in weights().items()})
     return CheckpointStore(
         folder,
         keep,
@@ -234,6 +242,49 @@ def test_each_rank_writes_one_file_and_nothing_is_written_twice(saved: tuple[Pat
     one = saved[0] / "1" / "step-00000007"
     assert "where.json" not in [path.name for path in one.iterdir()]
     assert json.loads((one / "manifest.json").read_text())["format"] == 2
+
+
+# --- meshes of two dimensions ----------------------------------------------------------------------------------------
+
+
+def replicated(tensor: Tensor, size: int, dimension: int = 0) -> Tensor:
+    """Two replicas of two shards (HSDP)."""
+    if size != 4:
+        return spread(tensor, size, dimension)
+    return distribute_tensor(
+        tensor, init_device_mesh("cpu", (2, 2)), [Replicate(), Shard(dimension)], src_data_rank=None
+    )
+
+
+def crossed(tensor: Tensor, size: int, dimension: int = 0) -> Tensor:
+    """Shards of two dimensions (FSDP2 and tensor parallelism)."""
+    if size != 4 or tensor.ndim <= dimension + 1:
+        return spread(tensor, size, dimension)
+    placed = [Shard(dimension), Shard(dimension + 1)]
+    return distribute_tensor(tensor, init_device_mesh("cpu", (2, 2)), placed, src_data_rank=None)
+
+
+def pass_through_meshes(rank: int, folder: str) -> dict[str, str]:
+    """Four ranks save by mesh, and as many, and fewer, load."""
+    told: dict[str, str] = {}
+    for how in (replicated, crossed):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys.modules[__name__], "spread_for_state", how)
+            save_steps(rank, f"{folder}/{how.__name__}", 4, 5)
+            for size in (4, 3, 1):
+                with fewer(size) as loads:
+                    if loads:
+                        told[f"{how.__name__} to {size}"] = load(rank, f"{folder}/{how.__name__}", size, 4)
+    return told
+
+
+def test_meshes_of_two_dimensions_save_each_number_once(tmp_path: Path) -> None:
+    told = results(4, pass_through_meshes, str(tmp_path))
+    assert {key: text for rank in told for key, text in rank.items() if text} == {}
+    assert [len(rank) for rank in told] == [6, 4, 4, 2]
+    where = json.loads((tmp_path / "replicated" / "step-00000005" / "where.json").read_text())
+    pieces = where["patterns"][where["tensors"]["model.embed"]["pieces"]]
+    assert pieces == [[0, [0, 0], [4, 4]], [1, [4, 0], [3, 4]]]  # ranks 2 and 3 hold the same, and write none of it
 
 
 # --- damage ----------------------------------------------------------------------------------------------------------

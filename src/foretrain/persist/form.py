@@ -13,7 +13,7 @@ from foretrain.persist.typed import LARGEST_NUMBER, kind_of
 FORMAT = 2
 """The format of states and checkpoints. 1: development versions before 0.1.0."""
 IN_PIECES = 3
-"""Format of that state where several processes saved it, each the pieces that it holds (`foretrain.persist.shards`)."""
+"""Several processes saved the state, each the pieces that it holds (`foretrain.persist.shards`)."""
 USABLE = (FORMAT, IN_PIECES)
 WITH_READABLE_WEIGHTS = (1, *USABLE)
 """Formats in which weights, averages and the configuration are saved alike."""

@@ -46,7 +46,7 @@ class SpreadForm(NamedTuple):
     mesh: Any
     placements: tuple[Any, ...]
     shape: tuple[int, ...]
-    """Shape of the whole tensor."""
+    """That of the whole tensor."""
 
     def rows(self, count: int) -> SpreadForm:
         """Return the form of so many such tensors, one below the other."""

@@ -43,7 +43,7 @@ class Stateful:
 
     saved: ClassVar[tuple[str, ...]] = ()
     rows_of_rank: ClassVar[tuple[str, ...]] = ()
-    """Names in `saved` that are batches, of which each of several processes has its own rows."""
+    """Names in `saved` of batches, of which each of several processes has its own rows."""
     own_of_rank: ClassVar[tuple[str, ...]] = ()
     """Names in `saved` of what belongs to one of several processes, and means nothing to another number of them."""
 
