@@ -324,6 +324,7 @@ def main() -> None:
             if not chosen.only or name.startswith(tuple(chosen.only)):
                 rows.append(check())
                 row = rows[-1]
+                row.seen = row.seen.replace(f"{bench.folder}/", "")
                 print(f"{'ok  ' if row.well else 'FAIL'} {row.name:<30} {row.seconds:6.1f} s  {row.seen}", flush=True)
     if chosen.out is not None:
         facts = {**environment.describe(), "date": f"{datetime.now().astimezone():%Y-%m-%d}", "type": chosen.type}
