@@ -157,7 +157,21 @@ def counted(kind: str) -> Found:
         "evaluation": made.evaluate(batches),
         "nothing": forward.probe_all([nothing]),
         "metric": made.evaluate(batches, {"rows": lambda model, batch: float(batch[0].float().mean())})["rows"],
+        "gradient": uneven_gradient(made, batches[0]),
+        "gradient where one rank has nothing": uneven_gradient(made, nothing),
     }
+
+
+def uneven_gradient(made: HybridTrainer, batch: tuple[Tensor, ...]) -> float:
+    """A number that knows the gradient of the mean over all targets that count."""
+    made.engine.full_step.uneven = made.engine.world.size > 1
+    made.engine.gradient(batch)
+    ways = torch.Generator().manual_seed(1)
+    return sum(
+        float(whole(p.grad).flatten() @ torch.randn(p.numel(), generator=ways))
+        for p in made.model.parameters()
+        if p.grad is not None
+    )
 
 
 def frozen(kind: str) -> str:

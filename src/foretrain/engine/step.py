@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
 
-from foretrain.engine.batch import part_weights, rows_of, split
+from foretrain.engine.batch import part_counts, part_weights, rows_of, split
 from foretrain.engine.hooks import StepHook
 from foretrain.engine.optim.build import supports_device_skip
 from foretrain.engine.optim.in_backward import UpdatesInBackward
@@ -69,6 +69,9 @@ class FullStep:
         self.parameters = [p for p in model.parameters() if p.requires_grad] if parameters is None else parameters
         self.spread = any(is_spread(p) for p in self.parameters)
         """Each rank holds parts of the weights."""
+        self.uneven = False
+        """Targets that count differ in number from rank to rank, and each of them is to count alike: one sum over ranks
+        per step. Otherwise each rank's mean counts alike, as in DistributedDataParallel."""
         self.syncing = Syncing(model, loss_function)
         self.buffers = list(model.buffers())
         self.changing = False
@@ -106,13 +109,13 @@ class FullStep:
         They are those of the mean loss over the whole batch, part by part, each weighed by what it counts.
         """
         self.optimizer.zero_grad(set_to_none=True)
-        if self.accumulation == 1:
+        if self.accumulation == 1 and not self.uneven:
             loss = self.loss(batch)
             self._backward(loss)
             return loss.detach().float()
         parts = [split(batch, self.accumulation, index) for index in range(self.accumulation)]
         parts = [part for part in parts if rows_of(part)] or parts[:1]
-        weights = part_weights(parts, self.device)
+        weights = self._weights_over_ranks(parts) if self.uneven else part_weights(parts, self.device)
         total = torch.zeros((), device=self.device)
         for place, (part, weight) in enumerate(zip(parts, weights, strict=True), start=1):
             with self.syncing.with_last(last=place == len(parts)):
@@ -121,6 +124,11 @@ class FullStep:
                 self._backward(loss)
             total = total + loss.detach().float()
         return total
+
+    def _weights_over_ranks(self, parts: list[Any]) -> Tensor:
+        """What each part counts in the batch of all ranks, times the ranks, whose gradients are averaged."""
+        counts = part_counts(parts, self.device)
+        return counts * self.world.size / self.world.reduce(counts.sum(), "sharded").clamp(min=1.0)
 
     def __call__(
         self,

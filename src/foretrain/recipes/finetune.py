@@ -226,7 +226,9 @@ def build_trainer(
     ranks = 1 if chosen is ONE_PROCESS else chosen.replicate * chosen.shard
     probe = probe_batches(data, config, current_group().rank, ranks) if _judges(config) else []
     loss = spread(model, chosen, config)
-    return HybridTrainer(model, loss_fn=loss, config=for_trainer(config, chosen), probe=probe, bus=bus)
+    trainer = HybridTrainer(model, loss_fn=loss, config=for_trainer(config, chosen), probe=probe, bus=bus)
+    trainer.engine.full_step.uneven = ranks > 1  # answers differ in length
+    return trainer
 
 
 def _judges(config: Config) -> bool:
