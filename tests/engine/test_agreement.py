@@ -67,7 +67,7 @@ def test_entries_are_forgotten_and_what_was_decided_before_still_counts() -> Non
     one.add(1, "first")
     other.add(2, "first")
     for agreement in (one, other):
-        agreement.forget()
+        agreement.forget(len(agreement.entries))
         agreement.add(3, "second")
         assert [entry.name for entry in agreement.entries] == ["second"]
     assert one.signature() != other.signature()

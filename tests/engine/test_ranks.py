@@ -332,8 +332,25 @@ def worlds(kind: str) -> Found:
     }
 
 
+def along(kind: str) -> Found:
+    """What ranks tell each other comes along with the sum of a step; what they decide later waits for the next one."""
+    world, (rank, _) = world_of_ranks(), ranks()
+    world.vote("early", rank == 0)
+    with listening() as calls:
+        total = world.sum_of_step(torch.tensor([1.0, 2.0 + rank]))
+        world.vote("late", rank == 1)
+        world.agree({"horizon": rank}, "the late decision")
+        world.step_done()
+        early = world.anyone("early", rank == 0)
+    try:
+        world.anyone("late", rank == 1)
+    except RanksError as error:
+        return {"total": total.tolist(), "calls": calls, "early": early, "told": str(error)}
+    return {}
+
+
 ALIKE = (runs, path, counted, annealed, accumulated, optimizers)
-CHECKS = (*ALIKE, idle, snapshots, bad_step, refused, sent, apart, worlds)
+CHECKS = (*ALIKE, idle, snapshots, bad_step, refused, sent, apart, worlds, along)
 
 
 def on_one_rank() -> Found:
@@ -464,9 +481,9 @@ def test_few_numbers_are_sent_and_no_objects(found: list[Found]) -> None:
     assert replicas["off"] == {"all_reduce": windows, "waits": windows}
     assert replicas["resting"] == {"all_reduce": windows, "waits": windows + looks}
     assert replicas["watched"] == {"all_reduce": windows, "waits": 2 * windows}
-    assert parts["off"] == {"all_reduce": steps + windows, "waits": windows}
-    assert parts["resting"] == {"all_reduce": steps + windows, "waits": windows + looks}
-    assert parts["watched"] == {"all_reduce": steps + 2 * windows, "waits": 2 * windows}
+    assert parts["off"] == {"all_reduce": steps, "waits": windows}  # what ranks tell each other comes along
+    assert parts["resting"] == {"all_reduce": steps, "waits": windows + looks}
+    assert parts["watched"] == {"all_reduce": steps + windows, "waits": 2 * windows}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -477,6 +494,15 @@ def test_ranks_that_come_apart_stop_within_a_window(kind: str, found: list[Found
         assert f"rank {rank} has" in told["told"]
         assert told["step"] <= 7 + SETTINGS["hybrid.window_steps"]
         assert "ranks disagree on the decision.confidence after step" in told["decision"]
+
+
+def test_what_ranks_tell_each_other_comes_along_with_the_sum_of_a_step(found: list[Found]) -> None:
+    for rank in found:
+        ours = rank["along ddp"]
+        assert ours["total"] == [2.0, 5.0]
+        assert ours["calls"] == {"all_reduce": 1}
+        assert ours["early"]
+        assert "ranks disagree on the late decision.horizon" in ours["told"]
 
 
 def test_ranks_sum_vote_and_tell(found: list[Found]) -> None:

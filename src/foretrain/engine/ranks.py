@@ -12,7 +12,7 @@ cases for DDP, FSDP2, HSDP and tensor parallelism.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -41,6 +41,23 @@ def world_of_ranks() -> World:
     return Ranks() if several else ALONE
 
 
+class _Told(NamedTuple):
+    """Holds what a rank tells the others when they meet."""
+
+    names: list[str]
+    """Names of its votes."""
+    decisions: int
+    """How many decisions it stands for that were not compared yet."""
+    numbers: list[float]
+
+
+class _Underway(NamedTuple):
+    """Holds what ranks have told each other, still on the device."""
+
+    told: _Told
+    sums: Tensor
+
+
 class Ranks(World):
     """The ranks of the default process group."""
 
@@ -57,6 +74,8 @@ class Ranks(World):
         self._often = 1
         self._compared: list[Callable[[], Mapping[str, Any]]] = []
         self._met_at = 0
+        self._underway: _Underway | None = None
+        """What came along with the sum of a step, and was not looked at yet."""
 
     # --- numbers -----------------------------------------------------------------------------------------------------
 
@@ -91,16 +110,34 @@ class Ranks(World):
         if self._later:
             self.meet()
 
+    def sum_of_step(self, vector: Tensor) -> Tensor:
+        """Add up a vector over all ranks, in every step. Where ranks are to meet after this step, what they tell each
+        other comes along, so that they need no sum of its own."""
+        if self._underway is not None or not self._is_due(self._steps() + 1):
+            return self.reduce(vector, "sharded")
+        told = self._told()
+        total = self.reduce(torch.cat([vector.double(), self._sent(told.numbers)]), "sharded")
+        self._underway = _Underway(told, total[vector.numel() :])
+        return total[: vector.numel()]
+
     def read(self, tensors: Sequence[Tensor], kinds: Sequence[ReduceKind]) -> list[float]:
-        """Combine tensors over all ranks, each by its kind, and bring all numbers to the host, in one transfer."""
+        """Combine tensors over all ranks, each by its kind, and bring all numbers to the host, in one transfer.
+
+        Where anything is combined, ranks meet by the way.
+        """
         flat = [tensor.detach().reshape(-1).double() for tensor in tensors]
         places = [place for place, kind in enumerate(kinds) if kind != "same"]
-        if places:
-            total = self.reduce(torch.cat([flat[place] for place in places]), "sharded")
-            sizes = [flat[place].numel() for place in places]
-            for place, part in zip(places, total.split_with_sizes(sizes), strict=True):
-                flat[place] = part / self.size if kinds[place] == "replicated" else part
-        return self.to_host(torch.cat(flat))
+        if not places:
+            return self.to_host(torch.cat(flat))
+        self._take_in()
+        told = self._told()
+        total = self.reduce(torch.cat([*(flat[place] for place in places), self._sent(told.numbers)]), "sharded")
+        *parts, heard = total.split_with_sizes([*(flat[place].numel() for place in places), len(told.numbers)])
+        for place, part in zip(places, parts, strict=True):
+            flat[place] = part / self.size if kinds[place] == "replicated" else part
+        numbers = self.to_host(torch.cat([*flat, heard]))
+        self._met(told, numbers[-len(told.numbers) :])
+        return numbers[: -len(told.numbers)]
 
     def total(self, numbers: Sequence[float]) -> list[float]:
         """Add up numbers of the host over all ranks."""
@@ -151,40 +188,60 @@ class Ranks(World):
 
     def step_done(self) -> None:
         """A step is over: ranks meet now where the last time is long ago."""
-        if not 0 <= self._steps() - self._met_at < self._often:
+        if self._underway is not None:
+            self._take_in()
+        elif self._is_due(self._steps()):
             self.meet()
+
+    def _is_due(self, step: int) -> bool:
+        return not 0 <= step - self._met_at < self._often
 
     def meet(self) -> None:
         """Compare what was decided, count votes and put means where `later` promised them, in one sum that has the same
         length wherever a rank stands: so ranks that came apart find it out, and do not wait for each other."""
-        for state in self._compared:
-            self.agreement.add(state(), "the state")
-        names = sorted(self._votes)
-        self.agreement.add([*names, len(self._later)], "what ranks tell each other")
-        votes = [float(self._votes[name]) for name in names][:_VOTES]
-        told = self.agreement.signature() + votes + [0.0] * (_VOTES - len(votes))
+        self._take_in()
+        told = self._told()
+        size = len(told.numbers)
         first, rest = self._later[: self._often], self._later[self._often :]
-        vector = torch.zeros(len(told) + self._often, dtype=torch.float64, device=self._device)
-        vector[: len(told)].copy_(torch.tensor(told, dtype=torch.float64), non_blocking=True)
+        vector = torch.zeros(size + self._often, dtype=torch.float64, device=self._device)
+        vector[:size].copy_(self._sent(told.numbers))
         if first:
-            vector[len(told) : len(told) + len(first)] = torch.stack(first).to(vector)
+            vector[size : size + len(first)] = torch.stack(first).to(vector)
         total = self.reduce(vector, "sharded")
-        self._met(names, self.to_host(total[: len(told)]))
+        self._met(told, self.to_host(total[:size]))
         if first:
-            torch._foreach_copy_(first, list((total[len(told) : len(told) + len(first)] / self.size).unbind()))
+            torch._foreach_copy_(first, list((total[size : size + len(first)] / self.size).unbind()))
         if rest:
             means = self.reduce(torch.stack(rest).double(), "replicated")
             torch._foreach_copy_(rest, list(means.unbind()))
         self._later = []
 
-    def _met(self, names: Sequence[str], told: Sequence[float]) -> None:
-        """told: sums over all ranks of signatures and votes."""
+    def _told(self) -> _Told:
+        """Sum up what this rank has decided, and its votes."""
+        for state in self._compared:
+            self.agreement.add(state(), "the state")
+        names = sorted(self._votes)
+        self.agreement.add([*names, len(self._later)], "what ranks tell each other")
+        votes = [float(self._votes.pop(name)) for name in names][:_VOTES]
+        numbers = self.agreement.signature() + votes + [0.0] * (_VOTES - len(votes))
+        return _Told(names, len(self.agreement.entries), numbers)
+
+    def _sent(self, numbers: Sequence[float]) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.float64).to(self._device, non_blocking=True)
+
+    def _take_in(self) -> None:
+        """Look at what came along with the sum of a step."""
+        if self._underway is not None:
+            underway, self._underway = self._underway, None
+            self._met(underway.told, self.to_host(underway.sums))
+
+    def _met(self, told: _Told, sums: Sequence[float]) -> None:
+        """sums: those of signatures and votes over all ranks."""
         self._met_at = self._steps()
-        if not all_the_same(told[:SIGNATURE], self.size):
+        if not all_the_same(sums[:SIGNATURE], self.size):
             raise RanksError(self._disagreement())
-        self.agreement.forget()
-        self._counted.update(zip(names, (round(count) for count in told[SIGNATURE:]), strict=False))
-        self._votes.clear()
+        self.agreement.forget(told.decisions)
+        self._counted.update(zip(told.names, (round(count) for count in sums[SIGNATURE:]), strict=False))
 
     def _disagreement(self) -> str:
         """Say what ranks disagree on. All of them ask, at the same time."""

@@ -230,7 +230,7 @@ class FullStep:
         if shares != self._shares_known:
             self._shares_known, self._shares = shares, torch.tensor([*shares, 1.0], device=self.device).double()
         own = torch.cat([stacked(list(each)).double().square(), loss.double().reshape(1) / self.world.size])
-        total = self.world.reduce(own * self._shares, "sharded").float()
+        total = self.world.sum_of_step(own * self._shares).float()
         return list(total[:-1].sqrt().unbind()), total[-1]
 
     def _apply(self, gradients: list[Tensor], divisor: Tensor | None, bad: Tensor) -> None:

@@ -42,6 +42,11 @@ class World:
         """Combine a vector on the device over all processes. Returns the same vector in each of them."""
         return vector
 
+    def sum_of_step(self, vector: Tensor) -> Tensor:
+        """Add up a vector on the device over all processes, in every step; what they have to tell each other may come
+        along."""
+        return vector
+
     def share(self, tensor: Tensor) -> float:
         """What this process's part of a tensor counts in a sum over all processes."""
         return 1.0

@@ -170,8 +170,8 @@ class Observer(StepHook, Stateful):
 
     def measure(self, moment: Moment) -> None:
         """End a window: read what it showed, and score forecasts. Only here the observer waits for the device."""
-        if self.trajectory.world.size > 1:
-            self.trajectory.world.meet()  # losses are means over ranks from here on
+        if not self.trajectory.parted:
+            self.trajectory.world.catch_up()  # losses are means over ranks from here on
         outputs = torch.stack([value.float() for value in self._outputs])
         if self.trajectory.parted:
             sums = self.sample.sums(self.trajectory.world.share)
