@@ -30,6 +30,7 @@ import numpy as np
 import optuna
 from scipy.stats import spearmanr
 
+import foretrain
 from foretrain import environment
 from foretrain.forecast.forecasting import forecast
 from foretrain.forecast.records import RatePlan
@@ -353,7 +354,7 @@ def main() -> None:
     pools = taskset(arguments.data) if arguments.tables is None else own_tables(arguments.tables)
     result: dict[str, Any] = {
         "date": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "commit": environment.commit_of(Path(__file__).parent),
+        "commit": environment.commit_of(Path(foretrain.__file__).parents[1]),
         "versions": {name: environment.version(name) for name in ("foretrain", "optuna", "numpy")},
         "arguments": {key: str(value) for key, value in vars(arguments).items()},
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -21,6 +22,7 @@ from foretrain import config as configuration
 from foretrain.errors import InputError, OutOfMemory, SaveError
 from foretrain.events import Evaluated
 from foretrain.recipes import train as recipe
+from foretrain.sweep import study as study_module
 from foretrain.sweep import worker as workers
 from foretrain.sweep.place import SPACE_FILE, SweepFolder
 from foretrain.sweep.records import TrialRecord
@@ -94,6 +96,18 @@ def ends(worker: Worker) -> list[tuple[Any, ...]]:
     ]
 
 
+class Waits(Exception):
+    """A worker has nothing to do for now."""
+
+
+def in_vain(seconds: float) -> None:
+    raise Waits
+
+
+def take(worker: Worker) -> Any:
+    return worker._take(worker.study.current_records(worker.place))
+
+
 def test_a_sweep_trains_in_pieces_and_a_trial_that_ends_is_an_ordinary_run(begin: Begin, tmp_path: Path) -> None:
     worker = begin(rungs="[0.25, 0.5]")
     worker.work()
@@ -135,11 +149,11 @@ def test_two_workers_share_a_sweep(begin: Begin) -> None:
     one = begin()
     two = Worker(one.folder, one.space)
     with one.folder.deciding():
-        taken = one._take(one.current_records())
+        taken = take(one)
     assert taken is not None
     record, claim = taken
     with two.folder.deciding():
-        other = two._take(two.current_records())
+        other = take(two)
     assert other is not None
     assert other[0].number != record.number
     for held in (claim, other[1]):
@@ -151,7 +165,7 @@ def test_two_workers_share_a_sweep(begin: Begin) -> None:
 def test_what_another_worker_has_just_finished_is_not_taken_over(begin: Begin) -> None:
     worker = begin()
     with worker.folder.deciding():
-        before = worker.current_records()
+        before = worker.study.current_records(worker.place)
         taken = worker._take(before)
     assert taken is not None
     stale = worker.study.records()
@@ -164,18 +178,20 @@ def test_two_sweeps_of_two_folders_share_one_storage(begin: Begin, tmp_path: Pat
     shared = f'storage = "sqlite:///{tmp_path / "shared.db"}"'
     one, two = begin("one", more=shared), begin("two", more=shared)
     with one.folder.deciding():
-        first = one._take(one.current_records())
+        first = take(one)
     assert first is not None
     with two.folder.deciding():
-        second = two._take(two.current_records())
+        second = take(two)
     assert second is not None
     assert second[0].number != first[0].number, "one's trial stays one's"
     for _, claim in (first, second):
         claim.release()
     two._carry_out(*second)
-    one.work()
-    two.work()
-    one.work()
+    for worker in (one, two) * 6:
+        with contextlib.suppress(Waits):
+            worker.work(wait=in_vain)
+    one.work(wait=in_vain)
+    two.work(wait=in_vain)
     records = one.study.records()
     assert ends(one) == ends(two)
     assert {record.place for record in records} == {one.place, two.place}
@@ -197,7 +213,7 @@ def test_a_trial_that_was_just_made_when_its_worker_died_is_completed(begin: Beg
 def test_a_trial_that_kills_its_workers_is_given_up(begin: Begin) -> None:
     worker = begin(trials=2)
     with worker.folder.deciding():
-        taken = worker._take(worker.current_records())
+        taken = take(worker)
     assert taken is not None
     for _ in range(9):
         worker.study.write(worker._take_over(taken[0]))  # killed before its run began: nobody knows why
@@ -267,15 +283,30 @@ def test_an_interrupted_piece_is_gone_on_with(
     assert ends(worker) == undisturbed
 
 
-def test_a_worker_elsewhere_that_fell_silent_is_not_waited_for(begin: Begin) -> None:
-    worker = begin(trials=2)
+def test_a_place_that_fell_silent_or_was_stopped_is_not_waited_for(
+    begin: Begin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = begin(trials=2, more=f'storage = "sqlite:///{tmp_path / "shared.db"}"')
     worker.study._study.ask()
-    away = TrialRecord(0, {}, "running", 16, place="elsewhere", seen=time.time())
+    away = TrialRecord(0, {}, "running", 16, place="elsewhere")
     worker.study.write(away)
-    assert [record.open for record in worker.current_records()] == [True]
-    worker.study.write(away.with_changes(seen=time.time() - 10_000))
-    assert [record.open for record in worker.current_records()] == [False]
-    worker.work()
+
+    def seen(clock: float) -> list[str]:
+        monkeypatch.setattr(study_module.time, "time", lambda: clock)
+        return [record.state for record in worker.study.current_records(worker.place)]
+
+    now = time.time()
+    elsewhere = SweepStudy(worker.space, worker.folder.path)
+    elsewhere.show_life("elsewhere")
+    assert seen(now + 800) == ["running"]
+    worker.study.write(away.with_changes(state="paused"))
+    assert seen(now + 800) == ["paused"], "its machine is at work on another one"
+    assert seen(now + 1000) == ["failed"]
+    elsewhere.show_life("elsewhere")
+    assert seen(now + 1800) == ["paused"], "it is back"
+    elsewhere.sign_off("elsewhere")
+    assert seen(now + 1800) == ["failed"], "it was stopped, so nobody waits"
+    worker.work(wait=in_vain)
     assert worker.study.records()[1].final is not None
 
 
@@ -305,8 +336,143 @@ def test_the_folder_of_another_sweep_is_refused(begin: Begin, tmp_path: Path) ->
 def test_storage_that_cannot_be_used(begin: Begin) -> None:
     with pytest.raises((InputError, SaveError), match="nowhere"):
         begin(more='storage = "sqlite:////nowhere/at/all.db"')
+    with pytest.raises(InputError, match="its driver is missing; `pip install 'mysqlclient'`") as refused:
+        begin("two", more='storage = "mysql://user:secret@host/none"')
+    assert "secret" not in str(refused.value)
     with pytest.raises(InputError, match="cannot be used"):
-        begin("two", more='storage = "postgresql://user:secret@host/none"')
+        begin("three", more='storage = "no address"')
+
+
+def test_machines_may_make_the_tables_of_one_database_at_the_same_moment(
+    begin: Begin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import optuna
+    from sqlalchemy.exc import IntegrityError, OperationalError
+
+    opened: list[str] = []
+
+    class Late(optuna.storages.RDBStorage):
+        def __init__(self, url: str, **options: Any) -> None:
+            opened.append(url)
+            if len(opened) == 1:
+                raise IntegrityError("CREATE TYPE studydirection", {}, Exception("duplicate key"))
+            if len(opened) == 2:
+                raise OperationalError("CREATE TABLE studies", {}, Exception("table studies already exists"))
+            super().__init__(url, **options)
+
+    monkeypatch.setattr(optuna.storages, "RDBStorage", Late)
+    assert begin().study.records() == []
+    assert len(opened) == 3
+
+
+def test_of_two_machines_that_make_the_last_trial_at_once_one_is_turned_away(begin: Begin, tmp_path: Path) -> None:
+    shared = f'storage = "sqlite:///{tmp_path / "shared.db"}"'
+    one, two = begin("one", more=shared, trials=1), begin("two", more=shared, trials=1)
+    first, second = one.study.new_trial(), two.study.new_trial()
+    assert first is not None
+    assert second is None
+    one.study.write(first.with_changes(place=one.place, state="running"))
+    assert [record.number for record in two.study.current_records(two.place)] == [0]
+    one.work()
+    assert [record.state for record in one.study.records()] == ["finished"]
+    larger = begin("one", more=shared, trials=3)
+    larger.work()
+    told = [(record.state, "one too many" in record.reason) for record in larger.study.records()]
+    assert told[1] == ("failed", True)
+    assert told[2][1] is False, "a larger sweep goes on beyond it"
+
+
+def test_who_has_nothing_to_do_waits_while_trials_of_another_machine_are_due(begin: Begin, tmp_path: Path) -> None:
+    shared = f'storage = "sqlite:///{tmp_path / "shared.db"}"'
+    one, two = begin("one", more=shared, trials=1), begin("two", more=shared, trials=1)
+    two.study.show_life(two.place)
+    taken = take(two)
+    assert taken is not None
+    two._carry_out(*taken)
+    taken[1].release()
+    assert [record.state for record in one.study.records()] == ["paused"], "no worker has it at this moment"
+    with pytest.raises(Waits):
+        one.work(wait=in_vain)
+    two.work()
+    one.work(wait=in_vain)
+    assert one.policy.is_complete(one.study.records())
+
+
+def test_a_server_that_starts_anew_is_waited_for(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sqlalchemy.exc import OperationalError
+
+    worker = begin()
+    study, broken = worker.study, [OperationalError("SELECT", {}, Exception("the server is starting up"))] * 3
+    slept: list[float] = []
+    monkeypatch.setattr(study_module.time, "sleep", slept.append)
+
+    def ask() -> str:
+        if broken:
+            raise broken.pop()
+        return "answer"
+
+    with pytest.raises(SaveError, match="the server is starting up"):
+        study._ask(ask)
+    study._served = True
+    assert study._ask(ask) == "answer"
+    assert len(slept) == 2
+    broken.append(OperationalError("SELECT", {}, Exception("no such host")))
+    monkeypatch.setattr(study_module, "_PATIENCE", -1.0)
+    with pytest.raises(SaveError, match=r"no such host.*See that its server runs") as told:
+        study._ask(ask)
+    assert "SELECT" not in str(told.value)
+
+
+def test_a_server_that_starts_anew_is_waited_for_when_a_sweep_is_opened(
+    begin: Begin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import optuna
+    from sqlalchemy.exc import OperationalError
+
+    asked: list[str] = []
+    slept: list[float] = []
+    storage = optuna.storages.InMemoryStorage()
+
+    def opened(study: SweepStudy) -> optuna.storages.BaseStorage:
+        asked.append(study.address)
+        if len(asked) < 3:
+            raise OperationalError("CREATE TABLE trials", {}, Exception("the server closed the connection"))
+        return storage
+
+    monkeypatch.setattr(study_module.time, "sleep", slept.append)
+    monkeypatch.setattr(SweepStudy, "_storage", opened)
+    assert begin(more='storage = "postgresql://host/sweeps"').study.records() == []
+    assert (len(asked), len(slept)) == (3, 2)
+    monkeypatch.setattr(study_module, "_AT_FIRST", -1.0)
+    asked.clear()
+    with pytest.raises(SaveError, match=r"host/sweeps: .*the server closed the connection"):
+        begin("two", more='storage = "postgresql://host/sweeps"')
+
+
+def test_machines_may_close_what_was_stopped_at_the_same_moment(
+    begin: Begin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = f'storage = "sqlite:///{tmp_path / "shared.db"}"'
+    one, two = begin("one", more=shared), begin("two", more=shared)
+    with one.folder.deciding():
+        taken = take(one)
+    assert taken is not None
+    taken[1].release()
+    storage = one.study._study._storage
+    ends = storage.set_trial_state_values
+    came_between: list[bool] = []
+
+    def late(*arguments: Any, **options: Any) -> bool:
+        two.study.close_stopped(taken[0])
+        came_between.append(True)
+        return ends(*arguments, **options)
+
+    monkeypatch.setattr(storage, "set_trial_state_values", late)
+    one.study.close_stopped(taken[0])
+    assert came_between == [True]
+    two.study.close_stopped(taken[0])
+    one.study.report(taken[0].with_changes(state="failed"))
+    assert [trial.state.name for trial in two.study._study.get_trials()] == ["PRUNED"]
 
 
 def test_optunas_own_tools_can_read_the_study(begin: Begin) -> None:

@@ -60,6 +60,10 @@ class HalvingPolicy:
                 return NextPiece(record.number, record.rung + 1, "audit")
         return None
 
+    def is_complete(self, records: Sequence[TrialRecord]) -> bool:
+        """Say whether nothing is left to do, here or elsewhere."""
+        return self.next_piece(records) is None and not any(record.open for record in records)
+
     # --- halving -----------------------------------------------------------------------------------------------------
 
     def planned(self, rung: int) -> int:

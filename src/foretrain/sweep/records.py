@@ -57,8 +57,6 @@ class TrialRecord:
     """How often its worker died while it trained, since the run was last saved."""
     died_at: int = -1
     """The step of its newest checkpoint when that happened."""
-    seen: float = 0.0
-    """When its worker was last heard of, in seconds since 1970."""
 
     @property
     def audited(self) -> bool:

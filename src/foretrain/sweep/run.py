@@ -28,7 +28,7 @@ from foretrain.sweep.policy import HalvingPolicy
 from foretrain.sweep.records import TrialRecord
 from foretrain.sweep.space import Space, read_space
 from foretrain.sweep.study import SweepStudy, are_comparable, check_optuna
-from foretrain.sweep.summary import is_complete, summarize
+from foretrain.sweep.summary import summarize
 from foretrain.sweep.worker import policy_of
 
 _POLL_SECONDS = 0.5
@@ -101,7 +101,7 @@ class SweepRun:
         """Go on until nothing is left to do, or a signal comes. Returns the summary, with the signal if there was
         one."""
         with StopRequest() as stop:
-            if not is_complete(self.policy, self.study.records()):
+            if not self.policy.is_complete(self._records()):
                 self.processes = [self._start(index) for index in range(self.workers)]
             try:
                 while self.processes:
@@ -169,16 +169,21 @@ class SweepRun:
 
     # --- what was found ----------------------------------------------------------------------------------------------
 
+    def _records(self) -> list[TrialRecord]:
+        return self.study.current_records(self.folder.place)
+
     def summary(self, importances: bool = False) -> dict[str, Any]:
-        records = self.study.records()
+        records = self._records()
         steps = {one.number: self.folder.live_step(one) for one in records if one.state == "running"}
         found = self.study.importances() if importances else {}
         return summarize(self.space, self.policy, records, found, steps) | {"folder": str(self.folder.path)}
 
     def _finish(self, signal_name: str) -> dict[str, Any]:
         """Write the page, the best configuration and the summary, and tell Optuna who was stopped."""
+        if signal_name or self.failures:
+            self.study.sign_off(self.folder.place)
         summary = self.summary(importances=True)
-        records = self.study.records()
+        records = self._records()
         try:
             self._write(summary, records)
         except SaveError as error:

@@ -23,7 +23,7 @@ def summarize(
     steps: Mapping[int, int],
 ) -> dict[str, Any]:
     """Return everything worth knowing of a sweep. steps: how far running trials are, by number."""
-    complete = is_complete(policy, records)
+    complete = policy.is_complete(records)
     ended = [one for one in records if one.final is not None]
     best = min(ended, key=lambda one: (one.final or 0.0, one.number), default=None)
     promoted = policy.promotions(records)
@@ -47,10 +47,6 @@ def summarize(
         "space": {one.name: _range(one.choices, one.low, one.high) for one in space.ranges},
         "settings": space.settings.model_dump(mode="json", exclude={"storage"}),
     }
-
-
-def is_complete(policy: HalvingPolicy, records: Sequence[TrialRecord]) -> bool:
-    return policy.next_piece(records) is None and not any(one.open for one in records)
 
 
 def planned_runs(policy: HalvingPolicy, rungs: Sequence[float]) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import os
 import signal
@@ -14,7 +15,7 @@ from typing import Any
 
 from foretrain.config import Config, changed
 from foretrain.environment import wait_shortly
-from foretrain.errors import ConfigError, DivergenceError, ForetrainError, InputError, OutOfMemory
+from foretrain.errors import ConfigError, DivergenceError, ForetrainError, InputError, OutOfMemory, SaveError
 from foretrain.events import LEFT_OPEN, Event, Progress, RunStarted
 from foretrain.show.follow import read_runs
 from foretrain.show.numbers import finite
@@ -28,10 +29,6 @@ from foretrain.sweep.space import Space, read_space
 from foretrain.sweep.study import SweepStudy
 
 _IDLE_SECONDS = 0.5
-_TOLD_EVERY = 60.0
-"""Seconds between signs of life for workers at other places."""
-_GONE_AFTER = 900.0
-"""Seconds without a sign of life after which nobody waits for a worker at another place."""
 _MOST_DEATHS = 5
 """A trial whose workers died this often while they trained it, with no checkpoint between, is given up."""
 
@@ -62,10 +59,11 @@ class Worker:
         self.place = folder.place
 
     def work(self, wait: Callable[[float], None] = time.sleep) -> None:
-        """Do piece after piece until the sweep is over for this place."""
+        """Do piece after piece until the sweep is over: what others are at may make trials of this place due again."""
         while not self._orphaned:
+            self.study.show_life(self.place)
             with self.folder.deciding():
-                records = self.current_records()
+                records = self.study.current_records(self.place)
                 taken = self._take(records)
             if taken is not None:
                 record, claim = taken
@@ -73,24 +71,14 @@ class Worker:
                     self._carry_out(record, claim)
                 finally:
                     claim.release()
-            elif any(record.open for record in records):
-                wait(_IDLE_SECONDS)
-            else:
+            elif self.policy.is_complete(records):
                 return
+            else:
+                wait(_IDLE_SECONDS)
 
     @property
     def _orphaned(self) -> bool:
         return self.parent is not None and os.getppid() != self.parent
-
-    def current_records(self) -> list[TrialRecord]:
-        """Return all trials. One at another place of which nothing was heard for long counts as failed: nobody waits
-        for it. It counts again when its worker is back."""
-        known = self.study.records()
-        return [record.with_changes(state="failed") if self._is_gone(record) else record for record in known]
-
-    def _is_gone(self, record: TrialRecord) -> bool:
-        away = record.place not in ("", self.place) and (record.open or record.state == "paused")
-        return away and time.time() - record.seen > _GONE_AFTER
 
     # --- choosing ----------------------------------------------------------------------------------------------------
 
@@ -133,7 +121,7 @@ class Worker:
         return self._mark(record), claim
 
     def _mark(self, record: TrialRecord) -> TrialRecord:
-        record = record.with_changes(state="running", place=self.place, seen=time.time())
+        record = record.with_changes(state="running", place=self.place)
         self.study.write(record)
         return record
 
@@ -173,7 +161,6 @@ class Worker:
         else:
             from foretrain.recipes.train import train as run
         path = self.folder.run(record.number)
-        told = [record.seen]
         claim.tell(-1)
 
         def listen(event: Event) -> None:
@@ -182,9 +169,8 @@ class Worker:
                 claim.tell(event.step)
             if isinstance(event, Progress):
                 claim.tell(event.step)
-                if not self.study.own_storage and time.time() - told[0] > _TOLD_EVERY:
-                    told[0] = time.time()
-                    self.study.write(record.with_changes(seen=told[0]))
+                with contextlib.suppress(SaveError):  # a storage that is gone is told of when the piece is done
+                    self.study.show_life(self.place)
                 if self._orphaned:
                     os.kill(os.getpid(), signal.SIGTERM)  # the run saves itself and ends
 
@@ -225,7 +211,7 @@ class Worker:
 
     def _write(self, record: TrialRecord) -> None:
         self.study.report(record)
-        self.study.write(record.with_changes(seen=time.time()))
+        self.study.write(record)
 
     def with_curve(self, record: TrialRecord) -> TrialRecord:
         """Return the record with the losses and annealed copies that the run's log tells of."""
