@@ -31,18 +31,15 @@ from foretrain.events import Bus, Listener, Notice, Phase
 from foretrain.health.checkup import Checkup
 from foretrain.health.rescue import Rescue
 from foretrain.hybrid import summary as summaries
-from foretrain.hybrid.annealing import AnnealedCopies
 from foretrain.hybrid.assembly import look_ahead_of
 from foretrain.hybrid.freezing import follow_freezing
 from foretrain.hybrid.growth import Growth
 from foretrain.hybrid.hybrid import Hybrid
 from foretrain.hybrid.policy import Policy
 from foretrain.hybrid.rate_plan import check_rates, trains_adapters
-from foretrain.hybrid.rate_race import RateRace
 from foretrain.hybrid.resumed_depth import check_depths
+from foretrain.loop.companions import companions_of
 from foretrain.loop.fit import FitOptions, fit
-from foretrain.loop.forecaster import LossForecaster
-from foretrain.loop.targets import Targets
 from foretrain.motion.observer import Observer
 from foretrain.motion.predictors.base import Predictor
 from foretrain.motion.predictors.guarded import check_predictor
@@ -95,7 +92,7 @@ class HybridTrainer:
         config, self._decided = with_growth(config, trained_sizes(model, config.growth.blocks), None)
         check_rates(config)
         self.engine = engine = Engine(model, optimizer, loss_fn, config, scheduler, world)
-        config, adapters = engine.config, trains_adapters(engine.model)  # before growth hides a part of the model
+        config, adapters = engine.config, trains_adapters(engine.model)  # before growth hides a part of it
         self.bus = bus or Bus()
         self.bus.around = engine.fence.hearing
         emit = self.bus.emit
@@ -105,44 +102,22 @@ class HybridTrainer:
         self.look_ahead = look_ahead_of(engine)  # the first of the hooks
         self.checkup = Checkup(engine, emit)
         engine.rate_sources = (self.checkup.health,)
-        self.race: RateRace | None = None
-        """Looks for the learning rate where that is `auto`."""
-        if config.optimizer.learning_rate == "auto":
-            self.race = RateRace(engine, adapters, list(probe), self.look_ahead, emit)
-            engine.rate_sources, config = (*engine.rate_sources, self.race), engine.config
+        self.companions = companions_of(engine, self.growth, adapters, probe, self.look_ahead, emit)
+        self.race, self.copies = self.companions.race, self.companions.copies
+        self.forecaster, self.targets = self.companions.forecaster, self.companions.targets
+        self.stopping, self.stopped_because = False, ""  # until somebody calls `stop`
+        self._length = KnownLength(engine, emit)
         self.hybrid: Hybrid | None = None
         """All that predicts; None in a run of full steps only."""
         self.policy: Policy | None = None
         self.observer: Observer | None = None
-        self.copies = AnnealedCopies(engine, probe, emit)
-        self.stopping, self.stopped_because = False, ""  # until somebody calls `stop`
-        self._length = KnownLength(engine, emit)
-        self.targets = Targets(engine, emit) if config.max_time is not None or config.until_loss is not None else None
-        """What knows `max_time` and `until_loss`; None where neither is set."""
-        if config.hybrid.mode != "off" and engine.full_step.parameters:
+        if engine.config.hybrid.mode != "off" and engine.full_step.parameters:
             self.hybrid = hybrid = Hybrid(engine, self.checkup, self.rescue, self.look_ahead, predictor, probe, emit)
             self.policy, self.observer = hybrid.policy, hybrid.observer
-            if self.growth is not None:
-                self.growth.rest, self.growth.undone = hybrid.rest, hybrid.taken_back
-                self.growth.healthy = hybrid.is_usual
-            hybrid.racing = lambda: self.racing
-        if self.growth is not None:
-            self.growth.racing = lambda: self.racing
-        engine.rate_sources = (*engine.rate_sources, self.copies)
+        self.companions.connect(self.hybrid)
         parts: dict[str, Part | None] = {"look_ahead": self.look_ahead, "checkup": self.checkup}
-        self.forecaster: LossForecaster | None = None
-        if config.forecast.enabled:
-            self.forecaster = LossForecaster(engine, lambda: self.copies.points, emit)
-        parts |= {"hybrid": self.hybrid, "rescue": self.rescue, "copies": self.copies, "forecaster": self.forecaster}
-        if self.growth is not None:
-            parts["growth"] = self.growth
-        if self.race is not None:
-            parts["race"] = self.race
-        if self.targets is not None:
-            parts["targets"] = self.targets
-            self.targets.learn_from(self.copies, self.forecaster)
-            self.targets.racing = lambda: self.racing
-        self._state = ComposedState(engine, parts, emit)
+        parts |= {"hybrid": self.hybrid, "rescue": self.rescue}
+        self._state = ComposedState(engine, parts | self.companions.parts, emit)
 
     # --- what a loop of one's own asks for ----------------------------------------------------------------------------
 
@@ -175,8 +150,7 @@ class HybridTrainer:
     @property
     def backward_passes(self) -> int:
         """Backward passes so far, those of copies and of other learning rates included."""
-        aside = self.copies.replay.passes + (0 if self.race is None else self.race.replay.passes)
-        return self.engine.progress.backward_passes + aside
+        return self.engine.progress.backward_passes + self.companions.backward_passes
 
     @overload
     def evaluate(self, batches: Iterable[Any]) -> float: ...
@@ -240,7 +214,7 @@ class HybridTrainer:
     @property
     def racing(self) -> bool:
         """Learning rates are tried: it is not settled yet at which one the run goes on."""
-        return self.race is not None and self.race.open
+        return self.companions.racing
 
     # --- one step, in one of four phases -----------------------------------------------------------------------------
 
@@ -260,19 +234,15 @@ class HybridTrainer:
         engine.fence.obey()
         if engine.trained.changed:
             batch = follow_freezing(engine, self.policy, batch, self.bus.emit)
-        if self.growth is not None and self.phase in (Phase.WARMUP, Phase.FULL):
-            self.growth.follow(batch)
-        self._work_aside(batch)
+        self.companions.before_step(batch, self.phase)
         try:
             result = self.rescue.step(batch, self._advance)
         except (TypeError, AttributeError, RuntimeError) as error:
             if (explained := first_failure(error, engine)) is None:
                 raise
             raise explained from error
-        if self.growth is not None and engine.ended:
-            self.growth.end()
-        if self.race is not None and engine.ended:
-            self.race.finish()
+        if engine.ended:
+            self.companions.end()
         self._forget_undone(before)
         if engine.ended and not self.judging:
             self.copies.end()
@@ -280,18 +250,6 @@ class HybridTrainer:
         engine.world.step_done()
         back = position + 1 - engine.progress.position
         return result if back <= 0 else replace(result, rewound=back)
-
-    def _work_aside(self, batch: Any) -> None:
-        """What is done on copies of the run, while nothing is on trial."""
-        growing = self.growth is not None and self.growth.on_trial
-        quiet = self.phase in (Phase.WARMUP, Phase.FULL) and not growing
-        if self.race is not None and self.race.open and quiet:
-            self.race.follow(batch)
-        if quiet and not self.racing:
-            self.copies.follow(batch)
-        for noting in (self.race, self.copies):
-            if noting is not None:
-                noting.note(batch, self.engine.progress.position)
 
     def _advance(self, batch: Any) -> StepResult:
         """PREDICT, CORRECT: a step of the move. WARMUP, FULL, and where the move was refused: a full step."""
@@ -351,9 +309,7 @@ class HybridTrainer:
     def _forget_undone(self, before: int) -> None:
         """What was measured at steps that a rollback has undone is forgotten. before: steps that were done."""
         if self.engine.progress.global_step < before:
-            self.copies.taken_back()
-            if self.targets is not None:
-                self.targets.taken_back()
+            self.companions.taken_back()
 
     def _look_at_health(self) -> None:
         if self.checkup.due and (self.hybrid is None or self.hybrid.may_be_examined):
@@ -430,12 +386,5 @@ class HybridTrainer:
     def summary(self) -> dict[str, Any]:
         """What the run did so far."""
         predicted = {} if self.hybrid is None else summaries.of_prediction(self.engine, self.hybrid)
-        summary = summaries.of_steps(self.engine, self.memory) | predicted
-        if self.growth is not None:
-            summary["growth"] = self.growth.summary()
-        if self.targets is not None:
-            summary["target"] = self.targets.summary()
-        if self.forecaster is not None:
-            summary["loss_forecast"] = self.forecaster.summary(None if self.targets is None else self.targets.as_it_was)
-        summary = summaries.with_copies(summary, self.copies, self.race)
+        summary = self.companions.summary(summaries.of_steps(self.engine, self.memory) | predicted)
         return summary | self.checkup.summary() | self.rescue.summary()

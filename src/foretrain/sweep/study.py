@@ -39,7 +39,7 @@ _DRIVERS = {"postgresql": "psycopg[binary]", "mysql": "mysqlclient", "mysql+pymy
 _PATIENCE = 120.0
 """Seconds that a server which does not answer is waited for: as long as a database takes to start again."""
 _AT_FIRST = 20.0
-"""The same where a study is opened: somebody may have mistyped its address, and waits for the answer."""
+"""Seconds of trying while a study is opened: somebody may have mistyped its address, and waits for the answer."""
 _SURPLUS = "two machines made the last trial at the same moment: one too many"
 _TOLD_EVERY = 60.0
 """Seconds between signs of life for other places."""
