@@ -1,4 +1,4 @@
-"""Tests that share what is dear to make run in one process of pytest-xdist: a version of pytest may silently end that."""
+"""Tests that share what is dear to make run in one process of pytest-xdist; a new version may silently end that."""
 
 from __future__ import annotations
 
