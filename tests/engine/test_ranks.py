@@ -464,7 +464,7 @@ def test_optimizers_train_as_in_one_process(kind: str, found: list[Found], alone
 
 
 def test_what_is_not_supported_is_refused_in_one_sentence(found: list[Found]) -> None:
-    for_parts = {"optimizer.state_type", "hybrid.space"}
+    for_parts = {"optimizer.state_type", "hybrid.space", "hybrid.linear_rows"}
     ddp, sharded = (found[0][f"refused {kind}"] for kind in KINDS)
     assert len(sharded) == 12
     assert sharded.keys() - ddp.keys() == for_parts

@@ -70,13 +70,14 @@ class OutputPart:
         wanted = wanted if chosen is None else wanted[chosen]
         return F.binary_cross_entropy_with_logits(flat, wanted, reduction="none")
 
-    def curvature(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
+    def curvature(self, chosen: Tensor, of: int | None = None) -> tuple[Tensor, Tensor]:
         """Gradient q of the mean loss of the chosen units in their outputs, and a factor S of its curvature S S^T.
 
+        of: how many units the mean is taken of, where other processes hold some of them.
         q [n] and S [n] of single outputs; q [n, classes] and S [n, classes, classes] of rows of classes, in fp64. Where
         outputs are no numbers, both are none.
         """
-        outputs, share = self.outputs.detach(), self.weight / len(chosen)
+        outputs, share = self.outputs.detach(), self.weight / (len(chosen) if of is None else of)
         if self.by_class and self.target is not None:
             chance = outputs[chosen].double().softmax(-1)
             wanted = F.one_hot(self.target[chosen].long(), chance.shape[-1])

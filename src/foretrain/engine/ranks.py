@@ -85,6 +85,13 @@ class Ranks(World):
         torch.distributed.all_reduce(total)
         return total.div_(self.size) if kind == "replicated" else total
 
+    def gather(self, tensor: Tensor) -> Tensor:
+        """Return what each rank holds, one after the other along a new first dimension."""
+        sent = tensor.detach().to(self._device).contiguous()
+        heard = sent.new_empty(self.size, *sent.shape)
+        torch.distributed.all_gather(list(heard.unbind()), sent)
+        return heard.to(tensor.device)
+
     def share(self, tensor: Tensor) -> float:
         """What this rank's part of a tensor counts in a sum over all ranks: 1 over the ranks that hold these numbers.
 

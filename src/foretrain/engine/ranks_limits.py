@@ -36,7 +36,7 @@ def check_ranks(engine: Engine) -> None:
 
 def _of_ranks(config: Config) -> Iterator[str]:
     """What is measured or decided by one process alone."""
-    hybrid, memory = config.hybrid, config.memory
+    memory = config.memory
     if config.optimizer.learning_rate == "auto":
         yield "optimizer.learning_rate = 'auto' is not supported: find the rate in one process, and set it"
     if config.growth.layers:
@@ -48,8 +48,6 @@ def _of_ranks(config: Config) -> Iterator[str]:
             "memory.on_out_of_memory = 'retry' is not supported, since the others would wait for the one that tries "
             "again: set 'stop', and let the launcher start it again with smaller settings"
         )
-    if "linear_rows" in hybrid.model_fields_set and hybrid.linear_rows and hybrid.mode != "off":
-        yield "linearised leaps are not supported: set hybrid.linear_rows = 0"
 
 
 def _of_steps(config: Config) -> Iterator[str]:
@@ -81,6 +79,8 @@ def _of_parts(engine: Engine) -> Iterator[str]:
             "Muon cuts its steps along dimensions, and some weights are split twice along one, as by FSDP2 with tensor "
             "parallelism: set optimizer.type = 'adamw'"
         )
+    if "hybrid.linear_rows" in given(config) and config.hybrid.linear_rows and config.hybrid.mode != "off":
+        yield "linearised leaps are not supported on shards: set hybrid.linear_rows = 0, or use DistributedDataParallel"
     if config.hybrid.space == "product" and config.hybrid.mode != "off":
         yield "hybrid.space = 'product' is not supported on shards: set 'adapter'"
 
@@ -92,12 +92,8 @@ def _is_split_twice(parameter: Tensor) -> bool:
 
 
 def linearised_leaps_apply(engine: Engine) -> bool:
-    """Whether leaps of a linearised model are tried: they look at the whole model in one process."""
-    if engine.world.size == 1 and not engine.full_step.spread:
-        return True
-    if "hybrid.linear_rows" not in given(engine.config):
-        return False
-    return engine.config.hybrid.linear_rows > 0
+    """Whether leaps of a linearised model are tried: each process has to hold all weights."""
+    return not engine.full_step.spread
 
 
 def seed_of_rank(seed: int, rank: int) -> int:

@@ -33,6 +33,21 @@ class Syncing:
             for module in self._sharded:
                 module.set_requires_gradient_sync(True, recurse=False)
 
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Passes inside the block are each replica's own, be they as many as it wants: nothing is sent in them, no
+        gradients and no buffers."""
+        replicated = self._replicated
+        if replicated is None:
+            yield
+            return
+        before, replicated.require_forward_param_sync = replicated.require_forward_param_sync, False
+        try:
+            with replicated.no_sync():
+                yield
+        finally:
+            replicated.require_forward_param_sync = before
+
     def settle(self) -> None:
         """Let go of weights that FSDP2 gathered for a forward pass without a backward pass: it would use them again in
         the next one, though they were moved meanwhile."""

@@ -2,10 +2,10 @@
 
 A run of one process uses `World` itself, which does nothing; one of several uses `Ranks` (`foretrain.engine.ranks`).
 
-Every number that decides anything goes through `read`, `reduce` or `of_first` before the host looks at it, and leaves
-the device through `to_host`; the decisions that are made from such numbers go through `agree`. Outside are rates that a
-user keeps as tensors in his optimizer, whether two batches are the same (ranks vote on it), and whether memory has run
-out.
+Every number that decides anything goes through `read`, `reduce`, `gather` or `of_first` before the host looks at it,
+and leaves the device through `to_host`; the decisions that are made from such numbers go through `agree`. Outside are
+rates that a user keeps as tensors in his optimizer, whether two batches are the same (ranks vote on it), and whether
+memory has run out.
 """
 
 from __future__ import annotations
@@ -41,6 +41,10 @@ class World:
     def reduce(self, vector: Tensor, kind: ReduceKind) -> Tensor:
         """Combine a vector on the device over all processes. Returns the same vector in each of them."""
         return vector
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """Return what each process holds, one after the other along a new first dimension. All give the same form."""
+        return tensor.unsqueeze(0)
 
     def sum_of_step(self, vector: Tensor) -> Tensor:
         """Add up a vector on the device over all processes, in every step; what they have to tell each other may come

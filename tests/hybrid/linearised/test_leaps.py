@@ -936,5 +936,4 @@ def test_residuals_that_choose_other_rows_in_every_batch_are_noticed() -> None:
     run = world(network(width=6), batch, residuals, max_steps=200)
     chaining(run, 8)
     assert leaps_of(run).lookout.volatile
-    look = leaps_of(run).lookout.look(run.trainer.engine.to_device(batch(1000)))
-    assert agrees(look, leaps_of(run)._find_way(look))
+    assert agrees(*leaps_of(run).lookout.seen(run.trainer.engine.to_device(batch(1000)), leaps_of(run).made))

@@ -122,6 +122,6 @@ def test_few_recordings_are_kept(replays: Replays) -> None:
         leaps.row_count.now = rows
         for _ in range(2):
             some = [torch.arange(rows)]
-            leaps.lookout.problem(look, leaps._find_way(look), some, damping=1.0)
+            leaps.lookout.problem(look, leaps.lookout.find_way(look, leaps.made), some, damping=1.0)
     leaps._go_to(start)
     assert len(leaps.lookout.recorded) == 3

@@ -21,25 +21,44 @@ Choice = list[Tensor]
 """Numbers of the chosen units of each part."""
 
 
-def choose(parts: list[OutputPart], rows: int, seed: int, grid: Grid | None) -> Choice | None:
+def choose(parts: list[OutputPart], rows: int, seed: int, grid: Grid | None, ranks: int = 1) -> Choice | None:
     """Units of all parts with so many outputs together, each part by its share; of a table whole diagonals, or a part
-    of one. None: all of them are wanted."""
-    share = rows / sum(part.outputs.numel() for part in parts)
+    of one. None: all of them are wanted.
+
+    ranks: so many processes hold parts like these, whose units are numbered one process after the other. All of them
+    draw the same.
+    """
+    share = rows / (ranks * sum(part.outputs.numel() for part in parts))
     if share >= 1:
         return None
     draw, chosen = torch.Generator().manual_seed(seed), []
     if grid is not None:
-        some = torch.randperm(grid.diagonals, generator=draw)[: max(1, round(rows / grid.size))]
-        on_them = grid.outputs(some.sort().values.to(parts[0].outputs.device))
-        if rows < grid.size:
-            on_them = on_them[torch.randperm(grid.size, generator=draw)[:rows].sort().values.to(on_them.device)]
-        return [on_them]
+        outputs, each = parts[0].outputs, max(1, rows // ranks)
+        drawn = [rank * outputs.numel() + _of_table(grid, each, draw) for rank in range(ranks)]
+        return [torch.cat(drawn).to(outputs.device)]
     for part in parts:
-        units, least = part.units, min(_LEAST_OF_BLOCK, rows // len(parts)) // outputs_of_unit(part)
+        units, least = ranks * part.units, min(_LEAST_OF_BLOCK, rows // len(parts)) // outputs_of_unit(part)
         wanted = max(1, least, round(share * units))
         some = torch.randperm(units, generator=draw)[: min(wanted, units)]
         chosen.append(some.sort().values.to(part.outputs.device))
     return chosen
+
+
+def _of_table(grid: Grid, rows: int, draw: torch.Generator) -> Tensor:
+    some = torch.randperm(grid.diagonals, generator=draw)[: max(1, round(rows / grid.size))]
+    on_them = grid.outputs(some.sort().values)
+    if rows < grid.size:
+        on_them = on_them[torch.randperm(grid.size, generator=draw)[:rows].sort().values]
+    return on_them
+
+
+def of_rank(chosen: Choice, parts: list[OutputPart], rank: int) -> Choice:
+    """Those that a process holds, by its own numbers."""
+    firsts = [rank * part.units for part in parts]
+    return [
+        some[(some >= first) & (some < first + part.units)] - first
+        for some, part, first in zip(chosen, parts, firsts, strict=True)
+    ]
 
 
 def outputs_of_unit(part: OutputPart) -> int:
@@ -50,10 +69,15 @@ def everything(parts: list[OutputPart]) -> Choice:
     return [torch.arange(part.units, device=part.outputs.device) for part in parts]
 
 
-def system_of(look: Linearisation, way: Way, chosen: Choice | None, world: World) -> System:
-    """The linearised problem of the chosen units, or of all."""
+def system_of(
+    look: Linearisation, way: Way, chosen: Choice | None, world: World, totals: Sequence[int] | None = None
+) -> System:
+    """The linearised problem of the chosen units, or of all. totals: how many units of each part there are with those
+    of other processes."""
     units = everything(look.parts) if chosen is None else chosen
-    gradients, factors = zip(*(p.curvature(some) for p, some in zip(look.parts, units, strict=True)), strict=True)
+    counts = [len(some) for some in units] if totals is None else totals
+    found = [part.curvature(some, count) for part, some, count in zip(look.parts, units, counts, strict=True)]
+    gradients, factors = zip(*found, strict=True)
     numbers = [_outputs(part, some) for part, some in zip(look.parts, units, strict=True)]
     rows, root = look.rows(way, None if chosen is None else numbers), Root(factors)
     return System(rows, root, root.undone(gradients).to(rows.dtype), world)

@@ -36,15 +36,15 @@ def repeatable(buffers: Sequence[Tensor]) -> Iterator[None]:
         raise UnknownForm("the model changes its buffers in every pass, as batch norm does")
 
 
-def check_size(look: Linearisation, elements: int, rows: int, most_rows: int) -> int:
+def check_size(look: Linearisation, count: int, elements: int, rows: int, most_rows: int) -> int:
     """Raises UnknownForm where there are too few outputs, or too many in one sample. Returns how many outputs belong
-    together at the most. rows: that the first leap is to take."""
+    together at the most. count: outputs of all processes; rows: that the first leap is to take."""
     widest = max(map(outputs_of_unit, look.parts))
     if widest > most_rows:
         raise UnknownForm(f"hybrid.linear_memory_mb has no room for the rows of one sample of {widest} classes")
-    if widest > 1 and rows < min(_FEWEST_SAMPLES * widest, look.count):
+    if widest > 1 and rows < min(_FEWEST_SAMPLES * widest, count):
         what = f"{rows} rows are those of less than {_FEWEST_SAMPLES} samples of {widest} classes"
         raise UnknownForm(f"{what}, which say too little; set hybrid.linear_rows = {_ENOUGH_SAMPLES * widest} or more")
-    if (count := look.count) < min(_FEWEST_OUTPUTS, elements):
+    if count < min(_FEWEST_OUTPUTS, elements):
         raise UnknownForm(f"{count} residuals say too little; give one for each point, not their mean")
     return widest

@@ -18,11 +18,13 @@ from foretrain.engine.objective import Objective, UnknownForm
 from foretrain.engine.precision import full_precision
 from foretrain.engine.step import StepOutput
 from foretrain.errors import is_out_of_memory
-from foretrain.hybrid.linearised.choice import Choice, choose, everything
-from foretrain.hybrid.linearised.conditions import check_size, repeatable
+from foretrain.hybrid.linearised.choice import Choice
+from foretrain.hybrid.linearised.conditions import check_size
 from foretrain.hybrid.linearised.damping import Damping
 from foretrain.hybrid.linearised.holding import Holding
 from foretrain.hybrid.linearised.lookout import Look, Lookout, Seen
+from foretrain.hybrid.linearised.meeting import FailedOnRank
+from foretrain.hybrid.linearised.of_ranks import LookoutOfRanks
 from foretrain.hybrid.linearised.price import Price
 from foretrain.hybrid.linearised.recorded import Trial
 from foretrain.hybrid.linearised.row_count import RowCount
@@ -144,7 +146,8 @@ class LinearisedLeaps(ChainedLeaps):
     @property
     def fewest_rows(self) -> int:
         """Rows that there must be memory for."""
-        seen = self.engine.progress.rows or _FEWEST_ROWS  # of a batch; before the first one nobody knows
+        engine = self.engine
+        seen = engine.progress.rows * engine.world.size or _FEWEST_ROWS  # of a batch; before the first one nobody knows
         return min(_FEWEST_ROWS, self.first_rows, seen)
 
     @property
@@ -160,7 +163,8 @@ class LinearisedLeaps(ChainedLeaps):
         self.prices = Price(self.engine)
         self.prices.expect(self.engine.model, self.parameters)
         most = self.prices.most_rows(self._memory_mb, self.elements)
-        self.lookout = Lookout(self.engine, self.objective, self.prices)
+        kind = Lookout if self.engine.world.size == 1 else LookoutOfRanks
+        self.lookout = kind(self.engine, self.objective, self.prices)
         self.row_count = RowCount(self.first_rows, most, self.lookout.recordable)
 
     # --- points ------------------------------------------------------------------------------------------------------
@@ -208,15 +212,14 @@ class LinearisedLeaps(ChainedLeaps):
         self.good, self.ratios = 0, 0.0
         self.holding.begin()
         self.lookout.begin()
-        with repeatable(self.engine.full_step.buffers):
-            look = self.lookout.look(batch)
-        rows = self.row_count
-        rows.now = max(rows.now, check_size(look, self.elements, rows.now, rows.most))
+        look = self.lookout.measured(batch, first=True)
+        rows, outputs = self.row_count, self.prices.outputs
+        rows.now = max(rows.now, check_size(look, outputs, self.elements, rows.now, rows.most))
         self.loss = self._number(look.loss)
         if self.mark and not self.stuck:
             here = self._point()
             self._go_to(self.mark)
-            there = self._number(self.lookout.look(batch).loss)
+            there = self._number(self.lookout.measured(batch).loss)
             if there < self.loss:
                 self.loss, self.returned = there, True
             else:
@@ -225,13 +228,13 @@ class LinearisedLeaps(ChainedLeaps):
         if not math.isfinite(self.loss):
             return False
         self.first_loss = self.loss if math.isnan(self.first_loss) else self.first_loss
-        way = self._find_way(self.lookout.look(batch))
+        way = self._seen(batch)[1]
         if rows.most < self.fewest_rows:
             needed, given = self.prices.memory_mb(self.fewest_rows, self.elements), self._memory_mb
             raise UnknownForm(
                 f"hybrid.linear_memory_mb = {given:g} has no room for enough rows; set {math.ceil(needed)} or more"
             )
-        if way.reason == COUPLED and (steps := self.price(min(rows.now, look.count))) > _MOST_IF_COUPLED:
+        if way.reason == COUPLED and (steps := self.price(min(rows.now, outputs))) > _MOST_IF_COUPLED:
             raise UnknownForm(f"{COUPLED}, so that a leap takes as long as {steps:.0f} steps or more")
         if not self.made:
             self.row_count.begin(self.price, self.prices.outputs)
@@ -246,9 +249,10 @@ class LinearisedLeaps(ChainedLeaps):
         except UnknownForm as error:
             self.failure = str(error)
         except Exception as error:
-            if is_out_of_memory(error):
+            shared = isinstance(error, FailedOnRank)
+            if is_out_of_memory(error) or (self.engine.world.size > 1 and not shared):
                 raise
-            self.failure = f"the loss cannot be linearised ({failure_of('it', error).error})"
+            self.failure = f"the loss cannot be linearised ({error if shared else failure_of('it', error).error})"
             self.lookout.tapped = False
         self._go_to(start)
         self.release()
@@ -270,10 +274,9 @@ class LinearisedLeaps(ChainedLeaps):
     def _leap(self, batch: Any) -> StepOutput | None:
         if self.hold:
             self.hold -= 1
-            return self._count(batch, self.lookout.look(batch), None)
+            return self._count(batch, self.lookout.measured(batch), None)
         start = self._point()
-        look = self.lookout.recorded_look(batch, self.made) or self.lookout.look(batch)
-        look, found, system = self._search(look, start)
+        look, found, system = self._search(*self._seen(batch), start)
         if found is None:
             self._go_to(start)
             self.arrived = self.promise <= _LEAST_PROMISE or self.low
@@ -296,16 +299,15 @@ class LinearisedLeaps(ChainedLeaps):
         """The loss has fallen very far."""
         return self.loss <= _LOW_ENOUGH * self.first_loss
 
-    def _search(self, look: Look, start: list[Tensor]) -> tuple[Look, Seen | None, System]:
+    def _search(self, look: Look, way: Way, start: list[Tensor]) -> tuple[Look, Seen | None, System]:
         """Where it starts from, a point that is better, by rows as few as possible, and the problem that was solved for
         it."""
-        way, spent = self._find_way(look), 0.0
+        spent = 0.0
         while True:
-            some = choose(look.parts, self.rows, self.engine.config.seed * 1_000_003 + self.made, way.grid)
-            chosen = everything(look.parts) if some is None else some
-            look, system = self.lookout.problem(look, way, some, self.damping.value)
-            spent += self.price(len(system.target))
-            found = self._try(look, system, chosen, start, whole=some is None)
+            some = self.lookout.choose(look, way, self.rows, self.engine.config.seed * 1_000_003 + self.made)
+            look, system, losses = self.lookout.problem(look, way, some, self.damping.value)
+            spent += self.price(system.count)
+            found = self._try(look, system, losses, some, start)
             if not self.lookout.recordable:
                 self.row_count.without_recording()
             if found is not None and some is not None:
@@ -314,18 +316,22 @@ class LinearisedLeaps(ChainedLeaps):
             if found is not None or some is None or dear or not self.row_count.more():
                 self.cost += spent
                 return look, found, system
-            copy_each(self.parameters, start)
-            look = self.lookout.outputs(look.batch)  # rows are taken at the weights as they are: trials have moved them
+            copy_each(self.parameters, start)  # rows are taken at the weights as they are: trials have moved them
 
-    def _find_way(self, look: Look) -> Way:
-        """How rows are taken. How many there is memory for follows from it."""
-        way = self.lookout.find_way(look, self.made)
+    def _seen(self, batch: Any) -> tuple[Look, Way]:
+        """Outputs, and how their rows are taken. How many there is memory for follows from it."""
+        look, way = self.lookout.seen(batch, self.made)
         self.row_count.limit(self.prices.most_rows(self._memory_mb, self.elements))
-        return way
+        return look, way
 
-    def _try(self, look: Look, system: System, chosen: Choice, start: list[Tensor], whole: bool) -> Seen | None:
-        """Rising dampings until one makes a leap that is good enough; the damping of the next follows from it."""
-        before, before_all = self._numbers(look.loss_of(chosen), look.loss)
+    def _try(
+        self, look: Look, system: System, losses: tuple[float, float], some: Choice | None, start: list[Tensor]
+    ) -> Seen | None:
+        """Rising dampings until one makes a leap that is good enough; the damping of the next follows from it.
+
+        losses: of the chosen rows and of all; some: the chosen ones, None if all are.
+        """
+        (before, before_all), whole = losses, some is None
         self.holding.met(before_all)
         self.holding.repeated += bool(self.exact)
         if not before_all >= self.best_loss:  # no leap was made on this batch yet
@@ -334,7 +340,7 @@ class LinearisedLeaps(ChainedLeaps):
         first, self.promise, least, bent = True, 0.0, self.damping.value, bends
         for _ in range(_MOST_TRIES if math.isfinite(before_all) else 0):
             carried_on = None if whole or self.last_step is None else _CARRIED_ON * self.last_step
-            made = self.lookout.attempt(look, system, Trial(chosen, start, self.damping.value, carried_on, bent))
+            made = self.lookout.attempt(look, system, Trial(some, start, self.damping.value, carried_on, bent))
             if made is None:
                 bent = bends
                 self.damping.rise_unsolved()
@@ -364,14 +370,15 @@ class LinearisedLeaps(ChainedLeaps):
     def stay(self, batch: Any) -> StepOutput | None:
         """A step that leaves the weights where they are, and says what the loss is there. None where `failure` says
         why it cannot."""
-        return self._guarded(lambda batch: self._count(batch, self.lookout.look(batch), None), batch)
+        return self._guarded(lambda batch: self._count(batch, self.lookout.measured(batch), None), batch)
 
     def _count(self, batch: Any, look: Look, system: System | None) -> StepOutput:
         """What follows on a step. system: None where nothing was tried."""
         self.objective.note(look.means)
         self.leaps += 1
         self.made += 1
-        self.steps_of_leap = 1 if system is None else self._steps(len(system.target))
+        self.engine.world.agree([self.made, self.loss, self.damping.value, self.rows], "the leap")
+        self.steps_of_leap = 1 if system is None else self._steps(system.count)
         if system is not None or self._norms is None:
             gradient = look.loss.new_zeros(self.elements) if system is None else system.gradient()
             each = torch.split(gradient, [p.numel() for p in self.parameters])
@@ -461,9 +468,6 @@ class LinearisedLeaps(ChainedLeaps):
 
     def _number(self, loss: Tensor) -> float:
         return self.engine.world.to_host(loss)[0]
-
-    def _numbers(self, *losses: Tensor) -> list[float]:
-        return self.engine.world.to_host(torch.stack(losses))
 
 
 def _log_fall(before: float, after: float) -> float:

@@ -4,6 +4,7 @@ graphs where that is faster."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -16,7 +17,8 @@ from foretrain.engine.memory.host import copy_each
 from foretrain.engine.objective import Objective
 from foretrain.errors import is_out_of_memory
 from foretrain.hybrid.linearised.bend import AHEAD, bend_of
-from foretrain.hybrid.linearised.choice import Choice, outputs_of, system_of
+from foretrain.hybrid.linearised.choice import Choice, choose, everything, outputs_of, system_of
+from foretrain.hybrid.linearised.conditions import repeatable
 from foretrain.hybrid.linearised.finding import agrees, find_way
 from foretrain.hybrid.linearised.price import Price
 from foretrain.hybrid.linearised.recorded import Attempt, Losses, RecordedLeap, RecordedLook, Trial, place
@@ -89,6 +91,16 @@ class Lookout(Stateful):
         self.prices.note(self._look)
         return self._look
 
+    def measured(self, batch: Any, first: bool = False) -> Linearisation:
+        """A look whose loss is that of all processes. first: it is checked that another one would see the same."""
+        with repeatable(self.engine.full_step.buffers) if first else nullcontext():
+            return self.look(batch)
+
+    def seen(self, batch: Any, made: int) -> tuple[Look, Way]:
+        """A look, and how its rows are taken. made: leaps so far."""
+        look = self.recorded_look(batch, made) or self.look(batch)
+        return look, self.find_way(look, made)
+
     def recorded_look(self, batch: Any, made: int) -> RecordedLook | None:
         """Replays what `look` would compute; None where nothing is recorded for it. made: leaps so far."""
         if not self.recorded or not same_form(batch, self.recorded[-1].inputs):
@@ -118,8 +130,21 @@ class Lookout(Stateful):
             self.prices.note_way(known)
         return known
 
-    def problem(self, look: Look, way: Way, some: Choice | None, damping: float) -> tuple[Look, System]:
-        """That of these rows, from a recorded graph where there is one, or where one is worth while by now."""
+    def choose(self, look: Look, way: Way, rows: int, seed: int) -> Choice | None:
+        """Units of all processes with so many outputs together; None: all of them."""
+        return choose(look.parts, rows, seed, way.grid, self.engine.world.size)
+
+    def problem(
+        self, look: Look, way: Way, some: Choice | None, damping: float
+    ) -> tuple[Look, System, tuple[float, float]]:
+        """That of these rows, at the weights as they are, and the losses of these units and of all."""
+        look, system = self._problem(look, way, some, damping)
+        chosen = everything(look.parts) if some is None else some
+        before, before_all = self.engine.world.to_host(torch.stack([look.loss_of(chosen), look.loss]))
+        return look, system, (before, before_all)
+
+    def _problem(self, look: Look, way: Way, some: Choice | None, damping: float) -> tuple[Look, System]:
+        """From a recorded graph where there is one, or where one is worth while by now."""
         batch, world = look.batch, self.engine.world
         for leap in self.recorded:
             if leap.fits(batch, some):
@@ -130,7 +155,7 @@ class Lookout(Stateful):
             try:
                 leap = RecordedLeap(self.outputs, self.parameters, way, batch, some, damping, world)
                 self.recorded = [*self.recorded[1 - _MOST_RECORDED :], leap]
-                return self.problem(look, way, some, damping)
+                return self._problem(look, way, some, damping)
             except Exception as error:
                 if is_out_of_memory(error):
                     raise
@@ -164,16 +189,17 @@ class Lookout(Stateful):
         if solved is None:
             return None
         step, predicted = solved
+        chosen = everything(look.parts) if trial.chosen is None else trial.chosen
         bends = look.loss.new_zeros(())
         if trial.bent:
             place(self.parameters, trial.start, AHEAD * step)
             ahead = self.outputs(look.batch, with_rows=False)
-            here, there = (outputs_of(one.parts, trial.chosen) for one in (look, ahead))
+            here, there = (outputs_of(one.parts, chosen) for one in (look, ahead))
             bend, bends = bend_of(system, step, here, there)
             step = step + bend
         place(self.parameters, trial.start, step)
         seen = self.outputs(look.batch, with_rows=bool(self.exact))
-        numbers = torch.stack([seen.loss_of(trial.chosen), seen.loss, bends.to(seen.loss.dtype)])
+        numbers = torch.stack([seen.loss_of(chosen), seen.loss, bends.to(seen.loss.dtype)])
         after, after_all, anything = self.engine.world.to_host(numbers)
         return Attempt(step, predicted, after, after_all, seen, anything > 0)
 

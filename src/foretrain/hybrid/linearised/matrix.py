@@ -41,23 +41,24 @@ class Factor:
     def stop(self) -> int:
         return self.start + self.out.shape[1] * self.into.shape[1]
 
-    def add_kernel(self, total: Tensor) -> None:
-        """Add the products of all pairs of rows to [rows, rows]."""
+    def add_products(self, total: Tensor, others: Factor) -> None:
+        """Add the products of all pairs of a row and one of the others to [rows, others]."""
         out, into = self.out.to(total.dtype), self.into.to(total.dtype)
-        simple = all(uses == 1 for _, uses in self.shape)
+        out_of_others, into_of_others = others.out.to(total.dtype).T, others.into.to(total.dtype).T
+        simple = all(uses == 1 for _, uses in (*self.shape, *others.shape))
         first = 0
-        for some, uses in self._pieces():
+        for some, uses in self._pieces(len(others.out)):
             rows = total[first : (first := first + (some.stop - some.start) // uses)]
-            one, other = out[some] @ out.T, into[some] @ into.T
+            one, other = out[some] @ out_of_others, into[some] @ into_of_others
             if simple:
                 rows.addcmul_(one, other)
             else:
                 pairs = one.mul_(other)
-                rows.add_(self._summed(pairs.view(-1, uses, len(out)).sum(1) if uses > 1 else pairs))
+                rows.add_(others._summed(pairs.view(-1, uses, len(others.out)).sum(1) if uses > 1 else pairs))
 
-    def _pieces(self) -> Iterator[tuple[slice, int]]:
-        """Whole rows, so many at once that their products fit; and the uses of each."""
-        most, at = _PIECE.get(self.out.device.type, _LARGE_PIECE) // max(1, len(self.out)), 0
+    def _pieces(self, others: int) -> Iterator[tuple[slice, int]]:
+        """Whole rows, so many at once that their products with so many uses fit; and the uses of each."""
+        most, at = _PIECE.get(self.out.device.type, _LARGE_PIECE) // max(1, others), 0
         for rows, uses in self.shape:
             together = max(1, most // uses)
             for first in range(0, rows, together):
@@ -116,10 +117,13 @@ class RowMatrix:
 
     def kernel(self, kind: torch.dtype) -> Tensor:
         """A A^T, its products made in this type."""
-        held = self.held.to(kind)
-        total = held @ held.T
-        for factor in self.factors:
-            factor.add_kernel(total)
+        return self.products(self, kind)
+
+    def products(self, others: RowMatrix, kind: torch.dtype) -> Tensor:
+        """A B^T with rows B of the same form, made in this type."""
+        total = self.held.to(kind) @ others.held.to(kind).T
+        for factor, other in zip(self.factors, others.factors, strict=True):
+            factor.add_products(total, other)
         return total
 
     def times(self, vector: Tensor) -> Tensor:

@@ -44,6 +44,12 @@ _BACKWARD = 0.6
 attention and networks that are called through torch.func: 0.5 to 0.75."""
 
 
+def numbers_of(way: Way) -> tuple[int, int, float, float]:
+    """What of a way the price follows from, as `Price` holds it."""
+    per_pass = 1 if way.one_by_one else 0 if way.grid is None else way.grid.size
+    return len(way.passes), per_pass, way.pair_work, way.held
+
+
 class Price(Stateful):
     """Knows how large the problem is, and how its rows are taken."""
 
@@ -71,14 +77,12 @@ class Price(Stateful):
         self.outputs, self.work, self.numbers = look.count, look.work, look.numbers_made
 
     def note_way(self, way: Way) -> None:
-        self.passes = len(way.passes)
-        self.per_pass = 1 if way.one_by_one else 0 if way.grid is None else way.grid.size
-        self.pair_work, self.held = way.pair_work, way.held
+        self.passes, self.per_pass, self.pair_work, self.held = numbers_of(way)
 
     def of(self, rows: int, elements: int) -> float:
         """Full steps that a leap by so many rows of so many weights costs."""
         machine = _MACHINES.get(self.engine.device.type, _MACHINES["cuda"])
-        outputs = self.outputs or self.engine.progress.rows
+        outputs = self.outputs or self.engine.progress.rows * self.engine.world.size
         rows = min(rows, outputs)
         products = 3.0 * (self.work or outputs * elements) / machine.speed  # forward once, backward twice
         if self.per_pass == 1:

@@ -51,7 +51,8 @@ class Losses:
 class Trial:
     """What is tried."""
 
-    chosen: Choice
+    chosen: Choice | None
+    """None: all units."""
     start: Sequence[Tensor]
     """Weights that it leads away from."""
     damping: float

@@ -48,6 +48,8 @@ class Linearisation:
         with torch.no_grad():
             means = [part.losses(part.outputs.detach()).mean() for part in self.parts]
             self.loss = torch.stack([p.weight * mean for p, mean in zip(self.parts, means, strict=True)]).sum()
+        self.own_loss = self.loss
+        """That of the rows of this process; `loss` becomes that of all where there are others."""
         self.means = {part.name: mean for part, mean in zip(self.parts, means, strict=True)}
         """Mean loss of each part."""
         self.outputs = [part.outputs.numel() for part in self.parts]
@@ -87,6 +89,12 @@ class Linearisation:
         with torch.no_grad():
             pairs = zip(self.parts, chosen, strict=True)
             return torch.stack([p.weight * p.losses(p.outputs.detach(), some).mean() for p, some in pairs]).sum()
+
+    def part_of_loss(self, chosen: Sequence[Tensor], totals: Sequence[int]) -> Tensor:
+        """What these units are of the loss of so many of each part."""
+        with torch.no_grad():
+            units = zip(self.parts, chosen, totals, strict=True)
+            return torch.stack([p.weight * p.losses(p.outputs.detach(), some).sum() / n for p, some, n in units]).sum()
 
     @functools.cached_property
     def numbers(self) -> dict[int, int]:

@@ -95,14 +95,48 @@ class System:
     """The Cholesky factor of the damped problem that was solved last."""
 
     @property
+    def count(self) -> int:
+        """Rows of the problem."""
+        return self.rows.count
+
+    @property
     def wide(self) -> bool:
-        return self.rows.weights > self.rows.count
+        return self.rows.weights > self.count
+
+    # --- what several processes do otherwise, each of which holds some of the rows ------------------------------------
+
+    @property
+    def target_met(self) -> Tensor:
+        """What `met` makes of the target."""
+        return self.target
+
+    def met(self, own: Tensor) -> Tensor:
+        """Numbers of all rows, from those of the rows that are held here; where weights are fewer these are enough."""
+        return own
+
+    def own(self, whole: Tensor) -> Tensor:
+        """Numbers of the rows that are held here."""
+        return whole
+
+    def summed(self, part: Tensor) -> Tensor:
+        """The sum of what the rows here make and of what others do."""
+        return part
+
+    def alike(self, vector: Tensor) -> Tensor:
+        """A vector that every process has computed, with the same bits in all of them."""
+        return vector
+
+    def part(self, number: Tensor) -> Tensor:
+        """What of a number is counted here, so that their sum over processes is the number of all rows."""
+        return number
+
+    # --- its step -----------------------------------------------------------------------------------------------------
 
     def gradient(self) -> Tensor:
         """The gradient of the loss of the chosen outputs."""
         if self.known_gradient is not None:
             return self.known_gradient
-        return self.rows.transposed(self.root.transposed(self.target).to(self.rows.dtype))
+        return self.summed(self.rows.transposed(self.root.transposed(self.target).to(self.rows.dtype)))
 
     def types(self, damping: float) -> Types:
         """The types that products are made in, and that the problem is solved in, with such a damping."""
@@ -130,15 +164,16 @@ class System:
         damping: as a share of the mean eigenvalue. carried_on: a step to begin with; what is added to it is damped.
         """
         step, numbers = self.solve(damping, self.types(damping), carried_on)
-        fall = predicted_by(self.world.to_host(numbers))
+        fall = predicted_by(self.world.to_host(self.summed(numbers)))
         return None if fall is None else (step, fall)
 
     def solve(self, damping: float | Tensor, types: Types, carried_on: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The step, and what `predicted_by` reads. The device is not waited for."""
+        """The step, and what `predicted_by` reads, of which several processes hold parts. The device is not waited
+        for."""
         rows, root, matrix = self.rows, self.root, self._matrix(types)
         kind = matrix.dtype
-        target = self.target.to(kind)
-        ahead = None if carried_on is None else root.of_rows(rows.times(carried_on).to(kind))
+        target = self.target_met.to(kind)
+        ahead = None if carried_on is None else self.met(root.of_rows(rows.times(carried_on).to(kind)))
         wanted = target if ahead is None else target + ahead
         scale = matrix.diagonal().mean()
         damped = matrix.clone()
@@ -146,32 +181,29 @@ class System:
         damped.diagonal().add_(share_of_scale * scale)
         factor, failed = torch.linalg.cholesky_ex(damped)
         self.factor = factor
-        if self.wide:
-            share = torch.cholesky_solve(wanted.unsqueeze(1), factor).squeeze(1)
-            step = -rows.transposed(root.transposed(share).to(rows.dtype))
-            change = -(matrix @ share)
-        else:
-            numbers = rows.numbers().to(kind)
-            whole = (numbers.T @ root.transposed(wanted)).unsqueeze(1)
-            long = -torch.cholesky_solve(whole, factor).squeeze(1)
-            step = long.to(rows.dtype)
-            change = root.of_rows(numbers @ long)
+        step, found = self._answer(wanted, factor)
+        change = matrix @ found if self.wide else root.of_rows(rows.numbers().to(kind) @ found)
         if carried_on is not None and ahead is not None:
             step, change = step + carried_on, change + ahead
         predicted = -(target @ change + change.square().sum() / 2)
-        return step, torch.stack([scale, failed.to(kind), predicted])
+        return step, torch.stack([scale, failed.to(kind), self.part(predicted)])
+
+    def _answer(self, wanted: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
+        """The step for such numbers of the rows, and what was solved for: in the smaller of rows and weights."""
+        rows, root = self.rows, self.root
+        if self.wide:
+            share = torch.cholesky_solve(wanted.unsqueeze(1), factor).squeeze(1)
+            step = self.summed(rows.transposed(root.transposed(self.own(share)).to(rows.dtype)))
+            return -step, -share
+        whole = self.summed(rows.numbers().to(factor.dtype).T @ root.transposed(wanted))
+        long = self.alike(-torch.cholesky_solve(whole.unsqueeze(1), factor).squeeze(1))
+        return long.to(rows.dtype), long
 
     def again(self, outputs: Tensor) -> Tensor:
         """The step by which the problem that was solved last answers such outputs instead of its own."""
         if self.factor is None:
             raise RuntimeError("nothing was solved yet")
-        rows, root, factor = self.rows, self.root, self.factor
-        wanted = root.of_rows(outputs.to(factor.dtype))
-        if self.wide:
-            share = torch.cholesky_solve(wanted.unsqueeze(1), factor).squeeze(1)
-            return -rows.transposed(root.transposed(share).to(rows.dtype))
-        whole = rows.numbers().to(factor.dtype).T @ root.transposed(wanted)
-        return -torch.cholesky_solve(whole.unsqueeze(1), factor).squeeze(1)
+        return self._answer(self.met(self.root.of_rows(outputs.to(self.factor.dtype))), self.factor)[0]
 
 
 def predicted_by(numbers: Sequence[float]) -> float | None:
