@@ -165,9 +165,10 @@ def start(module: str, names: list[str], size: int, folder: Path, limit: float =
 
 
 def work(module: str, names: list[str], folder: str) -> None:
-    """What a rank does."""
+    """What a rank does. Its checks find a folder that all ranks share in RANKS_FOLDER."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
+    os.environ["RANKS_FOLDER"] = folder
     store = dist.FileStore(f"{folder}/store", size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     found: dict[str, Found] = {}

@@ -131,7 +131,8 @@ class Loop:
             begin_with_last(self.trainer.race, kind, self.config.max_steps, self.folder.path)
         self._announce(title, details)
         if self.forecaster is not None:
-            self.forecaster.begin(kind, None if self.folder is None else self.folder.path)
+            beside = None if self.folder is None or not self.roll.group.first else self.folder.path
+            self.forecaster.begin(kind, beside)  # what others have shown, rank 0 alone goes by
         self.engine.clock.start()
         self.logged_tokens, self.logged_seconds = self.progress.tokens, self.engine.clock.seconds
         try:
