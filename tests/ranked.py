@@ -19,6 +19,9 @@ from torch.distributed.fsdp import fully_shard
 from foretrain import HybridTrainer, supervised
 from foretrain.config import from_mapping
 from foretrain.models.gpt2 import GPT2, GPT2Shape
+from foretrain.persist.checkpoint import CheckpointStore
+from foretrain.persist.codec import random_state_anew
+from foretrain.persist.pieces import Layouts, ReadBy
 
 Found = dict[str, Any]
 Check = Callable[[], Found]
@@ -130,6 +133,18 @@ def digest(made: HybridTrainer) -> str:
     for p in made.model.parameters():
         found.update(whole(p).contiguous().numpy().tobytes())
     return found.hexdigest()[:16]
+
+
+def store_of(trainer: HybridTrainer, folder: str) -> CheckpointStore:
+    """The checkpoints that all ranks write and read together."""
+    world = trainer.engine.world
+    layouts = Layouts(dict(trainer.engine.model.named_parameters()))
+    return CheckpointStore(
+        folder,
+        9,
+        world,
+        lambda step: ReadBy(world.rank, world.size, layouts, lambda: random_state_anew(1, step, world.rank)),
+    )
 
 
 def start(module: str, names: list[str], size: int, folder: Path, limit: float = 600) -> list[dict[str, Found]]:

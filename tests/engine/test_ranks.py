@@ -31,6 +31,7 @@ from tests.ranked import (
     words,
 )
 from tests.ranked import wrapped as in_kind
+from tests.ranked_race import raced, raced_again
 from tests.ranked_targets import IN_TIME, PAUSE, in_folder, in_time, to_a_loss
 from torch import Tensor, nn
 
@@ -230,7 +231,6 @@ def refused(kind: str) -> Found:
         {"engine.compile": True},
         {"engine.cuda_graph": True},
         {"memory.on_out_of_memory": "retry"},
-        {"optimizer.learning_rate": "auto"},
         {"growth.layers": 1},
         {"hybrid.linear_rows": 100},
         {"hybrid.space": "product"},
@@ -349,8 +349,8 @@ def along(kind: str) -> Found:
     return {}
 
 
-ALIKE = (runs, path, counted, annealed, accumulated, optimizers, to_a_loss)
-CHECKS = (*ALIKE, in_time, idle, snapshots, bad_step, refused, sent, apart, worlds, along)
+ALIKE = (runs, path, counted, annealed, accumulated, optimizers, to_a_loss, raced)
+CHECKS = (*ALIKE, raced_again, in_time, idle, snapshots, bad_step, refused, sent, apart, worlds, along)
 
 
 def on_one_rank() -> Found:
@@ -492,10 +492,31 @@ def test_the_clock_of_the_first_rank_ends_all_after_the_same_step(kind: str, fou
     assert alone["rates"] == pytest.approx(rest["rates"])
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_find_the_learning_rate_of_one_process(kind: str, found: list[Found], alone: dict[str, Found]) -> None:
+    for trained, by_a_parabola in (("all", True), ("adapters", False)):
+        ours, theirs = found[0][f"raced {kind}"][trained], alone["raced"][trained]
+        assert ours.keys() == theirs.keys()
+        for name, value in theirs.items():
+            assert ours[name] == (pytest.approx(value, rel=1e-5) if isinstance(value, float) else value)
+        assert ours["chosen"] == pytest.approx(theirs["chosen"], rel=1e-6)
+        assert sum(name.startswith("0.") for name in ours) == 3
+        assert (ours["low"] is not None) == by_a_parabola
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_race_of_ranks_that_is_left_in_a_trial_goes_on_with_the_same_bits(kind: str, found: list[Found]) -> None:
+    for rank in found:
+        ours = rank[f"raced_again {kind}"]
+        assert ours["there"] == {"step": 16, "racing": True, "tried": 2}
+        assert ours["whole"] == ours["rest"] == found[0][f"raced_again {kind}"]["whole"]
+        assert len(ours["whole"]["tried"]) == 3
+
+
 def test_what_is_not_supported_is_refused_in_one_sentence(found: list[Found]) -> None:
     for_parts = {"optimizer.state_type", "hybrid.space"}
     ddp, sharded = (found[0][f"refused {kind}"] for kind in KINDS)
-    assert len(sharded) == 10
+    assert len(sharded) == 9
     assert sharded.keys() - ddp.keys() == for_parts
     for name, text in sharded.items():
         assert text.startswith("this is one of 2 processes, where ")

@@ -37,8 +37,6 @@ def check_ranks(engine: Engine) -> None:
 def _of_ranks(config: Config) -> Iterator[str]:
     """What is measured or decided by one process alone."""
     hybrid, memory = config.hybrid, config.memory
-    if config.optimizer.learning_rate == "auto":
-        yield "optimizer.learning_rate = 'auto' is not supported: find the rate in one process, and set it"
     if config.growth.layers:
         yield "growth is not supported: set growth.layers = 0, or train in one process"
     if memory.on_out_of_memory == "retry":
