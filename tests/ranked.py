@@ -19,6 +19,9 @@ from torch.distributed.fsdp import fully_shard
 from foretrain import HybridTrainer, supervised
 from foretrain.config import from_mapping
 from foretrain.models.gpt2 import GPT2, GPT2Shape
+from foretrain.persist.checkpoint import CheckpointStore
+from foretrain.persist.codec import random_state_anew
+from foretrain.persist.pieces import Layouts, ReadBy
 
 Found = dict[str, Any]
 Check = Callable[[], Found]
@@ -132,6 +135,18 @@ def digest(made: HybridTrainer) -> str:
     return found.hexdigest()[:16]
 
 
+def store_of(trainer: HybridTrainer, folder: str) -> CheckpointStore:
+    """The checkpoints that all ranks write and read together."""
+    world = trainer.engine.world
+    layouts = Layouts(dict(trainer.engine.model.named_parameters()))
+    return CheckpointStore(
+        folder,
+        9,
+        world,
+        lambda step: ReadBy(world.rank, world.size, layouts, lambda: random_state_anew(1, step, world.rank)),
+    )
+
+
 def start(module: str, names: list[str], size: int, folder: Path, limit: float = 600) -> list[dict[str, Found]]:
     """Run functions of a module by name on so many ranks, and return what each rank found."""
     code = f"from tests.ranked import work; work({module!r}, {names!r}, {str(folder)!r})"
@@ -165,9 +180,10 @@ def start(module: str, names: list[str], size: int, folder: Path, limit: float =
 
 
 def work(module: str, names: list[str], folder: str) -> None:
-    """What a rank does."""
+    """What a rank does. Its checks find a folder that all ranks share in RANKS_FOLDER."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
+    os.environ["RANKS_FOLDER"] = folder
     store = dist.FileStore(f"{folder}/store", size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     found: dict[str, Found] = {}

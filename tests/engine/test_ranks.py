@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ from tests.ranked import (
     words,
 )
 from tests.ranked import wrapped as in_kind
+from tests.ranked_race import raced, raced_again
+from tests.ranked_targets import IN_TIME, PAUSE, in_folder, in_time, to_a_loss
 from torch import Tensor, nn
 
 from foretrain import HybridTrainer, supervised
@@ -228,10 +231,7 @@ def refused(kind: str) -> Found:
         {"engine.compile": True},
         {"engine.cuda_graph": True},
         {"memory.on_out_of_memory": "retry"},
-        {"optimizer.learning_rate": "auto"},
         {"growth.layers": 1},
-        {"max_time": 60.0},
-        {"until_loss": 1.0},
         {"hybrid.linear_rows": 100},
         {"hybrid.space": "product"},
     ):
@@ -349,8 +349,8 @@ def along(kind: str) -> Found:
     return {}
 
 
-ALIKE = (runs, path, counted, annealed, accumulated, optimizers)
-CHECKS = (*ALIKE, idle, snapshots, bad_step, refused, sent, apart, worlds, along)
+ALIKE = (runs, path, counted, annealed, accumulated, optimizers, to_a_loss, raced)
+CHECKS = (*ALIKE, raced_again, in_time, idle, snapshots, bad_step, refused, sent, apart, worlds, along)
 
 
 def on_one_rank() -> Found:
@@ -463,10 +463,60 @@ def test_optimizers_train_as_in_one_process(kind: str, found: list[Found], alone
     assert found[0][f"optimizers {kind}"] == pytest.approx(alone["optimizers"], abs=1e-4)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_to_a_loss_decides_as_one_process_does(kind: str, found: list[Found], alone: dict[str, Found]) -> None:
+    ours, theirs = (dict(one) for one in (found[0][f"to_a_loss {kind}"], alone["to_a_loss"]))
+    assert ours.pop("loss") == pytest.approx(theirs.pop("loss"), rel=1e-5)
+    assert ours == theirs
+    assert [what for _, what, _ in ours["planned"]] == ["decay", "above", "met"]
+    assert len(ours["copies"]) == 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_clock_of_the_first_rank_ends_all_after_the_same_step(kind: str, found: list[Found]) -> None:
+    """That of rank 1 is far ahead. A run that goes on has the time that is left by the clock of rank 0."""
+    one, other = (rank[f"in_time {kind}"] for rank in found)
+    assert [one["first"]["reason"], one["first"]["global_step"]] == ["paused", PAUSE]
+    for part in ("first", "rest"):
+        for same in ("reason", "global_step", "planned", "last_rate"):
+            assert one[part][same] == other[part][same]
+    rest, limit, peak = one["rest"], IN_TIME["max_time"], IN_TIME["optimizer.learning_rate"]
+    assert rest["reason"] == "finished"
+    assert rest["spent"] == pytest.approx(limit, abs=2)
+    assert 0.75 * limit < rest["global_step"] < limit
+    assert rest["rates"][0] == peak
+    assert rest["rates"][-1] == rest["last_rate"] < 0.1 * peak
+    assert all(later <= earlier for earlier, later in pairwise(rest["rates"]))
+    alone = in_folder("one", Path(one["paused"]), resume=True)
+    assert alone == {**rest, "rates": alone["rates"]}
+    assert alone["rates"] == pytest.approx(rest["rates"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_find_the_learning_rate_of_one_process(kind: str, found: list[Found], alone: dict[str, Found]) -> None:
+    for trained, by_a_parabola in (("all", True), ("adapters", False)):
+        ours, theirs = found[0][f"raced {kind}"][trained], alone["raced"][trained]
+        assert ours.keys() == theirs.keys()
+        for name, value in theirs.items():
+            assert ours[name] == (pytest.approx(value, rel=1e-5) if isinstance(value, float) else value)
+        assert ours["chosen"] == pytest.approx(theirs["chosen"], rel=1e-6)
+        assert sum(name.startswith("0.") for name in ours) == 3
+        assert (ours["low"] is not None) == by_a_parabola
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_race_of_ranks_that_is_left_in_a_trial_goes_on_with_the_same_bits(kind: str, found: list[Found]) -> None:
+    for rank in found:
+        ours = rank[f"raced_again {kind}"]
+        assert ours["there"] == {"step": 16, "racing": True, "tried": 2}
+        assert ours["whole"] == ours["rest"] == found[0][f"raced_again {kind}"]["whole"]
+        assert len(ours["whole"]["tried"]) == 3
+
+
 def test_what_is_not_supported_is_refused_in_one_sentence(found: list[Found]) -> None:
     for_parts = {"optimizer.state_type", "hybrid.space", "hybrid.linear_rows"}
     ddp, sharded = (found[0][f"refused {kind}"] for kind in KINDS)
-    assert len(sharded) == 12
+    assert len(sharded) == 9
     assert sharded.keys() - ddp.keys() == for_parts
     for name, text in sharded.items():
         assert text.startswith("this is one of 2 processes, where ")

@@ -20,10 +20,8 @@ from foretrain import HybridTrainer, load_weights
 from foretrain.errors import ForetrainError
 from foretrain.events import Notice
 from foretrain.persist import checkpoint, shards
-from foretrain.persist.checkpoint import CheckpointStore
-from foretrain.persist.codec import RANDOM, random_state_anew
+from foretrain.persist.codec import RANDOM
 from foretrain.persist.folder import RunFolder
-from foretrain.persist.pieces import Layouts, ReadBy
 
 END, OPEN = 150, 140
 """Steps of a run, and one at which a leap is being validated."""
@@ -108,21 +106,10 @@ def pass_on(rank: int, folder: str) -> None:
         with fewer(size) as takes_part:
             if takes_part:
                 trainer = noisy("one" if size == 1 else "fsdp2")
-                loaded = store_of(trainer, f"{folder}/{source}").load_newest()
+                loaded = ranked.store_of(trainer, f"{folder}/{source}").load_newest()
                 assert loaded is not None
                 trainer.load_state_dict(loaded.state)
-                store_of(trainer, f"{folder}/{target}").save(loaded.step, trainer.state_dict())
-
-
-def store_of(trainer: HybridTrainer, folder: str) -> CheckpointStore:
-    world = trainer.engine.world
-    layouts = Layouts(dict(trainer.engine.model.named_parameters()))
-    return CheckpointStore(
-        folder,
-        9,
-        world,
-        lambda step: ReadBy(world.rank, world.size, layouts, lambda: random_state_anew(1, step, world.rank)),
-    )
+                ranked.store_of(trainer, f"{folder}/{target}").save(loaded.step, trainer.state_dict())
 
 
 def run_with_a_full_disk(rank: int, folder: str) -> dict[str, Any]:

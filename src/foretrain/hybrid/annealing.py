@@ -8,7 +8,7 @@ from typing import Any
 
 from foretrain.engine.engine import Engine
 from foretrain.engine.fence import OwnCodeError
-from foretrain.errors import ConfigError, InputError, is_out_of_memory
+from foretrain.errors import ConfigError, InputError
 from foretrain.events import Annealed, Event, Notice
 from foretrain.forecast.records import AnnealedPoint
 from foretrain.hybrid.replay import Interrupted, Replay
@@ -17,6 +17,7 @@ from foretrain.persist.stateful import Stateful
 _PATIENCE = 64
 """A copy that could be made waits for so many batches, or for as many as it has steps, until no move is open. Chosen:
 only a chain of leaps takes longer, and nobody knows when it will end."""
+_NO_MEMORY = "there is not enough memory for it"
 
 
 class AnnealedCopies(Stateful):
@@ -130,13 +131,16 @@ class AnnealedCopies(Stateful):
         self.steps, self.wanted = self.wanted, 0
         try:
             self.before = self.replay.loss(self.held_out)
-            self.replay.begin()
         except OwnCodeError as error:
             self._give_up(f"the loss failed on held-out batches ({error.failure.error})")
+            return
         except RuntimeError as error:
-            if not is_out_of_memory(error):
+            if not self.replay.is_bearable(error):
                 raise
-            self._give_up("there is not enough memory for it")
+            self._give_up(_NO_MEMORY)
+            return
+        if not self.replay.fits(self.replay.begin):
+            self._give_up(_NO_MEMORY)
 
     def _make(self, batch: Any) -> None:
         """Train the copy, measure it, and put the run back. An interrupted one stays due."""
@@ -148,9 +152,9 @@ class AnnealedCopies(Stateful):
             self._give_up(f"the loss failed on held-out batches ({error.failure.error})")
             return
         except RuntimeError as error:
-            if not is_out_of_memory(error):
+            if not self.replay.is_bearable(error):
                 raise
-            self._give_up("there is not enough memory for it")
+            self._give_up(_NO_MEMORY)
             return
         finally:
             self._factor = 1.0

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from foretrain.config import Config, changed
+from foretrain.engine.syncing import inside_replicas
 from foretrain.errors import ConfigError
 
 ADAPTERS = 0.2
@@ -143,10 +144,10 @@ def centre_of(config: Config, model: nn.Module, length: int | None = None) -> fl
 
 def width_of(model: nn.Module) -> int:
     """Return the width of a language model, or the middle one of the numbers of inputs that trained matrices have."""
-    width = getattr(getattr(model, "shape", None), "width", None)
+    width = getattr(getattr(inside_replicas(model), "shape", None), "width", None)
     if isinstance(width, int):
         return width
-    inputs = sorted(p[0].numel() for p in model.parameters() if p.requires_grad and p.ndim >= 2)
+    inputs = sorted(math.prod(p.shape[1:]) for p in model.parameters() if p.requires_grad and p.ndim >= 2)
     return max(1, inputs[len(inputs) // 2]) if inputs else 128
 
 

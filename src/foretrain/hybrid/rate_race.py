@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,7 +16,7 @@ from foretrain.config.schema import FIRST_RATE
 from foretrain.engine.engine import Engine
 from foretrain.engine.fence import OwnCodeError
 from foretrain.engine.rates import ScheduledRates
-from foretrain.errors import ConfigError, is_out_of_memory
+from foretrain.errors import ConfigError
 from foretrain.events import Event, Notice, RateTrial, RateTried
 from foretrain.hybrid.moves.lookahead import LookAhead
 from foretrain.hybrid.rate_plan import (
@@ -46,6 +47,9 @@ class RateRace(Stateful):
     trained on them at other rates: the neighbours of the best so far, while any of them was not tried. At the end of
     each trial the rate falls to 0, on a copy, before the held-out loss is measured: raw losses would prefer rates that
     are too low. The run then goes on from where the best of them ended before its rate fell. All of it is charged.
+
+    Of several processes each trains on its own rows and keeps its own parts; losses are those of all, and rates are
+    what rank 0 computes.
     """
 
     saved = (
@@ -198,11 +202,7 @@ class RateRace(Stateful):
 
     def follow(self, batch: Any) -> None:
         """Before a step of the run while the race is open: note where trials begin and end, and make them."""
-        try:
-            self._keep_states()
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
+        if not self._keep_states():
             self._give_up("memory does not suffice to try other learning rates; the run goes on")
             return
         if not self._told:
@@ -211,15 +211,26 @@ class RateRace(Stateful):
         if self.replay.noted >= self.plan.length:
             self._race(batch)
 
-    def _keep_states(self) -> None:
-        """Copy the run where trials begin, and where its own ends."""
+    def _keep_states(self) -> bool:
+        """Copy the run where trials begin, and where its own ends. Returns whether memory sufficed."""
         replay = self.replay
         if not replay.open:
             self.check()
-            replay.begin()
+            self.engine.forward.same_number(self.held_out, "batches that judge learning rates")
+            self.centre = self._of_first(self.centre)
+            if not replay.fits(replay.begin):
+                return False
             self._plan = self.plan
         if self.middle is None and replay.noted >= self.plan.steps:
-            self.middle = replay.state()
+            return replay.fits(self._keep_middle)
+        return True
+
+    def _keep_middle(self) -> None:
+        self.middle = self.replay.state()
+
+    def _of_first(self, number: float) -> float:
+        """Return what rank 0 has computed: others may round in another way."""
+        return float(self.engine.world.of_first(np.array(number)))
 
     def finish(self) -> None:
         """The run is over. One that was too short for a race says so."""
@@ -245,7 +256,7 @@ class RateRace(Stateful):
         try:
             complete = self._try_all(given)
         except RuntimeError as error:
-            if not is_out_of_memory(error):
+            if not self.replay.is_bearable(error):
                 raise
             complete = True
             self.emit(Notice("memory does not suffice to try more learning rates; the run goes on with what is known"))
@@ -274,16 +285,17 @@ class RateRace(Stateful):
     def _try(self, exponent: int, given: Any) -> bool:
         """Make one trial. Returns False where the run is to stop."""
         plan, loss, end, before = self.plan, math.nan, None, self.extra
+        rate = self._of_first(self._rate_of(exponent))
         with self.replay.aside(*self.hooks):
             if exponent == 0:
                 self.replay.put(self.middle)
                 whole: bool | None = True
             else:
                 self.replay.go_back()
-                whole = self._run(exponent, given)
+                whole = self._run(exponent, rate, given)
                 end = self.replay.state() if whole else None
             if whole and plan.anneal:
-                whole = self._fall(exponent, given)
+                whole = self._fall(rate, given)
             if whole:
                 loss = self._held_out_loss()
         if whole is None:
@@ -299,10 +311,10 @@ class RateRace(Stateful):
         self.emit(RateTried(step, self._rate_of(exponent), plan.length, loss, best))
         return True
 
-    def _run(self, exponent: int, given: Any) -> bool | None:
+    def _run(self, exponent: int, rate: float, given: Any) -> bool | None:
         """Train at a rate. Returns False where it has failed, None where the run is to stop."""
         plan, world = self.plan, self.engine.world
-        self._at_work = self._rate_of(exponent) / FIRST_RATE
+        self._at_work = rate / FIRST_RATE
         every = max(1, plan.steps // _LOOKS)
         losses: list[Tensor] = []
         first = math.nan
@@ -313,13 +325,14 @@ class RateRace(Stateful):
                 self._tell(exponent, done + 1)
             losses.append(self.replay.full(done, given).loss)
             if len(losses) == every:
+                world.catch_up()
                 loss = statistics.fmean(world.to_host(torch.stack(losses).float()))
                 losses, first = [], loss if math.isnan(first) else first
                 if world.agree(not loss <= first + (_FAR_ABOVE - 1) * abs(first)):
                     return False
         return True
 
-    def _fall(self, exponent: int, given: Any) -> bool | None:
+    def _fall(self, rate: float, given: Any) -> bool | None:
         """Bring the rate to 0 in a straight line. Returns None where the run is to stop."""
         plan, engine = self.plan, self.engine
         top = engine.schedule(engine.progress.global_step)
@@ -328,7 +341,7 @@ class RateRace(Stateful):
                 return None
             now = engine.schedule(engine.progress.global_step)
             line = (1.0 - done / plan.anneal) * (top / now if now else 1.0)
-            self._at_work = line * self._rate_of(exponent) / FIRST_RATE
+            self._at_work = line * rate / FIRST_RATE
             self.replay.full(plan.steps + done, given)
         return True
 
@@ -342,7 +355,7 @@ class RateRace(Stateful):
     def _settle(self, given: Any) -> None:
         """The run goes on from where the best rate ended, at the rate that follows from all of them."""
         plan, replay, own = self.plan, self.replay, self.end is None
-        self.found = found_rate(plan, self.centre, self.tried, self.engine.config.max_steps)
+        self.found = self._found(plan)
         if not own or replay.noted > plan.length:  # else the run is there
             with replay.aside(*self.hooks, stay=True):
                 replay.put(self.middle if own else self.end)
@@ -353,6 +366,13 @@ class RateRace(Stateful):
         self._close()
         self.engine.rate.used = self.engine.schedule(max(0, self.engine.progress.global_step - 1)) * self.rate_factor
         self.emit(Notice(self._in_words(self.found), level="info"))
+
+    def _found(self, plan: RacePlan) -> FoundRate:
+        """Return the rate that follows, as rank 0 computes it."""
+        found = found_rate(plan, self.centre, self.tried, self.engine.config.max_steps)
+        numbers = [math.nan if number is None else number for number in (found.rate, found.low, found.high)]
+        rate, low, high = (float(number) for number in self.engine.world.of_first(np.array(numbers)))
+        return FoundRate(rate, None if math.isnan(low) else low, None if math.isnan(high) else high)
 
     # --- what is said ------------------------------------------------------------------------------------------------
 

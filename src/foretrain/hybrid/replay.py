@@ -13,7 +13,7 @@ from foretrain.engine.engine import Engine
 from foretrain.engine.hooks import StepHook
 from foretrain.engine.meters import StepMeter
 from foretrain.engine.step import StepOutput
-from foretrain.errors import ConfigError
+from foretrain.errors import ConfigError, is_out_of_memory
 from foretrain.hybrid.moves.lookahead import LookAhead
 from foretrain.persist.codec import put_together, same_random_numbers, snapshot
 from foretrain.persist.stateful import Stateful, plain
@@ -21,14 +21,16 @@ from foretrain.persist.stateful import Stateful, plain
 Interrupted = Callable[[], bool]
 """Whether the run is to stop: a copy is left then, and made anew when the run goes on."""
 _MOST_BYTES = 2**28
-"""Bytes of batches that are kept; a copy that is longer than they are begins with them again. Chosen: enough for some
-thousand batches of text, and little beside any model that is trained on larger ones."""
+"""Bytes of batches that are kept, by the size of the first one; a copy that is longer than they are begins with them
+again. Chosen: enough for some thousand batches of text, and little beside any model that is trained on larger ones."""
+_TOO_LARGE = "a copy of the run is too large"
 
 
 class Replay(Stateful):
     """Where copies begin, the batches that came next, and what copies cost."""
 
     saved = ("anchor", "batches", "noted", "step", "position", "passes", "tokens", "probe_tokens")
+    rows_of_rank = ("batches",)
     anchor: Any
     batches: list[Any]
 
@@ -45,6 +47,9 @@ class Replay(Stateful):
         """As they were handed in since."""
         self.noted = 0
         """How many were handed in; some may be too many to be kept."""
+        self._room: int | None = None
+        """How many may be kept, the same number in all processes; None: nobody has seen one since this process began
+        to note them."""
         self.passes = self.tokens = self.probe_tokens = 0
         """What copies took so far, beside the run."""
         self._foreign: dict[type, str] = {}
@@ -62,7 +67,23 @@ class Replay(Stateful):
         self.step, self.position = progress.global_step, progress.position
 
     def forget(self) -> None:
-        self.anchor, self.batches, self.noted = None, [], 0
+        self.anchor, self.batches, self.noted, self._room = None, [], 0, None
+
+    def fits(self, take: Callable[[], object]) -> bool:
+        """Do what needs memory for another copy of the run. Returns whether that was enough, in all processes."""
+        failed = False
+        try:
+            take()
+        except RuntimeError as error:
+            failed = is_out_of_memory(error)
+            if not failed:
+                raise
+        return not self.engine.world.anyone(_TOO_LARGE, failed)
+
+    def is_bearable(self, error: RuntimeError) -> bool:
+        """Whether memory ran out while a copy was trained, and the run can go on without it. One of several processes
+        cannot: the others wait for it in the middle of a step."""
+        return is_out_of_memory(error) and self.engine.world.size == 1
 
     def note(self, batch: Any, position: int) -> None:
         """A batch was handed in at this position of the data; after a rollback the same ones come again."""
@@ -74,10 +95,17 @@ class Replay(Stateful):
                 f"what these hold: {found}; give batches of tensors, numbers and strings in tuples, lists and dicts, "
                 "or set a rate"
             )
-        self.noted += 1
-        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(batch))
-        if not self.batches or size * (len(self.batches) + 1) <= _MOST_BYTES:
+        if self._room is None:
+            self._room = self._room_for(self.batches[0] if self.batches else batch)
+        if len(self.batches) == self.noted < self._room:
             self.batches.append(map_tensors(batch, lambda tensor: tensor.clone()))
+        self.noted += 1
+
+    def _room_for(self, batch: Any) -> int:
+        """Return how many such batches are kept. Those of several processes may differ in size: their mean counts."""
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(batch))
+        mean = self.engine.world.total([size])[0] / self.engine.world.size
+        return max(1, int(_MOST_BYTES / mean)) if mean else _MOST_BYTES
 
     def foreign_to_states(self, batch: Any) -> str:
         """Return the name of a type in a batch that cannot be saved; empty: there is none. Of each type of batches only
@@ -122,7 +150,7 @@ class Replay(Stateful):
     def state(self) -> Any:
         """Return all that changes while the run goes on, as tensors of its own."""
         ahead = None if self.look_ahead is None else self.look_ahead.state_dict()
-        return put_together(snapshot({"run": self.engine.changing_state_dict(), "look_ahead": ahead}))
+        return put_together(snapshot({"run": self.engine.changing_state_dict(), "look_ahead": ahead}), spread=True)
 
     def put(self, state: Any) -> None:
         """Go to such a state of this run, bit for bit."""

@@ -8,6 +8,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
+
+import numpy as np
 
 from foretrain.config.kinds import MOST
 from foretrain.persist.stateful import Stateful
@@ -58,7 +61,11 @@ class Took:
 
 
 class Deadline(Stateful):
-    """Knows how much of the run's time is left, and how many steps can be made in it."""
+    """Knows how much of the run's time is left, and how many steps can be made in it.
+
+    Clocks of several processes differ: there rank 0's counts, and what it says is told to all when it is looked at. The
+    others wait for each other in steps, evaluations and checkpoints, so that the slowest of them is in it.
+    """
 
     saved = ("pace", "evaluating", "saving")
     evaluating: Took
@@ -68,6 +75,10 @@ class Deadline(Stateful):
         self.seconds = seconds
         self.clock: Callable[[], float] | None = None
         """Gives the seconds that all parts of the run took so far. Set when the run begins."""
+        self.of_first: Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]] | None = None
+        """Gives the numbers of the process whose clock counts. Set when a run of several begins."""
+        self._told = 0.0
+        """What that clock said when it was last looked at."""
         self.pace = 0.0
         """Seconds per step; 0: not known."""
         self.evaluating, self.saving = Took(), Took()
@@ -85,20 +96,37 @@ class Deadline(Stateful):
     def begin(self, step: int) -> None:
         """Steps follow from here on, maybe on another machine than before."""
         self._looks.clear()
-        self._first, self._began, self._aside, self._next = None, self.spent, 0.0, step + 1
+        self._aside = 0.0
+        self._hear()
+        self._first, self._began, self._next = None, self.spent, step + 1
 
     @property
     def spent(self) -> float:
+        """The seconds that decisions go by: those of now, or in one of several processes those of the last look."""
+        return self.shown if self.of_first is None else self._told
+
+    @property
+    def shown(self) -> float:
+        """The seconds of now, by the clock of this process."""
         return 0.0 if self.clock is None else self.clock()
+
+    def _hear(self) -> None:
+        """All processes go on with what rank 0 has measured so far."""
+        if self.of_first is None:
+            return
+        one, other = self.evaluating, self.saving
+        own = [self.shown, self._aside, one.seconds, one.steps, other.seconds, other.steps]
+        self._told, self._aside, *took = (float(number) for number in self.of_first(np.array(own)))
+        self.evaluating, self.saving = Took(*took[:2]), Took(*took[2:])
 
     @contextmanager
     def aside(self, what: str) -> Iterator[None]:
         """Time inside the block is no step. what: "evaluating" or "saving"."""
-        started = self.spent
+        started = self.shown
         try:
             yield
         finally:
-            seconds = self.spent - started
+            seconds = self.shown - started
             self._aside += seconds
             if self.pace:
                 setattr(self, what, getattr(self, what).and_now(seconds, seconds / self.pace))
@@ -114,6 +142,7 @@ class Deadline(Stateful):
 
     def look(self, step: int) -> None:
         """So many steps are done by now, on the device too. The first step of all is left out: it prepares much."""
+        self._hear()
         self._looks.append((step, self.spent - self._aside))
         if self._first is None:
             self._first = step

@@ -6,12 +6,14 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from foretrain.config import ScheduleConfig
 from foretrain.config.kinds import MOST
 from foretrain.engine.schedule import DecayPlan, height
+from foretrain.engine.world import ALONE, World
 from foretrain.forecast.forecasting import FEWEST, forecast
 from foretrain.forecast.law import FittedLaw, fit
 from foretrain.forecast.plans import decaying_from
@@ -74,6 +76,15 @@ class Ahead:
         return self._forecast(self.curve, plan)
 
 
+class ExpectedEnd(NamedTuple):
+    """Where a run would end, with the interval that this should lie in."""
+
+    loss: float
+    low: float
+    high: float
+    calibrated: bool
+
+
 @dataclass(frozen=True)
 class GoalOutlook:
     """Says at which step the goal will be met, as far as the forecast can tell."""
@@ -83,12 +94,41 @@ class GoalOutlook:
     earliest: int | None
     latest: int | None
     farthest: int
-    at_limit: LossForecast | None
+    at_limit: ExpectedEnd | None
     """Where the run ends if it goes on to its limit."""
 
 
+class Foresight(NamedTuple):
+    """What follows from forecasts at one point of the run."""
+
+    outlook: GoalOutlook | None = None
+    end: int | None = None
+    """Where the decay that is under way should end."""
+
+    def numbers(self) -> list[float | None]:
+        """Return it as numbers that one process can tell the others."""
+        outlook = self.outlook
+        if outlook is None:
+            return [self.end, *[None] * 8]
+        at_limit = outlook.at_limit or (None,) * 4
+        return [self.end, outlook.end, outlook.earliest, outlook.latest, outlook.farthest, *at_limit]
+
+    @classmethod
+    def of(cls, numbers: Sequence[float]) -> Foresight:
+        """Return what has these numbers; one that is none stands for nothing."""
+        end, shortest, earliest, latest, farthest = (None if math.isnan(one) else round(one) for one in numbers[:5])
+        if farthest is None:
+            return cls(None, end)
+        loss, low, high, calibrated = numbers[5:]
+        at_limit = None if math.isnan(calibrated) else ExpectedEnd(loss, low, high, bool(calibrated))
+        return cls(GoalOutlook(shortest, earliest, latest, farthest, at_limit), end)
+
+
 class Goal(Stateful):
-    """Decides by steps and held-out losses alone, so that a resumed run decides alike."""
+    """Decides by steps and held-out losses alone, so that a resumed run decides alike.
+
+    Forecasts are the work of the host, which rounds in its own way: of several processes rank 0 makes them for all.
+    """
 
     saved = ("steps", "losses", "knots", "decay", "length", "tries", "copied", "met_at", "next_evaluation")
     steps: list[int]
@@ -117,6 +157,7 @@ class Goal(Stateful):
         """Step at which the last annealed copy was asked for; 0: none was."""
         self.met_at = None
         self.next_evaluation = 0
+        self.world: World = ALONE
         self.outlook: GoalOutlook | None = None
         self.forecast: Forecast = lambda curve, plan: forecast(curve, plan=plan)
         """Set by the trainer where it knows finished runs of the same kind."""
@@ -143,8 +184,7 @@ class Goal(Stateful):
             return
         self.outlook = None
         if self.schedule.type == "wsd":
-            with suppress(ArithmeticError, ValueError, LookupError, np.linalg.LinAlgError):  # losses that fit no law
-                self._decide(step, plan, limit)
+            self._decide(self._told_by_first(step, plan, limit), step, plan, limit)
         self.next_evaluation = self._next(step)
 
     def taken_back(self, step: int) -> None:
@@ -206,38 +246,49 @@ class Goal(Stateful):
 
     # --- what is decided ---------------------------------------------------------------------------------------------
 
-    def _decide(self, step: int, plan: DecayPlan, limit: int) -> None:
-        ahead = self._ahead()
-        if ahead is None:
-            return
-        if self.decay is not None:
-            self._revise(ahead, step, limit)
-        elif step > plan.warmup and plan.at(step) == 0.0:
-            self.outlook = self._look(ahead, step, limit)
+    def _told_by_first(self, step: int, plan: DecayPlan, limit: int) -> Foresight:
+        """Return what follows from forecasts; of several processes the first one makes them."""
+        found = self._foresee(step, plan, limit) if self.world.rank == 0 else Foresight()
+        if self.world.size == 1:
+            return found
+        numbers = [math.nan if number is None else float(number) for number in found.numbers()]
+        return Foresight.of([float(number) for number in self.world.of_first(np.array(numbers))])
+
+    def _foresee(self, step: int, plan: DecayPlan, limit: int) -> Foresight:
+        with suppress(ArithmeticError, ValueError, LookupError, np.linalg.LinAlgError):  # losses that fit no law
+            ahead = self._ahead()
+            if ahead is not None and self.decay is not None:
+                return Foresight(end=self._revised(ahead, self.decay, step, limit))
+            if ahead is not None and step > plan.warmup and plan.at(step) == 0.0:
+                return Foresight(self._look(ahead, step, limit))
+        return Foresight()
+
+    def _decide(self, foreseen: Foresight, step: int, plan: DecayPlan, limit: int) -> None:
+        decay, self.outlook = self.decay, foreseen.outlook
+        if decay is None:
             if self.outlook is not None and self.outlook.end is not None and self.outlook.end <= _end_of(step):
                 self._begin_decay(step, plan.warmup, min(_end_of(step), limit))
+        elif foreseen.end is not None and step >= decay.end:
+            self.decay = None
+            self.knots.append((step + 1, 1.0))
+        elif foreseen.end is not None and foreseen.end > decay.end:
+            self.decay = decay.revised(step, step, foreseen.end)
 
     def _begin_decay(self, step: int, warmup: int, end: int) -> None:
         self.length, self.tries = max(1, end - step), self.tries + 1
         self.decay = DecayPlan(warmup, step, 0.0, step + self.length)
 
-    def _revise(self, ahead: Ahead, step: int, limit: int) -> None:
-        """Stretch a decay that would end above the goal, if that is enough. Otherwise it ends as it was planned; then
-        the rate goes back to its peak, and another decay follows."""
-        decay = self.decay
-        if decay is None:
-            return
-        if step >= decay.end:
-            self.decay = None
-            self.knots.append((step + 1, 1.0))
-            return
+    def _revised(self, ahead: Ahead, decay: DecayPlan, step: int, limit: int) -> int:
+        """Return where the decay should end: one that would end above the goal is stretched, if that is enough.
+        Otherwise it ends as it was planned; then the rate goes back to its peak, and another decay follows."""
 
         def meets(end: int) -> bool:
             return ahead.loss(self._falling(ahead.curve.plan, decay.revised(step, step, end), step)) <= self.target
 
         longest = min(self._at_peak + round(_LONGEST_DECAY * self.length), limit)
-        if longest > decay.end and meets(longest) and not meets(decay.end):
-            self.decay = decay.revised(step, step, _first(meets, decay.end, longest))
+        if step < decay.end < longest and meets(longest) and not meets(decay.end):
+            return _first(meets, decay.end, longest)
+        return decay.end
 
     @property
     def _at_peak(self) -> int:
@@ -259,7 +310,8 @@ class Goal(Stateful):
             return _end_of(_first(meets, step, farthest)) if meets(farthest) else None
 
         end = shortest(self.target)
-        at_limit = ahead.forecast(plan(max(step, round(limit / (1 + _DECAY)))))
+        found = ahead.forecast(plan(max(step, round(limit / (1 + _DECAY)))))
+        at_limit = None if found is None else ExpectedEnd(found.loss, found.low, found.high, found.calibrated)
         there = None if end is None else ahead.forecast(plan(round(end / (1 + _DECAY))))
         if there is None:
             return GoalOutlook(end, None, None, _end_of(farthest), at_limit)

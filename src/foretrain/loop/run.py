@@ -85,7 +85,7 @@ class Loop:
         self.engine.first_trained = self._first_trained
         for aside in (trainer.copies, trainer.race):
             if aside is not None:
-                aside.interrupted = lambda: bool(self._interrupted)
+                aside.interrupted = self._interrupted_aside
 
     @property
     def config(self) -> Config:
@@ -128,10 +128,11 @@ class Loop:
             self.folder.describe()
         kind = kind_of(self.engine, self._title(title), fingerprint, self.evaluator.held_out)
         if self.trainer.race is not None and self.folder is not None and not resume:
-            begin_with_last(self.trainer.race, kind, self.config.max_steps, self.folder.path)
+            begin_with_last(self.trainer.race, kind, self.config.max_steps, self.folder.path, self.roll.group)
         self._announce(title, details)
         if self.forecaster is not None:
-            self.forecaster.begin(kind, None if self.folder is None else self.folder.path)
+            beside = None if self.folder is None or not self.roll.group.first else self.folder.path
+            self.forecaster.begin(kind, beside)  # what others have shown, rank 0 alone goes by
         self.engine.clock.start()
         self.logged_tokens, self.logged_seconds = self.progress.tokens, self.engine.clock.seconds
         try:
@@ -265,9 +266,8 @@ class Loop:
         trainer, stop = self.trainer, self.stop
         if isinstance(stop, AgreedStop) and trainer.stopping:
             stop.ask(trainer.stopped_because)
-        before = self.stopping_early
         stop.after_step(step)
-        if isinstance(stop, AgreedStop) and stop.early is not None and not before:
+        if isinstance(stop, AgreedStop) and stop.early is not None:
             trainer.stop(stop.early)
             if self.hybrid is not None:
                 self.hybrid.end_soon()
@@ -417,6 +417,14 @@ class Loop:
         """The signal, or the order of own code, to stop after this step and save."""
         order = self.engine.fence.order
         return self.stop.requested or ("" if order is None else type(order).__name__)
+
+    def _interrupted_aside(self) -> bool:
+        """Whether to leave a copy of the run after its step. Several processes agree on that; orders of a process's own
+        code wait there until the copy is made."""
+        if not isinstance(self.stop, AgreedStop):
+            return bool(self._interrupted)
+        self.stop.after_step(self.progress.global_step)
+        return bool(self.stop.requested)
 
     def _finish(self, reason: str) -> str:
         """Last evaluation and last checkpoint; an interrupted run is saved at once. Returns the reason to end, which an

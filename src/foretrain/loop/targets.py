@@ -76,9 +76,11 @@ class Targets(Stateful):
         self.copies: AnnealedCopies | None = None
         self.deadline = None if self.max_time is None else Deadline(self.max_time)
         self.goal = None
+        engine.world.compare(lambda: {"planned_end": self.end, "decay": self.plan})
         if self.until_loss is not None:
             kept = config.schedule.model_copy(update={"type": "constant"}) if self.own_rate else config.schedule
             self.goal = Goal(self.until_loss, kept, kept.final_rate / rate.peak if rate.peak else 0.0)
+            self.goal.world = engine.world
 
     def learn_from(self, copies: AnnealedCopies, forecaster: LossForecaster | None) -> None:
         """Use what annealed copies measure, and what finished runs of the same kind have shown."""
@@ -117,6 +119,8 @@ class Targets(Stateful):
             self.goal.batches = batches
         if self.deadline is not None:
             self.deadline.clock = self.clock or spent
+            if self.engine.world.size > 1:
+                self.deadline.of_first = self.engine.world.of_first
             self._begin_clock(self.deadline, step, batches, saves)
         if self.own_rate:
             self.emit(Notice(f"{self._names}: the run ends there; its learning rate is that of your own optimizer"))
@@ -125,12 +129,12 @@ class Targets(Stateful):
 
     def _begin_clock(self, deadline: Deadline, step: int, batches: int, saves: bool) -> None:
         deadline.batches, deadline.saves = batches, saves
+        deadline.begin(step)
         if step == 0 and deadline.left <= 0:
             raise ConfigError(
                 f"max_time = {clock(deadline.seconds)} is over before the first step: the start took "
                 f"{clock(deadline.spent)}; give more"
             )
-        deadline.begin(step)
 
     @property
     def _names(self) -> str:
@@ -323,14 +327,14 @@ class Targets(Stateful):
             if goal is not None and goal.outlook is not None and goal.outlook.earliest and goal.outlook.latest:
                 found |= {"earliest_end": goal.outlook.earliest, "latest_end": goal.outlook.latest}
         elif deadline is not None and not self.limited:
-            found["seconds_left"] = round(max(0.0, deadline.seconds - deadline.spent), 1)
+            found["seconds_left"] = round(max(0.0, deadline.seconds - deadline.shown), 1)
         return found
 
     def summary(self) -> dict[str, Any]:
         """Return what was asked for, and what came of it."""
         found: dict[str, Any] = {}
         if self.deadline is not None:
-            found |= {"max_time": self.max_time, "spent": round(self.deadline.spent, 3)}
+            found |= {"max_time": self.max_time, "spent": round(self.deadline.shown, 3)}
         if self.goal is not None:
             found |= {"until_loss": self.until_loss, "met_at": self.goal.met_at, "decays": self.goal.tries}
         return found

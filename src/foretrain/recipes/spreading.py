@@ -101,10 +101,6 @@ def _check(config: Config, group: Group) -> None:
             f"distributed.replicate = {chosen.replicate} and distributed.shard = {chosen.shard} do not make {size} "
             f"ranks; set one of them to 0 and the other to a divisor of {size}"
         )
-    if config.max_time is not None:
-        raise ConfigError(
-            f"max_time goes by the clock, and each of {size} ranks has its own; set max_steps or epochs instead"
-        )
 
 
 def _needed(config: Config, target: PlanTarget, ranks: int) -> int:
