@@ -301,7 +301,8 @@ class Growth(StepHook, Stateful):
     def after_load(self) -> None:
         if not 0 <= self.stage <= len(self.stages):
             raise ValueError(f"stage {self.stage} of {len(self.stages)}")
-        self._use(self._blocks_of(self.stage))
+        if self.depth.active != self._blocks_of(self.stage):  # else those who watch would forget what was loaded
+            self._use(self._blocks_of(self.stage))
 
     def summary(self) -> dict[str, Any]:
         """Tell where it began, and what became of every growth."""
