@@ -229,7 +229,6 @@ def refused(kind: str) -> Found:
         {"engine.cuda_graph": True},
         {"memory.on_out_of_memory": "retry"},
         {"optimizer.learning_rate": "auto"},
-        {"growth.layers": 1},
         {"max_time": 60.0},
         {"until_loss": 1.0},
         {"hybrid.linear_rows": 100},
@@ -466,7 +465,7 @@ def test_optimizers_train_as_in_one_process(kind: str, found: list[Found], alone
 def test_what_is_not_supported_is_refused_in_one_sentence(found: list[Found]) -> None:
     for_parts = {"optimizer.state_type", "hybrid.space"}
     ddp, sharded = (found[0][f"refused {kind}"] for kind in KINDS)
-    assert len(sharded) == 12
+    assert len(sharded) == 11
     assert sharded.keys() - ddp.keys() == for_parts
     for name, text in sharded.items():
         assert text.startswith("this is one of 2 processes, where ")

@@ -16,6 +16,7 @@ from foretrain.engine import depth as depths
 from foretrain.errors import CheckpointError, ConfigError
 from foretrain.events import Event, Grown, Notice, RunStarted
 from foretrain.hybrid import growth as growths
+from foretrain.hybrid import new_blocks
 from foretrain.models.gpt2 import GPT2, GPT2Shape
 from foretrain.persist.codec import put_together, snapshot
 
@@ -212,7 +213,7 @@ def test_without_memory_the_run_goes_on_shallow(monkeypatch: pytest.MonkeyPatch)
     def short(*arguments: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(growths, "copy_state", short)
+    monkeypatch.setattr(new_blocks, "copy_state", short)
     run = Run().to(40)
     assert run.verdicts == [("refused", 20)]
     assert run.layers == 2
@@ -221,7 +222,7 @@ def test_without_memory_the_run_goes_on_shallow(monkeypatch: pytest.MonkeyPatch)
     plain.trainer.growth.off = "this one stays as it is"
     plain.to(39)
     rest = Run()
-    monkeypatch.setattr(growths, "copy_state", short)
+    monkeypatch.setattr(new_blocks, "copy_state", short)
     assert same(rest.to(39).weights(), plain.weights())
 
 

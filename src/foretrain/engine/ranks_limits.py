@@ -39,8 +39,6 @@ def _of_ranks(config: Config) -> Iterator[str]:
     hybrid, memory = config.hybrid, config.memory
     if config.optimizer.learning_rate == "auto":
         yield "optimizer.learning_rate = 'auto' is not supported: find the rate in one process, and set it"
-    if config.growth.layers:
-        yield "growth is not supported: set growth.layers = 0, or train in one process"
     if config.until_loss is not None or config.max_time is not None:
         yield "max_time and until_loss are not supported, since clocks differ: set max_steps"
     if memory.on_out_of_memory == "retry":
