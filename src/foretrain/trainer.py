@@ -25,6 +25,7 @@ from foretrain.engine.own import Measure, OptimizerLike, check_processes
 from foretrain.engine.ranks import world_of_ranks
 from foretrain.engine.result import StepResult
 from foretrain.engine.state import as_checkpoint_error
+from foretrain.engine.syncing import inside_replicas
 from foretrain.engine.world import World
 from foretrain.errors import CheckpointError
 from foretrain.events import Bus, Listener, Notice, Phase
@@ -89,7 +90,7 @@ class HybridTrainer:
         loss_fn = objective_given(loss_fn, residuals, weights)
         if predictor is not None:
             check_predictor(predictor)
-        config, self._decided = with_growth(config, trained_sizes(model, config.growth.blocks), None)
+        config, self._decided = with_growth(config, trained_sizes(inside_replicas(model), config.growth.blocks), None)
         check_rates(config)
         self.engine = engine = Engine(model, optimizer, loss_fn, config, scheduler, world)
         config, adapters = engine.config, trains_adapters(engine.model)  # before growth hides a part of it

@@ -40,9 +40,11 @@ SETTINGS: dict[str, Any] = {
     "evaluation.interval": 20,
     "checkpoint.interval": 10,
     "health.interval": 0,
+    "growth.layers": 1,
     "distributed.type": "fsdp2",
 }
-FAULTS = [[0, 1, 15, "SIGTERM"], [1, 1, 48, "SIGKILL"]]
+FAULTS = [[0, 1, 15, "SIGTERM"], [1, 1, 34, "SIGKILL"]]
+"""The second one while growth is on trial."""
 
 
 def start(folder: Path, out: str, data: Path, faults: list[Any], restarts: int) -> subprocess.CompletedProcess[str]:
@@ -91,6 +93,8 @@ def test_two_ranks_are_one_run(runs: tuple[Path, dict[str, str]]) -> None:
     log = [json.loads(line) for line in (folder / "whole" / "metrics.jsonl").read_text().splitlines()]
     steps = [line["step"] for line in log if line["event"] == "Evaluated"]
     assert steps == [20, 40, 60]
+    moves = [(move["verdict"], move["step"], move["layers"]) for move in summary["growth"]["moves"]]
+    assert moves == [("made", 30, 2), ("kept", 38, 2)]
 
 
 @pytest.mark.xdist_group("torchrun")

@@ -231,7 +231,6 @@ def refused(kind: str) -> Found:
         {"engine.compile": True},
         {"engine.cuda_graph": True},
         {"memory.on_out_of_memory": "retry"},
-        {"growth.layers": 1},
         {"hybrid.linear_rows": 100},
         {"hybrid.space": "product"},
     ):
@@ -516,7 +515,7 @@ def test_a_race_of_ranks_that_is_left_in_a_trial_goes_on_with_the_same_bits(kind
 def test_what_is_not_supported_is_refused_in_one_sentence(found: list[Found]) -> None:
     for_parts = {"optimizer.state_type", "hybrid.space", "hybrid.linear_rows"}
     ddp, sharded = (found[0][f"refused {kind}"] for kind in KINDS)
-    assert len(sharded) == 9
+    assert len(sharded) == 8
     assert sharded.keys() - ddp.keys() == for_parts
     for name, text in sharded.items():
         assert text.startswith("this is one of 2 processes, where ")

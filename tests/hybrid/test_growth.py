@@ -16,6 +16,7 @@ from foretrain.engine import depth as depths
 from foretrain.errors import CheckpointError, ConfigError
 from foretrain.events import Event, Grown, Notice, RunStarted
 from foretrain.hybrid import growth as growths
+from foretrain.hybrid import new_blocks
 from foretrain.models.gpt2 import GPT2, GPT2Shape
 from foretrain.persist.codec import put_together, snapshot
 
@@ -130,6 +131,16 @@ OTHERS: dict[str, dict[str, Any]] = {
     "recomputed blocks": {"engine__activation_checkpointing": True},
     "updates in the backward pass": {"engine__update_in_backward": True, "optimizer__gradient_clip_norm": 0.0},
     "prediction": {"hybrid__mode": "leap"},
+    "a leap before it": {
+        "hybrid__mode": "leap",
+        "hybrid__warmup_steps": 5,
+        "hybrid__full_steps": 5,
+        "hybrid__window_steps": 5,
+        "hybrid__correct_steps": 5,
+        "audit__time_budget": 0.3,
+        "optimizer__type": "adamw",
+        "schedule__type": "constant",
+    },
     "fp16": {"precision__type": "fp16"},
     "two stages": {"growth__layers": [1, 2], "growth__at": [0.3, 0.5]},
     "a depth that does not divide": {"growth__layers": 3},
@@ -202,7 +213,7 @@ def test_without_memory_the_run_goes_on_shallow(monkeypatch: pytest.MonkeyPatch)
     def short(*arguments: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(growths, "copy_state", short)
+    monkeypatch.setattr(new_blocks, "copy_state", short)
     run = Run().to(40)
     assert run.verdicts == [("refused", 20)]
     assert run.layers == 2
@@ -211,7 +222,7 @@ def test_without_memory_the_run_goes_on_shallow(monkeypatch: pytest.MonkeyPatch)
     plain.trainer.growth.off = "this one stays as it is"
     plain.to(39)
     rest = Run()
-    monkeypatch.setattr(growths, "copy_state", short)
+    monkeypatch.setattr(new_blocks, "copy_state", short)
     assert same(rest.to(39).weights(), plain.weights())
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from foretrain.errors import ConfigError
+from foretrain.persist.parts import local
 
 Pairs = list[tuple[str, str]]
 """Names of parameters: of a new block, and of the one that it is made from."""
@@ -113,9 +114,9 @@ class Depth:
         for number, source in sources.items():
             new, old = self.blocks[number], self.blocks[source]
             for here, there in zip(new.buffers(), old.buffers(), strict=True):
-                here.copy_(there)
+                local(here).copy_(local(there))
             for (name, here), there in zip(new.named_parameters(), old.parameters(), strict=True):
-                here.copy_(there)
+                local(here).copy_(local(there))
                 pairs.append((f"{self.name}.{number}.{name}", f"{self.name}.{source}.{name}"))
         return pairs
 

@@ -184,6 +184,7 @@ class Engine:
 
     def cover_trained(self) -> None:
         """All that knows what is trained learns it anew."""
+        self.full_step.syncing.follow_trained()
         if self.average is not None:
             self.average.cover(self.trained.ever, self.trained.names)
         if self.full_step.in_backward is not None:

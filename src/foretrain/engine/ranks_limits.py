@@ -37,8 +37,6 @@ def check_ranks(engine: Engine) -> None:
 def _of_ranks(config: Config) -> Iterator[str]:
     """What is measured or decided by one process alone."""
     memory = config.memory
-    if config.growth.layers:
-        yield "growth is not supported: set growth.layers = 0, or train in one process"
     if memory.on_out_of_memory == "retry":
         yield (
             "memory.on_out_of_memory = 'retry' is not supported, since the others would wait for the one that tries "

@@ -8,13 +8,43 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from foretrain.errors import ConfigError
+
 
 class Syncing:
     """Knows how a model is wrapped. For a model of one process it does nothing."""
 
     def __init__(self, model: nn.Module, loss_function: Any = None) -> None:
         self._replicated: Any = replicas_of(model, loss_function)
+        self._reduced = self._trained()
         self._sharded: list[Any] = [module for module in model.modules() if _gathers(module)]
+
+    def _trained(self) -> set[int]:
+        parameters = () if self._replicated is None else self._replicated.parameters()
+        return {id(parameter) for parameter in parameters if parameter.requires_grad}
+
+    def follow_trained(self) -> None:
+        """Other weights are trained than before. DistributedDataParallel goes by those that were trained when it was
+        made: it would wait for a gradient of one that is frozen since, and leave out one that is trained since, so that
+        replicas come apart. So its reducer is made anew, as it is when a copy of such a model is unpickled."""
+        trained = self._trained()
+        if trained == self._reduced:
+            return
+        replicas = self._replicated
+        try:
+            state = replicas.__getstate__()
+        except RuntimeError as error:
+            raise ConfigError(
+                "DistributedDataParallel has a process group of its own, so it cannot follow when weights are frozen, "
+                "unfrozen or grown in mid-run: make it without process_group"
+            ) from error
+        hooks, state["_comm_hooks"] = state.get("_comm_hooks", []), []
+        self._reduced = set()
+        replicas.reducer = replicas.logger = None  # its buckets make room for the new ones
+        replicas.__setstate__(state)
+        for hook, of_hook in hooks:
+            replicas.register_comm_hook(of_hook, hook)
+        self._reduced = trained
 
     def with_last(self, last: bool) -> AbstractContextManager[Any]:
         """Reduce gradients in the backward pass of the last part of a batch only, over all parts."""

@@ -12,15 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foretrain.engine.depth import Depth, copy_state, spread
+from foretrain.engine.depth import Depth, spread
 from foretrain.engine.engine import Engine
 from foretrain.engine.growing import sizes_of, step_cost
 from foretrain.engine.hooks import StepHook
 from foretrain.engine.moments import LONGEST_LOOK, Moments, in_decay
 from foretrain.engine.step import StepOutput
-from foretrain.errors import ConfigError, is_out_of_memory
+from foretrain.errors import ConfigError
 from foretrain.events import Event, Grown, Notice
-from foretrain.persist.codec import put_together, random_state, restore_random_state, snapshot
+from foretrain.hybrid.new_blocks import NewBlocks
+from foretrain.persist.codec import random_state, restore_random_state
 from foretrain.persist.stateful import Stateful
 
 _RETURNED = 0.01
@@ -42,7 +43,7 @@ class Growth(StepHook, Stateful):
     def __init__(self, engine: Engine, emit: Callable[[Event], None]) -> None:
         config = engine.config.growth
         self.engine, self.emit = engine, emit
-        self.depth = Depth(engine.model, config.blocks)
+        self.depth = Depth(engine.named, config.blocks)
         self.stages = config.stages
         self._check()
         self.depths = [*(layers for layers, _ in self.stages), self.depth.total]
@@ -68,7 +69,7 @@ class Growth(StepHook, Stateful):
         """Is told how many steps were taken back. Set by the trainer."""
         self.racing: Callable[[], bool] = lambda: False
         """Whether steps are made at several learning rates, of which most will not count. Set by the trainer."""
-        self._block_share = sizes_of(engine.model, self.depth.list, self.depth.total).block_share
+        self._block_share = sizes_of(engine.named, self.depth.list, self.depth.total).block_share
         self.depth.use(self._blocks_of(0))
         self.depth.silence()
         engine.follow_trained()
@@ -179,28 +180,22 @@ class Growth(StepHook, Stateful):
     # --- the move ----------------------------------------------------------------------------------------------------
 
     def _grow(self) -> None:
-        engine, depth, step = self.engine, self.depth, self.engine.progress.global_step
+        engine, step = self.engine, self.engine.progress.global_step
         blocks = self._blocks_of(self.stage + 1)
         before, noise = self._mean_loss()
         if not self.healthy(before):
             return  # recovery comes first: the step after it is early enough
         self.before, self.error_before = before, noise
-        try:
-            self.anchor = put_together(snapshot(engine.changing_state_dict()))
-            pairs = depth.copy(depth.sources(blocks))
-            copy_state(engine.optimizer, engine.model, pairs)
-            if engine.average is not None:
-                engine.average.copy(pairs)
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            self._give_up("there is not enough memory for it")
+        new = NewBlocks(engine, self.depth, self._use)
+        if (failed := new.make(blocks)) is not None:
+            self.off = failed.words if engine.world.size == 1 else f"{failed.words} on rank {failed.rank}"
+            self._tell("refused", math.nan, self.off)
             return
-        self._use(blocks)
+        self.anchor = new.anchor
         self.stage, self.grown_at = self.stage + 1, step
         self._recent.clear()
         self.rest(self._moments.trial)
-        self._tell("made", math.nan, f"{len(pairs)} parameters of new blocks are copies")
+        self._tell("made", math.nan, f"{new.count} parameters of new blocks are copies")
 
     def _judge(self) -> None:
         after, error = self._mean_loss()
@@ -230,17 +225,6 @@ class Growth(StepHook, Stateful):
         self.undone(at - engine.progress.global_step)
         self._tell("undone", after, self.off)
 
-    @torch.no_grad()
-    def _give_up(self, why: str) -> None:
-        """Nothing has changed but blocks that are hidden: they get back what they were."""
-        if self.anchor is not None:
-            for name, parameter in self.engine.model.named_parameters():
-                if name.startswith(f"{self.depth.name}.") and not parameter.requires_grad:
-                    parameter.copy_(self.anchor["model"][name])
-                    self.engine.optimizer.state.pop(parameter, None)
-        self.off, self.anchor = why, None
-        self._tell("refused", math.nan, why)
-
     def _use(self, blocks: Iterable[int]) -> None:
         self.depth.use(blocks)
         self.engine.follow_trained()
@@ -257,6 +241,8 @@ class Growth(StepHook, Stateful):
         before = None if math.isnan(self.before) else self.before
         event = Grown(step, verdict, self.depth.layers, self.depth.total, before, known, reason, self._cost(self.stage))
         self.told.append({"step": step, "verdict": verdict, "layers": event.layers, "before": before, "loss": known})
+        self.engine.world.agree(self.told[-1], f"the growth that is {verdict}")
+        self.engine.world.meet()  # at once: ranks of different depths could not make a step together
         self.emit(event)
 
     # --- ahead of time -----------------------------------------------------------------------------------------------
@@ -267,6 +253,7 @@ class Growth(StepHook, Stateful):
         engine, step = self.engine, self.engine.full_step
         self._check_end()
         self.check_moments()
+        engine.world.agree({"depths": self.depths, "steps": self._moments.steps(self.stage)}, "growth")
         if self._to_come and (notice := in_decay(engine.rate, self._moments.steps(self.stage))) is not None:
             self.emit(notice)
         if not step.compiled or step.in_backward is not None or not self._to_come:
@@ -286,7 +273,8 @@ class Growth(StepHook, Stateful):
 
     @property
     def losses(self) -> list[float]:
-        """The last losses, as they are saved."""
+        """The last losses, as they are saved: on several ranks their means."""
+        self.engine.world.catch_up()
         recent = list(self._recent)
         return self.engine.world.to_host(torch.stack(recent).float()) if recent else []
 
@@ -301,7 +289,8 @@ class Growth(StepHook, Stateful):
     def after_load(self) -> None:
         if not 0 <= self.stage <= len(self.stages):
             raise ValueError(f"stage {self.stage} of {len(self.stages)}")
-        self._use(self._blocks_of(self.stage))
+        if self.depth.active != self._blocks_of(self.stage):  # else those who watch would forget what was loaded
+            self._use(self._blocks_of(self.stage))
 
     def summary(self) -> dict[str, Any]:
         """Tell where it began, and what became of every growth."""
