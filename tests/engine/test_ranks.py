@@ -80,6 +80,18 @@ def path(kind: str) -> Found:
     return {"dots": dots, "moved": digest(made), "probes": probes}
 
 
+def rooted(kind: str) -> Found:
+    """Probes at three places of a weight that FSDP2 gathers for the root of a model, and leaves gathered."""
+    made = HybridTrainer(in_kind(Steep(4.0), kind), config=quick(), loss_fn=supervised(nn.functional.mse_loss))
+    probes = []
+    for place in (1.0, 2.0, 3.0):
+        with torch.no_grad():
+            for p in made.engine.trained.parameters:  # the model itself may show gathered ones
+                local(p).fill_(place)
+        probes.append(made.engine.probe(own_rows(points(0))))
+    return {"probes": probes}
+
+
 def part_of(value: Tensor, parameter: Tensor) -> Tensor:
     """This rank's part of a whole tensor."""
     if not hasattr(parameter, "device_mesh"):
@@ -134,12 +146,13 @@ def bad_step(kind: str) -> Found:
 
 
 class Steep(nn.Module):
-    """Its loss is a number, and so are all gradients but that of the last weight, which only the last rank may hold."""
+    """Where its roots are 0 its loss is a number, and so are all gradients but that of the last weight, which only the
+    last rank may hold."""
 
-    def __init__(self) -> None:
+    def __init__(self, roots: float = 0.0) -> None:
         super().__init__()
         self.line = nn.Linear(5, 1)
-        self.roots = nn.Parameter(torch.zeros(8))
+        self.roots = nn.Parameter(torch.full((8,), roots))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.line(x) + self.roots[-1].sqrt()
@@ -389,7 +402,7 @@ def along(kind: str) -> Found:
     return {}
 
 
-ALIKE = (runs, path, counted, annealed, accumulated, optimizers)
+ALIKE = (runs, path, rooted, counted, annealed, accumulated, optimizers)
 CHECKS = (*ALIKE, idle, snapshots, bad_step, refused, sent, apart, worlds, along)
 
 
@@ -452,6 +465,7 @@ def test_dots_moves_and_probes_are_those_of_one_process(kind: str, found: list[F
     assert ours["moved"] == theirs["moved"]
     assert ours["probes"] == pytest.approx(theirs["probes"], abs=1e-6)
     assert len(set(ours["probes"])) == 3
+    assert found[0][f"rooted {kind}"]["probes"] == pytest.approx(alone["rooted"]["probes"], abs=1e-6)
 
 
 @pytest.mark.parametrize("kind", KINDS)
