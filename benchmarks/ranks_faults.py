@@ -178,11 +178,11 @@ class Bench:
         told = [f"--set={name}={json.dumps(value)}" for name, value in settings.items()]
         launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--max-restarts", str(restarts)]
         launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+        launcher += ["--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"]  # as the page says
         command = [sys.executable, *launcher, __file__, "work", "train", "--out", str(self.folder / out), "--resume"]
         notes = self.folder / f"{out}.notes"
         notes.unlink(missing_ok=True)
         environment = {**os.environ, "OMP_NUM_THREADS": "1", FAULT: fault, NOTES: str(notes)}
-        environment["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"  # as the page says
         began = time.monotonic()
         done = subprocess.run(
             [*command, *told], env=environment, capture_output=True, text=True, timeout=600, check=False
