@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -27,6 +28,11 @@ from typing import Any
 
 FAULT = "FORETRAIN_FAULT"
 """Environment variable with `KIND RANK WHEN`: what a worker does to itself, in the first attempt only."""
+NOTES = "FORETRAIN_FAULT_NOTES"
+"""Environment variable with the file in which workers note when what happened to them: a fault that never came shows
+nothing."""
+SLOWER = 0.2
+"""Seconds that the slow rank takes longer for a step: more than ten times what the others need."""
 STEPS = 160
 SETTINGS = {
     "max_steps": STEPS,
@@ -63,24 +69,30 @@ SETTINGS = {
 
 def work(arguments: list[str]) -> None:
     """Run the command line of foretrain; in one rank something happens at a step, or in a phase."""
+    if attempts() and os.environ["RANK"] == "0":
+        note(f"attempt {attempts()} begins")
     from foretrain.cli.app import main
     from foretrain.engine.step import FullStep
+    from foretrain.persist import shards
     from foretrain.persist.checkpoint import CheckpointStore
     from foretrain.trainer import HybridTrainer
 
     kind, who, when = (os.environ.get(FAULT) or "none 0 0").split()
     rank, first = os.environ["RANK"], os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
     plain_step, plain_loss, plain_put = HybridTrainer.step, FullStep.loss, CheckpointStore._put_in_place
+    plain_share = shards.write_share
     here = (first or kind == "kill-often") and who in (rank, "all")
 
     def step(self: HybridTrainer, batch: Any) -> Any:
         reached = str(self.global_step) == when or (self.phase.value == when.lower() and self.global_step > 25)
         if here and kind == "slow":
-            time.sleep(0.05)
+            time.sleep(SLOWER)
         elif here and kind == "kill-often" and self.global_step >= 20 * attempts() + 5:
             os.kill(os.getpid(), signal.SIGKILL)
-        elif here and reached and kind != "oom":
+        elif here and reached and kind != "oom" and not kind.startswith("kill-"):
+            note(f"{kind} of rank {rank} after step {self.global_step}, in {self.phase.value}")
             act(kind)
+            self.policy.rest.steps += 10 if kind == "apart" else 0
         self.__dict__["_short"] = here and reached and kind == "oom"
         FullStep.loss = short if self.__dict__["_short"] else plain_loss  # type: ignore[method-assign]
         return plain_step(self, batch)
@@ -91,13 +103,27 @@ def work(arguments: list[str]) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     def put_in_place(self: CheckpointStore, temporary: Path, final: Path) -> None:
-        if here and kind == "kill-save" and final.name.endswith(f"{int(when):08d}"):
-            os.kill(os.getpid(), signal.SIGKILL)
+        if here and kind == "kill-rename" and final.name.endswith(f"{int(when):08d}"):
+            note(f"kill of rank {rank} while step {int(when)} is saved")
+            act("kill")
         plain_put(self, temporary, final)
 
+    def write_share(folder: Path, *given: Any) -> None:
+        if here and kind == "kill-share" and folder.name.endswith(f"{int(when):08d}"):
+            note(f"kill of rank {rank} while step {int(when)} is saved")
+            act("kill")
+        plain_share(folder, *given)
+
     HybridTrainer.step = step  # type: ignore[method-assign]
+    shards.write_share = write_share
     CheckpointStore._put_in_place = put_in_place  # type: ignore[method-assign]
     main(arguments)
+
+
+def note(words: str) -> None:
+    """Write what happens, and when."""
+    with Path(os.environ[NOTES]).open("a") as notes:
+        notes.write(f"{time.time():.1f} {words}\n")
 
 
 def attempts() -> int:
@@ -127,6 +153,11 @@ class Ended:
     step: int = -1
     hash: str = ""
     summary: dict[str, Any] = field(default_factory=dict)
+    notes: list[tuple[float, str]] = field(default_factory=list)
+    """When what happened to workers."""
+
+    def weights(self, whole: Ended) -> str:
+        return "same weights" if self.hash == whole.hash else f"other weights: {self.hash}"
 
 
 class Bench:
@@ -147,8 +178,11 @@ class Bench:
         told = [f"--set={name}={json.dumps(value)}" for name, value in settings.items()]
         launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--max-restarts", str(restarts)]
         launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+        launcher += ["--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"]  # as the page says
         command = [sys.executable, *launcher, __file__, "work", "train", "--out", str(self.folder / out), "--resume"]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", FAULT: fault}
+        notes = self.folder / f"{out}.notes"
+        notes.unlink(missing_ok=True)
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", FAULT: fault, NOTES: str(notes)}
         began = time.monotonic()
         done = subprocess.run(
             [*command, *told], env=environment, capture_output=True, text=True, timeout=600, check=False
@@ -156,6 +190,8 @@ class Bench:
         ended = Ended(done.returncode, round(time.monotonic() - began, 1), done.stderr)
         with (self.folder / f"{out}.log").open("a") as log:
             log.write(done.stderr)
+        told_by_workers = notes.read_text().splitlines() if notes.is_file() else []
+        ended.notes = [(float(line.split(" ", 1)[0]), line.split(" ", 1)[1]) for line in told_by_workers]
         summary = self.folder / out / "summary.json"
         ended.summary = json.loads(summary.read_text()) if summary.is_file() else {}
         self.look(ended, out)
@@ -198,30 +234,37 @@ def said(ended: Ended, pattern: str) -> str:
 
 def check_kill(bench: Bench, whole: Ended, name: str, fault: str) -> Row:
     ended = bench.run(name, fault=fault, restarts=3)
-    line = said(ended, "resumed from|holds no checkpoint")
-    well = ended.code == 0 and ended.hash == whole.hash
-    return Row(name, well, f"{line.split(' (')[0]}; hash {ended.hash}", ended.seconds)
+    happened = [words for _, words in ended.notes if words.startswith("kill of rank")]
+    wanted = name.removeprefix("kill in ") if name.startswith("kill in ") else "is saved"
+    hit = len(happened) == 1 and happened[0].endswith(wanted) and "failed (exitcode: -9)" in ended.printed
+    resumed = said(ended, "resumed from").split(" (")[0] or "began again at step 0"
+    well = hit and ended.code == 0 and ended.hash == whole.hash
+    return Row(name, well, f"{', '.join(happened)}; {resumed}; {ended.weights(whole)}", ended.seconds)
 
 
 def check_all(bench: Bench, whole: Ended) -> Row:
     first = bench.run("kill-all", fault="kill all 75")
     again = bench.run("kill-all")
-    well = first.code != 0 and again.code == 0 and again.hash == whole.hash
-    seen = f"exit {first.code}, then {said(again, 'resumed from').split(' (')[0]}; hash {again.hash}"
+    well = len(first.notes) == 2 and first.code != 0 and again.code == 0 and again.hash == whole.hash
+    seen = f"exit {first.code}, then {said(again, 'resumed from').split(' (')[0]}; {again.weights(whole)}"
     return Row("kill all, same command again", well, seen, first.seconds + again.seconds)
 
 
 def check_slow(bench: Bench, whole: Ended) -> Row:
     ended = bench.run("slow", fault="slow 1 0")
-    return Row("slow rank", ended.hash == whole.hash, f"{ended.seconds} s; hash {ended.hash}", ended.seconds)
+    well = ended.hash == whole.hash and ended.code == 0 and ended.seconds > STEPS * SLOWER
+    return Row("slow rank", well, f"{SLOWER} s more per step; {ended.weights(whole)}", ended.seconds)
 
 
 def check_hang(bench: Bench, whole: Ended, number: int) -> Row:
+    """After a hang of one rank both end, soon after the time that was set, and the next attempt goes on."""
     name = f"hang {number}"
     ended = bench.run(name, fault="hang 1 75", restarts=1, distributed__timeout_seconds=8)
     line = said(ended, "hangs or is gone")
-    well = "rank 1 hangs or is gone, last seen after step 75" in line and ended.hash == whole.hash
-    return Row(name, well, f"{line[:90]}; hash {ended.hash}", ended.seconds)
+    took = ended.notes[1][0] - ended.notes[0][0] if len(ended.notes) == 2 else float("nan")
+    well = "rank 1 hangs or is gone, last seen after step 75" in line and ended.hash == whole.hash and took < 20
+    seen = f"{line[:55]}; the next attempt began {took:.0f} s after the hang; {ended.weights(whole)}"
+    return Row(name, well, seen, ended.seconds)
 
 
 def check_other_number(bench: Bench, one: int, other: int) -> Row:
@@ -230,10 +273,10 @@ def check_other_number(bench: Bench, one: int, other: int) -> Row:
     first = bench.run(name, ranks=one, fault="signal-SIGTERM-rank 0 75", model__dropout=0)
     again = bench.run(name, ranks=other, model__dropout=0)
     loss, wanted = again.summary.get("final_val_loss", 9.9), whole.summary["final_val_loss"]
-    moves = again.summary.get("moves") == whole.summary.get("moves")
+    alike = all(again.summary.get(same) == whole.summary.get(same) for same in ("moves", "global_step", "tokens"))
     told = said(again, "goes on in") != "" or said(again, "saved by") != ""
-    well = first.step >= 75 and again.code == 0 and abs(loss - wanted) < 1e-4 and moves and told
-    seen = f"exit {first.code} at step {first.step}; loss {loss:.6f} against {wanted:.6f}, moves equal: {moves}"
+    well = 75 <= first.step < STEPS and again.code == 0 and abs(loss - wanted) < 1e-4 and alike and told
+    seen = f"exit {first.code} at step {first.step}; loss {loss:.6f} against {wanted:.6f}, moves equal: {alike}"
     return Row(name, well, seen, first.seconds + again.seconds)
 
 
@@ -242,10 +285,38 @@ def check_signal(bench: Bench, whole: Ended, name: str, target: str) -> Row:
     first = bench.run(label, fault=f"signal-{name}-{target} 1 75")
     codes = sorted(set(re.findall(r"exitcode +: (-?\d+)", first.printed)))
     again = bench.run(label)
-    stopped = said(first, "stopped after step")
-    well = bool(stopped) and again.hash == whole.hash and again.code == 0
-    seen = f"{stopped.split(';')[0]}; exit of ranks {codes or 'not told'}, of torchrun {first.code}; hash {again.hash}"
+    stopped = said(first, "stopped after step").split(";")[0]
+    expected = [str(128 + getattr(signal, name))] if target == "rank" else []  # torchrun does not print them then
+    saved = stopped.endswith(f"stopped after step {first.step}") and 75 <= first.step < STEPS
+    well = saved and codes == expected and first.code != 0 and again.code == 0 and again.hash == whole.hash
+    seen = f"{stopped}; exit of ranks {codes or 'not told'}, of torchrun {first.code}; {again.weights(whole)}"
     return Row(label, well, seen, first.seconds + again.seconds)
+
+
+def check_apart(bench: Bench, whole: Ended) -> Row:
+    """One rank decides otherwise: it rests longer than the others."""
+    first = bench.run("apart", fault="apart 1 75")
+    found = re.search(r"ranks disagree on the (\S+) after step (\d+)", first.printed)
+    again = bench.run("apart")
+    what, step = (found[1], int(found[2])) if found else ("nothing", 0)
+    well = what == "state.rest_steps" and step <= 75 + SETTINGS["hybrid.window_steps"] and first.step < STEPS
+    well = well and first.code != 0 and again.code == 0 and again.hash == whole.hash
+    seen = f"stopped after step {step}, as ranks disagree on {what}; {again.weights(whole)}"
+    return Row("a rank decides otherwise", well, seen, first.seconds + again.seconds)
+
+
+def check_two_runs(bench: Bench, whole: Ended) -> Row:
+    """A second run, of two ranks as well, in the folder of one that goes on meanwhile."""
+    with ThreadPoolExecutor() as pool:
+        running = pool.submit(bench.run, "shared", fault="slow 1 0")
+        while not running.done() and not list((bench.folder / "shared").glob("checkpoints/step-*")):
+            time.sleep(0.1)
+        second = bench.run("shared")
+        during, first = not running.done(), running.result()
+    told = [line for line in second.printed.splitlines() if "another run is writing there" in line]
+    well = during and len(told) == 1 and second.code != 0 and first.code == 0 and first.hash == whole.hash
+    words = told[0].split("shared': ")[-1] if told else "not refused"
+    return Row("two runs in one folder", well, f"the second: {words}; the first: {first.weights(whole)}", first.seconds)
 
 
 def check_memory(bench: Bench) -> Row:
@@ -268,18 +339,18 @@ def check_restarts(bench: Bench, whole: Ended, times: int) -> Row:
         lost += max(0, ended.printed.count("resumed from") - 7)
         seconds += ended.seconds
         equal = equal and ended.hash == whole.hash and ended.code == 0
-    return Row(
-        "restarts", equal and lost == 0, f"{restarts} restarts, {lost} attempts lost, hash equal: {equal}", seconds
-    )
+    well = equal and lost == 0 and restarts >= times
+    return Row("restarts", well, f"{restarts} restarts, {lost} attempts lost, same weights: {equal}", seconds)
 
 
 def checks(bench: Bench, whole: Ended) -> dict[str, Callable[[], Row]]:
     kills = {
         "kill in warmup": "kill 1 10",
-        "kill in full": "kill 1 45",
+        "kill in full": "kill 1 FULL",
         "kill in predict": "kill 1 PREDICT",
         "kill in correct": "kill 1 CORRECT",
-        "kill while saving": "kill-save 0 60",
+        "kill while saving, rank 0": "kill-rename 0 60",
+        "kill while saving, rank 1": "kill-share 1 60",
     }
     made: dict[str, Callable[[], Row]] = {
         name: lambda name=name, fault=fault: check_kill(bench, whole, name, fault)  # type: ignore[misc]
@@ -293,7 +364,10 @@ def checks(bench: Bench, whole: Ended) -> dict[str, Callable[[], Row]]:
     made["ranks 1 2"] = lambda: check_other_number(bench, 1, 2)
     for name in ("SIGTERM", "SIGUSR1"):
         made[f"signal {name} rank"] = lambda name=name: check_signal(bench, whole, name, "rank")  # type: ignore[misc]
-    made["signal SIGTERM launcher"] = lambda: check_signal(bench, whole, "SIGTERM", "launcher")
+    for name in ("SIGTERM", "SIGINT", "SIGUSR1"):
+        made[f"signal {name} launcher"] = lambda name=name: check_signal(bench, whole, name, "launcher")  # type: ignore[misc]
+    made["apart"] = lambda: check_apart(bench, whole)
+    made["two runs"] = lambda: check_two_runs(bench, whole)
     made["memory"] = lambda: check_memory(bench)
     made["often"] = lambda: check_restarts(bench, whole, 20)
     return made

@@ -2,6 +2,7 @@
 
 import lightning
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from foretrain.integrations.lightning import HybridCallback, ResumableLoader
@@ -27,6 +28,7 @@ inputs = torch.randn(2048, 8)
 data = TensorDataset(inputs, inputs.sin().sum(1, keepdim=True))
 train, held_out = torch.utils.data.random_split(data, [1792, 256])
 callback = HybridCallback(probe=4)  # four batches of the validation loader
-trainer = lightning.Trainer(max_steps=300, accelerator="cpu", logger=False, callbacks=[callback])
+saving = ModelCheckpoint("checkpoints", every_n_train_steps=100, save_last=True)  # called again, it goes on from there
+trainer = lightning.Trainer(max_steps=300, accelerator="cpu", logger=False, callbacks=[callback, saving])
 trainer.fit(Net(), ResumableLoader(train, batch_size=64, seed=1), DataLoader(held_out, batch_size=64), ckpt_path="last")
-print(callback.run.summary()["audit"]["sentence"])
+print(callback.run.summary()["audit"]["sentence"] if callback.run else "all steps were made before")

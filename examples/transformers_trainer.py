@@ -14,7 +14,8 @@ rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)
 examples = [{"input_ids": row, "labels": row} for row in rows]
 
 torch.manual_seed(0)
-model = GPT2LMHeadModel(GPT2Config(vocab_size=128, n_positions=32, n_embd=32, n_layer=2, n_head=2))
+shape = {"n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 2}
+model = GPT2LMHeadModel(GPT2Config(vocab_size=128, bos_token_id=0, eos_token_id=0, **shape))
 arguments = TrainingArguments(
     output_dir=tempfile.mkdtemp(),
     max_steps=STEPS,

@@ -19,7 +19,7 @@ data = Dataset.from_list([{"text": f"{a} plus {b} is {a + b}"} for a in range(20
 
 torch.manual_seed(0)
 trainer = SFTTrainer(
-    GPT2LMHeadModel(GPT2Config(vocab_size=len(words), n_positions=8, n_embd=32, n_layer=2, n_head=2)),
+    GPT2LMHeadModel(GPT2Config(len(words), 8, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)),
     args=SFTConfig(
         tempfile.mkdtemp(),
         max_steps=200,

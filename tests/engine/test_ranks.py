@@ -83,6 +83,18 @@ def path(kind: str) -> Found:
     return {"dots": dots, "moved": digest(made), "probes": probes}
 
 
+def rooted(kind: str) -> Found:
+    """Probes at three places of a weight that FSDP2 gathers for the root of a model, and leaves gathered."""
+    made = HybridTrainer(in_kind(Steep(4.0), kind), config=quick(), loss_fn=supervised(nn.functional.mse_loss))
+    probes = []
+    for place in (1.0, 2.0, 3.0):
+        with torch.no_grad():
+            for p in made.engine.trained.parameters:  # the model itself may show gathered ones
+                local(p).fill_(place)
+        probes.append(made.engine.probe(own_rows(points(0))))
+    return {"probes": probes}
+
+
 def part_of(value: Tensor, parameter: Tensor) -> Tensor:
     """This rank's part of a whole tensor."""
     if not hasattr(parameter, "device_mesh"):
@@ -133,7 +145,31 @@ def bad_step(kind: str) -> Found:
     result = made.step((torch.full_like(x, torch.nan) if ranks()[0] == ranks()[1] - 1 else x, y))
     after = digest(made)
     made.step(own_rows(points(0)))
-    return {"before": before, "skipped": result.skipped, "after": after, "then": digest(made)}
+    return {"before": before, "skipped": result.skipped, "after": after, "then": digest(made), **steep(kind)}
+
+
+class Steep(nn.Module):
+    """Where its roots are 0 its loss is a number, and so are all gradients but that of the last weight, which only the
+    last rank may hold."""
+
+    def __init__(self, roots: float = 0.0) -> None:
+        super().__init__()
+        self.line = nn.Linear(5, 1)
+        self.roots = nn.Parameter(torch.full((8,), roots))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.line(x) + self.roots[-1].sqrt()
+
+
+def steep(kind: str) -> Found:
+    """A step in which one rank alone sees that a gradient is no number."""
+    torch.manual_seed(1)
+    made = HybridTrainer(in_kind(Steep(), kind), config=quick(), loss_fn=supervised(nn.functional.mse_loss))
+    before = digest(made)
+    result = made.step(own_rows(points(0)))
+    rows = [bool(local(p.grad).isfinite().all()) for p in made.model.parameters() if p.grad is not None]
+    same = [digest(made) == before]
+    return {"steep": [bool(np.isfinite(result.loss)), result.skipped, *same], "seen": not all(rows)}
 
 
 def quick(**settings: Any) -> Any:
@@ -198,12 +234,15 @@ def annealed(kind: str) -> Found:
 
 
 def accumulated(kind: str) -> Found:
-    """Steps in one part, and in two."""
+    """How far each weight gets in steps of one part, and of two; steps of SGD are as long as gradients are."""
     found: Found = {}
     for parts in (1, 2):
-        made = trainer(kind, True, {"max_steps": 10, "accumulation_steps": parts})
+        plain = {"optimizer.type": "sgd", "optimizer.learning_rate": 0.1, "optimizer.gradient_clip_norm": 0.0}
+        made = trainer(kind, True, {"max_steps": 10, "accumulation_steps": parts, **plain})
+        begun = [whole(p).clone() for p in made.model.parameters()]
         run(made, 3, words)
-        found[str(parts)] = [float(whole(p).double().norm()) for p in made.model.parameters()]
+        pairs = zip(made.model.parameters(), begun, strict=True)
+        found[str(parts)] = [float((whole(p) - before).double().norm()) for p, before in pairs]
     return found
 
 
@@ -219,6 +258,20 @@ def optimizers(kind: str) -> Found:
         found[name] = run(made, 12, points)["loss"]
     fused = trainer(kind, True, {"max_steps": 20, "optimizer.type": "muon", "optimizer.learning_rate": 1e-2})
     return found | {"muon on fused matrices": run(fused, 6, words)["loss"]}
+
+
+def narrow(kind: str) -> Found:
+    """Losses after some steps with moments of fewer bits, of a weight that is large enough to have them."""
+    found = {}
+    for name, width in (("adamw", "bf16"), ("adamw", "8bit"), ("muon", "bf16"), ("muon", "8bit")):
+        torch.manual_seed(1)
+        model = in_kind(
+            nn.Sequential(nn.Linear(5, 96), nn.Tanh(), nn.Linear(96, 96), nn.Tanh(), nn.Linear(96, 1)), kind
+        )
+        narrowed = {"optimizer.type": name, "optimizer.state_type": width, "optimizer.learning_rate": 1e-3}
+        made = HybridTrainer(model, None, supervised(nn.functional.mse_loss), quick(**narrowed))
+        found[f"{name} {width}"] = run(made, 30, points)["loss"]
+    return found
 
 
 def refused(kind: str) -> Found:
@@ -348,7 +401,7 @@ def along(kind: str) -> Found:
     return {}
 
 
-ALIKE = (runs, path, counted, annealed, accumulated, optimizers, to_a_loss, raced)
+ALIKE = (runs, path, rooted, counted, annealed, accumulated, optimizers, to_a_loss, raced)
 CHECKS = (*ALIKE, raced_again, in_time, idle, snapshots, bad_step, refused, sent, apart, worlds, along)
 
 
@@ -361,7 +414,8 @@ def on_one_rank() -> Found:
 
 def on_ranks() -> Found:
     """Everything, on both kinds of models."""
-    return {f"{check.__name__} {kind}": check(kind) for kind in KINDS for check in CHECKS}
+    found = {f"{check.__name__} {kind}": check(kind) for kind in KINDS for check in CHECKS}
+    return found | {"narrow ddp": narrow("ddp")}
 
 
 # --- tests -----------------------------------------------------------------------------------------------------------
@@ -377,7 +431,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
 @pytest.fixture(scope="module")
 def alone() -> dict[str, Found]:
     """What one process finds."""
-    return {check.__name__: check("one") for check in ALIKE}
+    return {check.__name__: check("one") for check in (*ALIKE, narrow)}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -410,6 +464,7 @@ def test_dots_moves_and_probes_are_those_of_one_process(kind: str, found: list[F
     assert ours["moved"] == theirs["moved"]
     assert ours["probes"] == pytest.approx(theirs["probes"], abs=1e-6)
     assert len(set(ours["probes"])) == 3
+    assert found[0][f"rooted {kind}"]["probes"] == pytest.approx(alone["rooted"]["probes"], abs=1e-6)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -428,10 +483,16 @@ def test_steps_from_a_snapshot_are_repeated_bit_for_bit(kind: str, found: list[F
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_number_on_one_rank_skips_the_step_on_all(kind: str, found: list[Found]) -> None:
-    ours, other = (rank[f"bad_step {kind}"] for rank in found)
+    ours, other = ({**rank[f"bad_step {kind}"], "seen": None} for rank in found)
     assert ours == other
     assert ours["skipped"]
     assert ours["before"] == ours["after"] != ours["then"]
+    assert ours["steep"] == [True, True, True], "a loss that is a number, a skipped step, and weights as they were"
+
+
+def test_the_rank_without_the_bad_gradient_skips_too(found: list[Found]) -> None:
+    assert [rank["bad_step fsdp2"]["seen"] for rank in found] == [False, True]
+    assert [rank["bad_step ddp"]["seen"] for rank in found] == [True, True]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -453,6 +514,7 @@ def test_annealed_copies_are_those_of_one_process(kind: str, found: list[Found],
 @pytest.mark.parametrize("kind", KINDS)
 def test_parts_of_batches_of_ranks_make_one_batch(kind: str, found: list[Found], alone: dict[str, Found]) -> None:
     ours = found[0][f"accumulated {kind}"]
+    assert min(alone["accumulated"]["1"]) > 0
     for parts in ("1", "2"):
         assert ours[parts] == pytest.approx(alone["accumulated"]["1"], rel=1e-4)
 
@@ -510,6 +572,11 @@ def test_a_race_of_ranks_that_is_left_in_a_trial_goes_on_with_the_same_bits(kind
         assert ours["there"] == {"step": 16, "racing": True, "tried": 2}
         assert ours["whole"] == ours["rest"] == found[0][f"raced_again {kind}"]["whole"]
         assert len(ours["whole"]["tried"]) == 3
+
+
+def test_narrow_moments_of_replicas_train_as_in_one_process(found: list[Found], alone: dict[str, Found]) -> None:
+    assert len(set(alone["narrow"].values())) == 4
+    assert found[0]["narrow ddp"] == found[1]["narrow ddp"] == pytest.approx(alone["narrow"], abs=1e-4)
 
 
 def test_what_is_not_supported_is_refused_in_one_sentence(found: list[Found]) -> None:

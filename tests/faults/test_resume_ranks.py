@@ -10,9 +10,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests import ranked
+from tests.engine import test_ranks
 from tests.gloo import fewer, results
 from torch import Tensor
 
@@ -25,6 +27,8 @@ from foretrain.persist.folder import RunFolder
 
 END, OPEN = 150, 140
 """Steps of a run, and one at which a leap is being validated."""
+PHASES = {10: "warmup", 50: "full"}
+"""Steps after which a run goes on for ten more, to a checkpoint that is compared."""
 NOISY = {"evaluation.ema_decay": 0.9, "audit.time_budget": 0.9, "checkpoint.keep": 50, "evaluation.interval": 0}
 NOISY |= {"hybrid.warmup_steps": 20, "health.interval": 0}
 OF_OTHER_RANKS = {"random", "batch", "batches", "sample", "loader"}
@@ -92,6 +96,9 @@ def resume(rank: int, folder: str) -> dict[str, Any]:
         whole.fit(Rows(batches), out=name, progress=False, pause_at=end)
         rest.fit(Rows(batches), out=as_of(rank, name, step), resume=True, progress=False, pause_at=end)
         told[f"{kind} {made.__name__}"] = [ranked.digest(whole), ranked.digest(rest), _shown(whole), _shown(rest)]
+    for step in PHASES:
+        out = as_of(rank, f"{folder}/fsdp2-noisy", step)
+        noisy("fsdp2").fit(Rows(ranked.words), out=out, resume=True, progress=False, pause_at=step + 10)
     return told
 
 
@@ -153,10 +160,10 @@ def come_second(rank: int, folder: str) -> str:
 
 def everything(rank: int, folder: str) -> dict[str, Any]:
     """All of the above, on at most three ranks."""
-    told: dict[str, Any] = {}
+    told: dict[str, Any] = {"path of three": test_ranks.path("fsdp2")}
     with fewer(2) as takes_part:
         if takes_part:
-            told = resume(rank, folder)
+            told |= resume(rank, folder)
     if rank == 0:
         shutil.copytree(f"{folder}/fsdp2-noisy/checkpoints/step-{OPEN:08d}", f"{folder}/2/step-{OPEN:08d}")
     pass_on(rank, folder)
@@ -198,6 +205,16 @@ def differences(first: Path, second: Path, left_out: frozenset[str]) -> list[str
     return [path for path in one.keys() | other.keys() if one.get(path, "none") != other.get(path, "none")]
 
 
+def test_three_ranks_see_and_move_what_one_process_does(ran: tuple[Path, list[dict[str, Any]]]) -> None:
+    """The same path of the weights, whose parts are not of one size here."""
+    alone = test_ranks.path("one")
+    for rank in ran[1]:
+        assert rank["path of three"] == ran[1][0]["path of three"]
+        assert rank["path of three"]["moved"] == alone["moved"]
+        for own, other in zip(rank["path of three"]["dots"], alone["dots"], strict=True):
+            np.testing.assert_allclose(own, other, rtol=1e-6, atol=1e-6 * np.abs(other).max())
+
+
 def test_a_resumed_run_ends_with_the_same_bits(ran: tuple[Path, list[dict[str, Any]]]) -> None:
     folder, told = ran
     runs = [("fsdp2", "noisy", OPEN, END), ("fsdp2", "exact", 30, 50), ("ddp", "exact", 30, 50)]
@@ -211,6 +228,19 @@ def test_a_resumed_run_ends_with_the_same_bits(ran: tuple[Path, list[dict[str, A
             assert shown == shown_rest
             assert shown["moves"]["kept"] > 0
         ends = [path / "checkpoints" / f"step-{end:08d}" for path in (run, run.with_name(f"{run.name}-{step}"))]
+        assert differences(*ends, frozenset(OF_THE_CLOCK)) == []
+
+
+def test_a_run_goes_on_from_any_phase(ran: tuple[Path, list[dict[str, Any]]]) -> None:
+    folder, _ = ran
+    phases = {("fsdp2-noisy", OPEN): "correct", ("fsdp2-exact", 30): "predict"}  # both in the middle of a move
+    phases |= {("fsdp2-noisy", step): phase for step, phase in PHASES.items()}
+    for (run, step), phase in phases.items():
+        state = checkpoint.read(folder / run / "checkpoints" / f"step-{step:08d}")
+        assert state["hybrid"]["policy"]["cycle"]["phase"] == phase
+    for step in PHASES:
+        runs = (folder / "fsdp2-noisy", folder / f"fsdp2-noisy-{step}")
+        ends = [run / "checkpoints" / f"step-{step + 10:08d}" for run in runs]
         assert differences(*ends, frozenset(OF_THE_CLOCK)) == []
 
 

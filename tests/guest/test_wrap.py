@@ -332,6 +332,30 @@ def test_a_schedule_that_never_stands_still_is_told_before_the_first_step() -> N
         assert any("leaps wait while it warms up or decays: none will be tried" in text for text in notices) is told
 
 
+@pytest.mark.parametrize(
+    ("schedule", "told"),
+    [
+        (lambda step: max(0.0, 1 - step / STEPS), True),  # at 0 beyond the end, where nobody trains any more
+        (lambda step: min(step / 30, 1.0), False),
+    ],
+    ids=["decays", "warms up"],
+)
+def test_a_resumed_run_knows_what_its_schedule_will_do(
+    schedule: Callable[[int], float], told: bool, tmp_path: Path
+) -> None:
+    loop = Loop(schedule=schedule)
+    first = loop.wrap([HELD_OUT], scheduler=loop.scheduler)
+    assert first.run is not None
+    loop.go(20, first.run)
+    first.run.save(tmp_path / "at")
+    first.run.close()
+    second = loop.wrap([HELD_OUT], scheduler=loop.scheduler)
+    assert second.run is not None
+    assert second.run.load(tmp_path / "at")
+    second.run.open()
+    assert any("none will be tried" in notice.message for notice in second.of(Notice)) is told
+
+
 def test_a_loop_that_never_calls_between_steps_is_watched_and_told_once(plain: Tensor) -> None:
     loop = Loop()
     outcome = loop.wrap([HELD_OUT])

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
 from foretrain.errors import ConfigError
@@ -126,6 +127,7 @@ def test_a_checkpoint_without_our_part_loads_and_a_closed_run_is_not_saved(tmp_p
 
 def test_weights_that_nobody_sees_whole_are_refused() -> None:
     model = nn.Linear(1, 1)
-    host: Any = SimpleNamespace(distributed_type=SimpleNamespace(value="DEEPSPEED"))
-    with pytest.raises(ConfigError, match="does not work with Accelerate's distributed type DEEPSPEED"):
-        integration.prepare(host, model, torch.optim.SGD(model.parameters(), lr=0.1), probe=None)
+    for kind in (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM):
+        host: Any = SimpleNamespace(distributed_type=kind)
+        with pytest.raises(ConfigError, match=f"does not work with Accelerate's distributed type {kind.value}, which"):
+            integration.prepare(host, model, torch.optim.SGD(model.parameters(), lr=0.1), probe=None)

@@ -10,6 +10,7 @@ import lightning
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -165,9 +166,9 @@ def test_what_cannot_work_is_refused_before_the_first_step() -> None:
         fit(ByHand(), DataLoader(HELD_OUT))
     with pytest.raises(ConfigError, match="probe = 2 takes so many batches of a validation loader"):
         fit(Counting())
-    host = SimpleNamespace(strategy=type("FSDPStrategy", (), {})(), optimizers=[1])
-    with pytest.raises(ConfigError, match="does not work with FSDPStrategy, which keeps weights"):
-        integration._check(host, Counting())
+    for strategy in (FSDPStrategy(), ModelParallelStrategy()):  # which a trainer takes on GPUs only
+        with pytest.raises(ConfigError, match=f"does not work with {type(strategy).__name__}, which keeps weights"):
+            integration._check(SimpleNamespace(strategy=strategy, optimizers=[1]), Counting())
     host = SimpleNamespace(strategy=object(), optimizers=[1, 2])
     with pytest.raises(ConfigError, match="does not work with 2 optimizers"):
         integration._check(host, Counting())

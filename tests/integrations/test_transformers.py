@@ -142,6 +142,7 @@ def test_what_cannot_work_is_refused_before_the_first_step(tmp_path: Path) -> No
 
     for name, what in (("is_deepspeed_enabled", "DeepSpeed"), ("is_fsdp_enabled", "FSDP")):
         host = trainer(eval_dataset=HELD_OUT)
+        assert not getattr(host, name), "the trainer's own name for it"
         setattr(host, name, True)
         with pytest.raises(ConfigError, match=f"does not work with {what}, which keeps weights where"):
             HybridCallback().bind(host)
@@ -162,7 +163,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=plain, eos_token=end, pad_token=end)
 
 
-def test_trl_with_an_adapter_is_exact_idle_and_resumed_and_keeps_leaps(tmp_path: Path) -> None:
+def test_trl_with_an_adapter_is_exact_idle_and_resumed_and_keeps_leaps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from datasets import Dataset
     from peft import LoraConfig
     from trl import SFTConfig, SFTTrainer
@@ -170,7 +173,7 @@ def test_trl_with_an_adapter_is_exact_idle_and_resumed_and_keeps_leaps(tmp_path:
     texts = [{"text": " ".join(map(str, row["input_ids"].tolist()))} for row in (*TRAIN, *HELD_OUT)]
     train_data, held_out = Dataset.from_list(texts[: len(TRAIN)]), Dataset.from_list(texts[len(TRAIN) :])
     found = {}
-    for kind in ("plain", "idle", "leaps", "resumed"):
+    for kind in ("plain", "idle", "leaps", "resumed", "objecting"):
         args = SFTConfig(**arguments(tmp_path / kind, learning_rate=1e-3, max_length=LONGEST))
         lora = LoraConfig(r=2, target_modules=["c_attn", "c_proj"], fan_in_fan_out=True, task_type="CAUSAL_LM")
         host = SFTTrainer(
@@ -186,9 +189,13 @@ def test_trl_with_an_adapter_is_exact_idle_and_resumed_and_keeps_leaps(tmp_path:
             callback.bind(host)
         if kind == "resumed":
             shutil.copytree(tmp_path / "leaps" / "checkpoint-20", tmp_path / kind / "checkpoint-20")
+        if kind == "objecting":
+            monkeypatch.setattr(integration, "_loss", RisingLoss())
         host.train(resume_from_checkpoint=kind == "resumed" or None)
         found[kind] = (weights(host.model), callback, dict(host._metrics.get("eval", {})))
     assert torch.equal(found["idle"][0], found["plain"][0])
+    assert torch.equal(found["objecting"][0], found["plain"][0])
+    assert moves(found["objecting"][1])["refused"] >= 1
     assert not torch.equal(found["leaps"][0], found["plain"][0])
     assert moves(found["leaps"][1])["kept"] >= 1
     assert torch.equal(found["resumed"][0], found["leaps"][0])

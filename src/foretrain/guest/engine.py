@@ -130,7 +130,8 @@ class GuestEngine(Engine):
         rate = self.rate
         if not isinstance(rate, GuestRates) or rate.steady:
             return False
-        known = plan_ahead(rate, self.config.max_steps) if self.has_end else unknown_plan(self.config.max_steps)
+        left = max(0, self.config.max_steps - self.progress.global_step)  # the scheduler stands at this step, not at 0
+        known = plan_ahead(rate, left) if self.has_end else unknown_plan(left)
         if len(known.steps) == 0:
             return rate.changes_by_itself
         flat = np.diff(known.steps)[np.diff(known.multipliers) == 0]
