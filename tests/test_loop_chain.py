@@ -290,3 +290,75 @@ def test_a_callback_can_stop_a_run_in_the_middle_of_linearised_leaps() -> None:
     summary = trainer.fit([points], callbacks=[stop], progress=False)
     assert summary["reason"] == "stopped early"
     assert trainer.global_step < 100
+
+
+# --- between two chains ----------------------------------------------------------------------------------------------
+
+
+def stopped_between_chains(held_out: list[torch.Tensor], **settings: Any) -> tuple[HybridTrainer, list[Event], int]:
+    """A run that is stopped some steps of Adam after a chain, at a rate that leads far up from there; the events, and
+    the step at which the chain had ended."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(1, 16), nn.Tanh(), nn.Linear(16, 1))
+    points = torch.linspace(-1, 1, 64).view(-1, 1)
+    config = from_mapping({"max_steps": 400, "device": "cpu", "log.interval": 1, **settings})
+    adam = torch.optim.Adam(model.parameters(), lr=0.05)
+    trainer = HybridTrainer(model, adam, residuals=lambda m, x: m(x) - (3 * x).sin(), config=config)
+    told: list[Event] = []
+    ended: list[int] = []
+
+    def follow(event: Event) -> None:
+        told.append(event)
+        if isinstance(event, Progress) and event.phase == "predict" and event.step > 20 and trainer.hybrid:
+            trainer.hybrid.end_soon()
+        if isinstance(event, Moved):
+            ended.append(event.step)
+        if isinstance(event, Progress) and event.phase == "full" and ended and event.step >= ended[0] + 4:
+            trainer.stop("enough")
+
+    summary = trainer.fit([points], held_out, callbacks=[follow], progress=False)
+    assert summary["reason"] == "stopped early"
+    assert trainer.phase.value == "full"
+    return trainer, told, ended[0]
+
+
+def test_a_run_that_is_stopped_between_two_chains_ends_at_the_lowest_loss() -> None:
+    trainer, told, ended = stopped_between_chains([])
+    at_chain = next(event for event in told if isinstance(event, Moved)).loss
+    strayed = [event.loss for event in told if isinstance(event, Progress) and event.step > ended + 1]
+    points = torch.linspace(-1, 1, 64).view(-1, 1)
+    assert max(strayed) > 10 * at_chain
+    assert trainer.evaluate([points]) <= 1.01 * at_chain
+    assert trainer.summary()["final_train_loss"] <= 1.01 * at_chain
+
+
+def test_between_two_chains_the_point_is_evaluated_that_the_run_would_end_at() -> None:
+    held_out = torch.linspace(-0.95, 0.95, 20).view(-1, 1)
+    trainer, told, ended = stopped_between_chains([held_out], **{"evaluation.interval": 1})
+    after = [event.loss for event in told if isinstance(event, Evaluated) and event.step > ended]
+    before = [event.loss for event in told if isinstance(event, Evaluated) and event.step <= ended]
+    assert len(after) >= 3
+    assert max(after) <= 1.01 * before[-1]
+    assert trainer.evaluate([held_out]) <= 1.01 * before[-1]
+
+
+def test_a_loop_of_ones_own_goes_back_to_the_lowest_loss() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(1, 16), nn.Tanh(), nn.Linear(16, 1))
+    points = torch.linspace(-1, 1, 64).view(-1, 1)
+    adam = torch.optim.Adam(model.parameters(), lr=0.05)
+    trainer = HybridTrainer(
+        model, adam, residuals=lambda m, x: m(x) - (3 * x).sin(), config=Config(max_steps=400, device="cpu")
+    )
+    while trainer.global_step < 30:
+        trainer.step(points)
+    assert trainer.hybrid is not None
+    trainer.hybrid.end_soon()
+    while trainer.judging:
+        trainer.step(points)
+    at_chain = trainer.evaluate([points])
+    for _ in range(4):
+        trainer.step(points)
+    assert trainer.evaluate([points]) > 10 * at_chain
+    trainer.finish(points)
+    assert trainer.evaluate([points]) <= at_chain

@@ -114,6 +114,8 @@ class Moved(Event):
     """Steps that it counted: of a linearised leap as many as it costs."""
     fall_ratio: float | None = None
     """Real falls of the loss by the linearised leaps of a chain, as a share of the predicted ones, on the average."""
+    returned: bool = False
+    """A chain found nothing lower than an earlier one had, and went back to where that ended."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -203,6 +203,15 @@ class HybridTrainer:
         """Weights, buffers and averages of a state, in place; all else stays."""
         self.engine.load_weights(state, origin)
 
+    def finish(self, batch: Any) -> None:
+        """Your loop ends here, before `max_steps`: where losses are exact the model goes back to the lowest one that is
+        known, as it does after its last step, since the optimizer's steps between two chains of leaps may lead far up.
+
+        batch: the last one. Not while `judging`.
+        """
+        if self.policy is not None:
+            self.policy.finish(self.engine.to_device(batch))
+
     @property
     def phase(self) -> Phase:
         return Phase.FULL if self.hybrid is None else self.hybrid.phase

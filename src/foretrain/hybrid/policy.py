@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -291,6 +292,15 @@ class Policy(Deliberation):
         if self.move is None:
             for kind in self.kinds:
                 kind.evaluated(loss)
+
+    @contextmanager
+    def at_lower_end(self) -> Iterator[None]:
+        """Inside the block: the weights that the run would go back to, if it ended now."""
+        with ExitStack() as entered:
+            if self.move is None and self.tools.engine.average is None:
+                for kind in self.kinds:
+                    entered.enter_context(kind.at_lower_end())
+            yield
 
     def finish(self, batch: Any) -> None:
         """The run is over."""

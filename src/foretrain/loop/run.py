@@ -72,6 +72,7 @@ class Loop:
         self.loader_state: dict[str, Any] | None = None
         self.untrained = False
         """A batch was taken, and its step is not done."""
+        self.last_batch: Any = None
         self.rewound = False
         """The data was turned back by a rollback and is not opened there yet."""
         self.farthest_log = 0
@@ -166,7 +167,7 @@ class Loop:
         trainer, progress = self.trainer, self.progress
         trainer.catch_up()
         due = progress.evaluation_due and not self.engine.ended
-        if (due and self.evaluator.evaluate()) or self.evaluator.patience_is_over:
+        if (due and self._evaluate()) or self.evaluator.patience_is_over:
             return "stopped early"
         if self._interrupted and (self._window_due or progress.evaluation_due):
             return "interrupted"  # what comes before the next step was left
@@ -195,7 +196,7 @@ class Loop:
         while True:
             with closing(source.after(progress.position, self.loader_state)) as batches:
                 for batch in batches:
-                    self.rewound, self.untrained = False, True
+                    self.rewound, self.untrained, self.last_batch = False, True, batch
                     try:
                         result = trainer.step(batch)
                     except DivergenceError:  # given up, but not lost
@@ -312,18 +313,22 @@ class Loop:
 
     def _evaluate(self) -> bool:
         """Evaluate; True when it is time to stop early."""
-        with self._aside("evaluating"):
+        with self._aside("evaluating"), self._at_lower_end():
             return self.evaluator.evaluate()
 
     def _look(self) -> None:
         """Measure the held-out loss for a target."""
-        with self._aside("evaluating"):
+        with self._aside("evaluating"), self._at_lower_end():
             self.evaluator.look()
         if self._met and self.hybrid is not None:
             self.hybrid.end_soon()
 
     def _aside(self, what: str) -> AbstractContextManager[None]:
         return nullcontext() if self.targets is None else self.targets.aside(what)
+
+    def _at_lower_end(self) -> AbstractContextManager[None]:
+        """Where the run would end now: what the optimizer does between two chains of leaps is often taken back."""
+        return nullcontext() if self.hybrid is None else self.hybrid.policy.at_lower_end()
 
     @property
     def _met(self) -> bool:
@@ -434,9 +439,11 @@ class Loop:
                 self._save(must=True)
             return reason
         progress = self.progress
+        if not self.engine.ended and self.last_batch is not None:
+            self.trainer.finish(self.last_batch)
         complete = self._saved_step == progress.global_step and not progress.evaluation_due
         end_loss = None if self.hybrid is None else self.hybrid.policy.end_loss
-        if reason == "finished" and end_loss is not None:
+        if end_loss is not None:
             progress.last_train_loss = end_loss
         if reason == "finished" and self.evaluator.held_out and not complete:
             self.evaluator.evaluate()

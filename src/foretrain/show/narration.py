@@ -169,6 +169,8 @@ def _move(event: Moved, verbose: bool) -> str:
 
 def _worth(event: Moved) -> str:
     """Say what a move was worth, in steps; of leaps that cost more than a step, what they were counted as."""
+    if event.returned:
+        return "back where an earlier chain ended, as nothing lower was found"
     if event.chained and event.counted_steps > event.horizon:
         ratio = f", falls {event.fall_ratio:.2f} of the predicted ones" if event.fall_ratio is not None else ""
         return f"counted as {event.counted_steps:,} steps{ratio}"

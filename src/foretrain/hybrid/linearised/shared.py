@@ -69,7 +69,7 @@ class SharedSystem(System):
         return whole, Root([root for tensors in heard for root in tensors[2 + len(sides) :]]), target
 
     def _lengths(self, parts: Sequence[int]) -> list[int]:
-        """Of what a rank with so many outputs sends: numbers, target, both sides of each factor, root."""
+        """Return how long each part is that a rank with so many outputs sends: numbers, target, factors, root."""
         uses = [sum(rows * uses for rows, uses in _shape(factor, parts)) for factor in self.rows.factors]
         roots = [n if root.ndim == 1 else n // root.shape[1] for n, root in zip(parts, self.root.factors, strict=True)]
         return [sum(parts), sum(parts), *(length for one in uses for length in (one, one)), *roots]

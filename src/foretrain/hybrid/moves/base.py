@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -183,6 +184,10 @@ class MoveKind(Stateful, ABC):
 
     def evaluated(self, loss: float) -> None:
         """A held-out loss was measured while no move was open."""
+
+    def at_lower_end(self) -> AbstractContextManager[None]:
+        """Inside the block: the weights that the run would go back to, if it ended now."""
+        return nullcontext()
 
     def finish(self, batch: Any) -> float | None:
         """The run is over. Returns the loss of the batch where the weights were changed once more."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -163,6 +165,10 @@ class Chain(JudgedMove):
         return Judgement(kept, worth, self.cost, reason, after, overfits=self.overfits)
 
     @property
+    def returned(self) -> bool:
+        return self.leaps.returned and not self.loss < self.leaps.start_loss
+
+    @property
     def start_loss(self) -> float:
         return min(self.anchor, self.leaps.start_loss)
 
@@ -203,6 +209,21 @@ class ChainedKind(MoveKind):
         if self.comes_back:
             self.tools.held_out.note(loss)
 
+    @contextmanager
+    def at_lower_end(self) -> Iterator[None]:
+        """The optimizer's own steps after a chain may lead far up, and the next chain goes back: inside the block the
+        weights are those of the lowest end of a chain, where the held-out loss is lower there."""
+        held_out, parameters = self.tools.held_out, self.tools.trajectory.parameters
+        if not (self.leaps.marked and self.comes_back and held_out.active):
+            yield
+            return
+        now = [p.detach().clone() for p in parameters]
+        try:
+            self.leaps.finish(None, held_out.loss)
+            yield
+        finally:
+            copy_each(parameters, now)
+
     def finish(self, batch: Any) -> float | None:
         """Where the loss is exact the run ends at the lowest point that is known, by the held-out loss if there is
         one."""
@@ -221,7 +242,7 @@ class ChainedKind(MoveKind):
         judged = held_out.loss if held_out.active else None
         to_chain, to_evaluation = self.leaps.finish(batch, judged), held_out.finish()
         went = [losses for losses in (to_chain, to_evaluation) if losses is not None]
-        loss = self.tools.engine.probe(batch) if went else None
+        loss = self.tools.engine.probe(batch) if went or self.comes_back else None
         if went and judged is not None:
             where = "at the end of its last chain" if to_evaluation is None else f"at step {held_out.step}"
             text = f"{went[-1][1]:.4g} ({where}) instead of {went[0][0]:.4g}"

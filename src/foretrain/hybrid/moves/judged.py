@@ -206,6 +206,11 @@ class JudgedMove(Move):
         return self.tools.probes.loss(self, batch)
 
     @property
+    def returned(self) -> bool:
+        """Whether it found nothing lower than an earlier move had, and went back to there."""
+        return False
+
+    @property
     def fall_ratio(self) -> float | None:
         """Real falls of the loss as a share of predicted ones; None where nothing was predicted step by step."""
         return None
@@ -229,6 +234,7 @@ class JudgedMove(Move):
             leaps=self.leaps_name,
             counted_steps=self.counted,
             fall_ratio=self.fall_ratio,
+            returned=self.returned,
         )
 
     def after_load(self) -> None:
