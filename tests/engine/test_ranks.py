@@ -381,6 +381,7 @@ def worlds(kind: str) -> Found:
         "failed": list(failed or ()),
         "well": world.all_well() is None,
         "first": world.of_first(np.array([[rank + 0.5]])).tolist(),
+        "gathered": world.gather(torch.tensor([[rank, 7]])).tolist(),
     }
 
 
@@ -629,6 +630,7 @@ def test_ranks_sum_vote_and_tell(found: list[Found]) -> None:
         "failed": [1, "no space, sagt Rang 1: é"],
         "well": True,
         "first": [[0.5]],
+        "gathered": [[[0, 7]], [[1, 7]]],
     }
 
 

@@ -7,7 +7,6 @@ numbers, from which all of them decide alike. Rows are of all ranks together, an
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -155,7 +154,7 @@ class LookoutOfRanks(Lookout):
             return seen, [*numbers, seen.part_of_loss(system.chosen, system.totals), seen.own_loss, bends]
 
         seen, told = self.meeting.tell(work, 6)
-        scale, failed, fall, after, after_all, bent = (math.fsum(each) for each in zip(*told, strict=True))
+        scale, failed, fall, after, after_all, bent = (sum(each) for each in zip(*told, strict=True))
         predicted = predicted_by((scale, failed, fall))
         if predicted is None:
             return None
