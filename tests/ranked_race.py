@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
-import tempfile
+import signal
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-from tests.ranked import Found, digest, own_rows, store_of, trainer, words, wrapped
+from tests.ranked import Found, digest, own_rows, ranks, store_of, trainer, words, wrapped
 from torch import nn
 
 from foretrain import HybridTrainer, supervised
 from foretrain.config import from_mapping
+from foretrain.events import Event, RateTrial
+from foretrain.launch.joining import current_group
 
 RACED: dict[str, Any] = {
     "max_steps": 40,
@@ -22,8 +25,8 @@ RACED: dict[str, Any] = {
     "schedule.type": "wsd",
 }
 STEPS, FIRST = 80, 2e-3
-END, CALLS = 17, 30
-"""A step after the race, and the step of trials in which one is left."""
+END = 17
+"""A step after the race."""
 
 
 def made(kind: str, **more: Any) -> HybridTrainer:
@@ -55,21 +58,32 @@ def _raced(kind: str, adapters: bool) -> Found:
 
 
 def raced_again(kind: str) -> Found:
-    """A run with dropout, and one that goes on after a stop in the middle of a trial."""
+    """A run with dropout that a signal to rank 1 stops in the middle of its last trial, and what goes on with it."""
     still = {"dropout": 0.1, "evaluation.ema_decay": 0.9}
-    first, second, asked = made(kind, **still), made(kind, **still), list[int]()
-    assert first.race is not None
+    first, second, heard = made(kind, **still), made(kind, **still), list[Event]()
+    race, (rank, size), store = first.race, ranks(), current_group().store
+    promises = [f"foretrain/promise/{other}" for other in range(size)]
+    assert race is not None
+
+    def halt(event: Event) -> None:
+        if isinstance(event, RateTrial) and len(race.tried) == 2 and not heard:
+            heard.append(event)
+            if rank == 1:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            store.wait(promises, timedelta(seconds=60))  # all know then after which step they stop
+
+    folder = Path(os.environ["RANKS_FOLDER"], f"raced-{kind}")
+    batches = [own_rows(words(position)) for position in range(END)]
+    summary = first.fit(batches, out=folder, callbacks=[halt], progress=False, on_interrupt="return")
+    torch.distributed.barrier()
+    for key in ("foretrain/stop", *promises) if rank == 0 else ():  # other runs of these ranks are not to stop
+        store.delete_key(key)
+    loaded = store_of(second, str(folder / "checkpoints")).load_newest()
+    assert loaded is not None
+    second.load_state_dict(loaded.state)
     assert second.race is not None
-    first.race.interrupted = lambda: bool(asked.append(1)) or len(asked) >= CALLS
-    while len(asked) < CALLS:
-        first.step(own_rows(words(first.position)))
-    with tempfile.TemporaryDirectory() as own:
-        folder = str(Path(os.environ.get("RANKS_FOLDER", own), f"raced-{kind}"))
-        store_of(first, folder).save(first.global_step, first.state_dict())
-        loaded = store_of(second, folder).load_newest()
-        assert loaded is not None
-        second.load_state_dict(loaded.state)
-    there = {"step": second.global_step, "racing": second.racing, "tried": len(second.race.tried)}
+    tried = len(second.race.tried)
+    there = {"reason": summary["reason"], "step": second.global_step, "racing": second.racing, "tried": tried}
     return {"there": there, "whole": train(made(kind, **still)), "rest": train(second)}
 
 

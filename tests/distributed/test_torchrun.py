@@ -32,6 +32,7 @@ SETTINGS: dict[str, Any] = {
     "model.dropout": 0.1,
     "data.tokenizer": "byte",
     "optimizer.type": "adamw",
+    "optimizer.learning_rate": "auto",
     "schedule.type": "constant",
     "hybrid.warmup_steps": 10,
     "hybrid.full_steps": 10,
@@ -48,11 +49,11 @@ FAULTS = [[0, 1, 15, "SIGTERM"], [1, 1, 34, "SIGKILL"]]
 
 
 def start(folder: Path, out: str, data: Path, faults: list[Any], restarts: int) -> subprocess.CompletedProcess[str]:
-    """Two ranks; the same command begins and goes on."""
+    """Two ranks; the same command begins and goes on. No run lies beside another one: it would begin with its rate."""
     settings = {**SETTINGS, "data.path": str(data), "data.cache": str(folder / "cache")}
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", str(restarts)]
     launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-    worker = [str(Path(__file__).parent / "worker.py"), "train", "--out", str(folder / out), "--resume"]
+    worker = [str(Path(__file__).parent / "worker.py"), "train", "--out", str(folder / out / "run"), "--resume"]
     told = [f"--set={name}={json.dumps(value)}" for name, value in settings.items()]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "FAULTS": json.dumps(faults)}
     command = [sys.executable, *launcher, *worker, *told]
@@ -87,10 +88,13 @@ def test_two_ranks_are_one_run(runs: tuple[Path, dict[str, str]]) -> None:
     told = printed["whole"]
     assert told.count("2 ranks, each with a shard of the weights (FSDP2)") == 1
     assert told.count("run finished") == 1
-    summary = json.loads((folder / "whole" / "summary.json").read_text())
+    summary = json.loads((folder / "whole" / "run" / "summary.json").read_text())
     assert (summary["reason"], summary["global_step"]) == ("finished", 60)
-    assert summary["tokens"] == 60 * 8 * 32
-    log = [json.loads(line) for line in (folder / "whole" / "metrics.jsonl").read_text().splitlines()]
+    race = summary["learning_rate"]
+    assert (race["steps"], len(race["tried"])) == (21, 3)
+    assert told.count("the run goes on with a learning rate of") == 1
+    assert summary["tokens"] == (60 + race["extra_steps"]) * 8 * 32
+    log = [json.loads(line) for line in (folder / "whole" / "run" / "metrics.jsonl").read_text().splitlines()]
     steps = [line["step"] for line in log if line["event"] == "Evaluated"]
     assert steps == [20, 40, 60]
     moves = [(move["verdict"], move["step"], move["layers"]) for move in summary["growth"]["moves"]]
@@ -102,8 +106,8 @@ def test_the_model_is_written_as_of_one_process(runs: tuple[Path, dict[str, str]
     folder, _ = runs
     config = from_mapping({**SETTINGS, "model.vocab_size": 257})
     model = gpt2.build(config.model, seed=99)
-    load_weights(model, folder / "whole" / "model")
-    saved = checkpoint.read(next(CheckpointStore(folder / "whole" / "checkpoints").steps())[1])["model"]
+    load_weights(model, folder / "whole" / "run" / "model")
+    saved = checkpoint.read(next(CheckpointStore(folder / "whole" / "run" / "checkpoints").steps())[1])["model"]
     own = model.state_dict()
     assert all((own[name] == weight).all() for name, weight in saved.items())
 
@@ -117,13 +121,13 @@ def test_after_a_signal_to_one_rank_and_a_kill_it_ends_with_the_same_bits(runs: 
     assert "exitcode: -9" in told
     assert "rank 1 hangs or is gone, last seen after step" in told
     assert told.count("resumed from step") == 2
-    assert weights_of(folder / "hurt") == weights_of(folder / "whole")
+    assert weights_of(folder / "hurt" / "run") == weights_of(folder / "whole" / "run")
 
 
 @pytest.mark.xdist_group("torchrun")
 def test_one_process_goes_on_with_the_run_of_two(runs: tuple[Path, dict[str, str]], tmp_path: Path) -> None:
     folder, _ = runs
-    shutil.copytree(folder / "whole", tmp_path / "alone")
+    shutil.copytree(folder / "whole" / "run", tmp_path / "alone")
     for late in ("step-00000060", "best-step-00000060"):
         shutil.rmtree(tmp_path / "alone" / "checkpoints" / late, ignore_errors=True)
     data = {"data.path": str(folder / "text.txt"), "data.cache": str(folder / "cache")}
@@ -132,6 +136,6 @@ def test_one_process_goes_on_with_the_run_of_two(runs: tuple[Path, dict[str, str
     summary = run.train(config, tmp_path / "alone", resume=True, progress=False, listeners=[events.append])
     assert [event.step for event in events if isinstance(event, Resumed)] == [50]
     assert any("saved by 2 processes" in event.message for event in events if isinstance(event, Notice))
-    whole = json.loads((folder / "whole" / "summary.json").read_text())
+    whole = json.loads((folder / "whole" / "run" / "summary.json").read_text())
     assert summary["tokens"] == whole["tokens"]
     assert summary["final_val_loss"] == pytest.approx(whole["final_val_loss"], rel=0.02)  # dropout draws otherwise

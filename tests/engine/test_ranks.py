@@ -570,7 +570,7 @@ def test_ranks_find_the_learning_rate_of_one_process(kind: str, found: list[Foun
 def test_a_race_of_ranks_that_is_left_in_a_trial_goes_on_with_the_same_bits(kind: str, found: list[Found]) -> None:
     for rank in found:
         ours = rank[f"raced_again {kind}"]
-        assert ours["there"] == {"step": 16, "racing": True, "tried": 2}
+        assert ours["there"] == {"reason": "interrupted", "step": 16, "racing": True, "tried": 2}
         assert ours["whole"] == ours["rest"] == found[0][f"raced_again {kind}"]["whole"]
         assert len(ours["whole"]["tried"]) == 3
 

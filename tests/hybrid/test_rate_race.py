@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from foretrain.hybrid.rate_plan import (
     plan_of,
     with_short_warmup,
 )
+from foretrain.launch.group import Group, RankPlace
 from foretrain.loop.earlier import begin_with_last
 from foretrain.show import narration
 
@@ -295,11 +297,11 @@ def test_what_cannot_be_raced_is_refused() -> None:
 
 
 def test_fit_judges_by_its_held_out_batches_and_begins_with_the_last_run_of_the_same_kind(tmp_path: Path) -> None:
-    def run(name: str, **settings: Any) -> dict[str, Any]:
+    def run(name: str, resume: bool = False, **settings: Any) -> dict[str, Any]:
         trainer = make(0.01, **settings)
         if trainer.race is not None:
             trainer.race.held_out = []
-        return trainer.fit(batches(0.01), probe(0.01), out=tmp_path / name, progress=False)
+        return trainer.fit(batches(0.01), probe(0.01), out=tmp_path / name, resume=resume, progress=False)
 
     run("other", **{"optimizer.type": "sgd"})
     run("set", **{"optimizer.learning_rate": 0.004})  # nobody has found it
@@ -311,7 +313,7 @@ def test_fit_judges_by_its_held_out_batches_and_begins_with_the_last_run_of_the_
     second = run("second", max_steps=60)["learning_rate"]
     expected = pytest.approx(at_length(first["chosen"], 80, 60), rel=0.01)
     assert (second["first"], second["origin"]) == (expected, "that of first")
-    third = run("third", max_steps=60)["learning_rate"]
+    third = run("third", resume=True, max_steps=60)["learning_rate"]  # as a launcher begins it
     assert third["first"] == pytest.approx(second["chosen"], rel=0.01)
     page = (tmp_path / "third" / "report.html").read_text()
     assert "Learning rates that were tried" in page
@@ -343,6 +345,20 @@ def test_rates_of_other_runs_that_cannot_be_meant_are_passed_over(tmp_path: Path
     assert race.centre == 1e-3
     begin_with_last(race, "a kind", 80, tmp_path / "new")
     assert (race.centre, race.origin) == (2e-3, "that of strange")
+
+
+class Told(Group):
+    """Another process than the one that looks at the folder of runs."""
+
+    def from_first(self, say: Callable[[], str]) -> str:
+        return '[0.004, "that of first"]'
+
+
+def test_of_several_processes_one_looks_for_rates_of_other_runs(tmp_path: Path) -> None:
+    race = make(0.01).race
+    assert race is not None
+    begin_with_last(race, "a kind", 80, tmp_path / "not" / "there", Told(RankPlace(rank=1, size=2)))
+    assert (race.centre, race.origin) == (0.004, "that of first")
 
 
 # --- the plan, and what follows from it -------------------------------------------------------------------------------

@@ -128,7 +128,7 @@ class Loop:
         if self.folder is not None:
             self.folder.describe()
         kind = kind_of(self.engine, self._title(title), fingerprint, self.evaluator.held_out)
-        if self.trainer.race is not None and self.folder is not None and not resume:
+        if self.trainer.race is not None and self.folder is not None and not self.progress.backward_passes:
             begin_with_last(self.trainer.race, kind, self.config.max_steps, self.folder.path, self.roll.group)
         self._announce(title, details)
         if self.forecaster is not None:
