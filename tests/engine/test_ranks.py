@@ -205,24 +205,36 @@ def accumulated(kind: str) -> Found:
 
 
 def optimizers(kind: str) -> Found:
-    """Losses after some steps with each optimizer."""
+    """Losses after 30 steps with each optimizer, and each format of its moments."""
     found = {}
     for name in ("adamw", "adam", "sgd", "muon", "own"):
-        settings = {**SETTINGS, "max_steps": 20, "optimizer.learning_rate": 1e-3, "optimizer.type": name}
+        settings = {**SETTINGS, "max_steps": 40, "optimizer.learning_rate": 1e-3, "optimizer.type": name}
         model = in_kind(curve(), kind)
         own = torch.optim.RMSprop(model.parameters(), 1e-3) if name == "own" else None
         config = from_mapping({n: v for n, v in settings.items() if own is None or not n.startswith("optimizer.")})
         made = HybridTrainer(model, own, supervised(nn.functional.mse_loss), config)
-        found[name] = run(made, 12, points)["loss"]
+        found[name] = run(made, 30, points)["loss"]
+    for name in ("adamw", "muon"):
+        for state_type in ("bf16", "8bit"):
+            settings = {**SETTINGS, "optimizer.learning_rate": 1e-3, "optimizer.type": name}
+            config = from_mapping({**settings, "max_steps": 40, "optimizer.state_type": state_type})
+            made = HybridTrainer(in_kind(wide(), kind), None, supervised(nn.functional.mse_loss), config)
+            found[f"{name} {state_type}"] = run(made, 30, points)["loss"]
     fused = trainer(kind, True, {"max_steps": 20, "optimizer.type": "muon", "optimizer.learning_rate": 1e-2})
     return found | {"muon on fused matrices": run(fused, 6, words)["loss"]}
+
+
+def wide() -> nn.Sequential:
+    """Matrices that are large enough for narrow moments."""
+    torch.manual_seed(1)
+    large = (nn.Linear(5, 96), nn.Tanh(), nn.Linear(96, 256), nn.Tanh(), nn.Linear(256, 17))
+    return nn.Sequential(*large, nn.Tanh(), nn.Linear(17, 1))
 
 
 def refused(kind: str) -> Found:
     """What is refused, with its sentence."""
     found = {}
     for settings in (
-        {"optimizer.state_type": "8bit", "optimizer.type": "adamw"},
         {"memory.offload": True, "optimizer.type": "adamw"},
         {"engine.update_in_backward": True, "optimizer.gradient_clip_norm": 0.0},
         {"engine.compile": True},
@@ -459,13 +471,16 @@ def test_parts_of_batches_of_ranks_make_one_batch(kind: str, found: list[Found],
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_optimizers_train_as_in_one_process(kind: str, found: list[Found], alone: dict[str, Found]) -> None:
-    assert found[0][f"optimizers {kind}"] == pytest.approx(alone["optimizers"], abs=1e-4)
+    """But for 8 bits, which round by chance, and on shards in other blocks: by as much as they change the loss of one
+    process from that with 32 bits."""
+    for name, loss in found[0][f"optimizers {kind}"].items():
+        assert loss == pytest.approx(alone["optimizers"][name], abs=1e-3 if "8bit" in name else 1e-4)
 
 
 def test_what_is_not_supported_is_refused_in_one_sentence(found: list[Found]) -> None:
-    for_parts = {"optimizer.state_type", "hybrid.space"}
+    for_parts = {"hybrid.space"}
     ddp, sharded = (found[0][f"refused {kind}"] for kind in KINDS)
-    assert len(sharded) == 11
+    assert len(sharded) == 10
     assert sharded.keys() - ddp.keys() == for_parts
     for name, text in sharded.items():
         assert text.startswith("this is one of 2 processes, where ")
