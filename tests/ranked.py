@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +145,12 @@ def store_of(trainer: HybridTrainer, folder: str) -> CheckpointStore:
         world,
         lambda step: ReadBy(world.rank, world.size, layouts, lambda: random_state_anew(1, step, world.rank)),
     )
+
+
+def bits_of(tensors: Iterable[Tensor]) -> int:
+    """A number that knows every bit of some tensors, wherever their parts are."""
+    sums = [whole(tensor).contiguous().reshape(-1).view(torch.uint8).long() for tensor in tensors]
+    return sum(place * int((part * torch.arange(1, len(part) + 1)).sum()) for place, part in enumerate(sums, 1))
 
 
 def start(module: str, names: list[str], size: int, folder: Path, limit: float = 600) -> list[dict[str, Found]]:

@@ -247,38 +247,36 @@ def accumulated(kind: str) -> Found:
 
 
 def optimizers(kind: str) -> Found:
-    """Losses after some steps with each optimizer."""
+    """Losses after 30 steps with each optimizer, and each format of its moments."""
     found = {}
     for name in ("adamw", "adam", "sgd", "muon", "own"):
-        settings = {**SETTINGS, "max_steps": 20, "optimizer.learning_rate": 1e-3, "optimizer.type": name}
+        settings = {**SETTINGS, "max_steps": 40, "optimizer.learning_rate": 1e-3, "optimizer.type": name}
         model = in_kind(curve(), kind)
         own = torch.optim.RMSprop(model.parameters(), 1e-3) if name == "own" else None
         config = from_mapping({n: v for n, v in settings.items() if own is None or not n.startswith("optimizer.")})
         made = HybridTrainer(model, own, supervised(nn.functional.mse_loss), config)
-        found[name] = run(made, 12, points)["loss"]
+        found[name] = run(made, 30, points)["loss"]
+    for name in ("adamw", "muon"):
+        for state_type in ("bf16", "8bit"):
+            settings = {**SETTINGS, "optimizer.learning_rate": 1e-3, "optimizer.type": name}
+            config = from_mapping({**settings, "max_steps": 40, "optimizer.state_type": state_type})
+            made = HybridTrainer(in_kind(wide(), kind), None, supervised(nn.functional.mse_loss), config)
+            found[f"{name} {state_type}"] = run(made, 30, points)["loss"]
     fused = trainer(kind, True, {"max_steps": 20, "optimizer.type": "muon", "optimizer.learning_rate": 1e-2})
     return found | {"muon on fused matrices": run(fused, 6, words)["loss"]}
 
 
-def narrow(kind: str) -> Found:
-    """Losses after some steps with moments of fewer bits, of a weight that is large enough to have them."""
-    found = {}
-    for name, width in (("adamw", "bf16"), ("adamw", "8bit"), ("muon", "bf16"), ("muon", "8bit")):
-        torch.manual_seed(1)
-        model = in_kind(
-            nn.Sequential(nn.Linear(5, 96), nn.Tanh(), nn.Linear(96, 96), nn.Tanh(), nn.Linear(96, 1)), kind
-        )
-        narrowed = {"optimizer.type": name, "optimizer.state_type": width, "optimizer.learning_rate": 1e-3}
-        made = HybridTrainer(model, None, supervised(nn.functional.mse_loss), quick(**narrowed))
-        found[f"{name} {width}"] = run(made, 30, points)["loss"]
-    return found
+def wide() -> nn.Sequential:
+    """Matrices that are large enough for narrow moments."""
+    torch.manual_seed(1)
+    large = (nn.Linear(5, 96), nn.Tanh(), nn.Linear(96, 256), nn.Tanh(), nn.Linear(256, 17))
+    return nn.Sequential(*large, nn.Tanh(), nn.Linear(17, 1))
 
 
 def refused(kind: str) -> Found:
     """What is refused, with its sentence."""
     found = {}
     for settings in (
-        {"optimizer.state_type": "8bit", "optimizer.type": "adamw"},
         {"memory.offload": True, "optimizer.type": "adamw"},
         {"engine.update_in_backward": True, "optimizer.gradient_clip_norm": 0.0},
         {"engine.compile": True},
@@ -415,8 +413,7 @@ def on_one_rank() -> Found:
 
 def on_ranks() -> Found:
     """Everything, on both kinds of models."""
-    found = {f"{check.__name__} {kind}": check(kind) for kind in KINDS for check in CHECKS}
-    return found | {"narrow ddp": narrow("ddp")}
+    return {f"{check.__name__} {kind}": check(kind) for kind in KINDS for check in CHECKS}
 
 
 # --- tests -----------------------------------------------------------------------------------------------------------
@@ -432,7 +429,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
 @pytest.fixture(scope="module")
 def alone() -> dict[str, Found]:
     """What one process finds."""
-    return {check.__name__: check("one") for check in (*ALIKE, narrow)}
+    return {check.__name__: check("one") for check in ALIKE}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -522,7 +519,10 @@ def test_parts_of_batches_of_ranks_make_one_batch(kind: str, found: list[Found],
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_optimizers_train_as_in_one_process(kind: str, found: list[Found], alone: dict[str, Found]) -> None:
-    assert found[0][f"optimizers {kind}"] == pytest.approx(alone["optimizers"], abs=1e-4)
+    """But for 8 bits, which round by chance, and on shards in other blocks: by as much as they change the loss of one
+    process from that with 32 bits."""
+    for name, loss in found[0][f"optimizers {kind}"].items():
+        assert loss == pytest.approx(alone["optimizers"][name], abs=1e-3 if "8bit" in name else 1e-4)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -575,15 +575,10 @@ def test_a_race_of_ranks_that_is_left_in_a_trial_goes_on_with_the_same_bits(kind
         assert len(ours["whole"]["tried"]) == 3
 
 
-def test_narrow_moments_of_replicas_train_as_in_one_process(found: list[Found], alone: dict[str, Found]) -> None:
-    assert len(set(alone["narrow"].values())) == 4
-    assert found[0]["narrow ddp"] == found[1]["narrow ddp"] == pytest.approx(alone["narrow"], abs=1e-4)
-
-
 def test_what_is_not_supported_is_refused_in_one_sentence(found: list[Found]) -> None:
-    for_parts = {"optimizer.state_type", "hybrid.space", "hybrid.linear_rows"}
+    for_parts = {"hybrid.space", "hybrid.linear_rows"}
     ddp, sharded = (found[0][f"refused {kind}"] for kind in KINDS)
-    assert len(sharded) == 8
+    assert len(sharded) == 7
     assert sharded.keys() - ddp.keys() == for_parts
     for name, text in sharded.items():
         assert text.startswith("this is one of 2 processes, where ")

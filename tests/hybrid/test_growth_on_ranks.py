@@ -13,7 +13,7 @@ import pytest
 import torch
 from tests import ranked
 from tests.gloo import fewer, results
-from torch import Tensor, nn
+from torch import nn
 
 from foretrain import HybridTrainer, supervised
 from foretrain.config import from_mapping
@@ -75,16 +75,10 @@ class Run:
     def bits(self) -> list[Any]:
         """Of weights, moments and averages, whole, and of this rank's random numbers."""
         engine = self.trainer.engine
-        moments = [value for state in engine.optimizer.state.values() for value in state.values()]
+        states = [engine.optimizer.state.get(p, {}) for p in self.trainer.model.parameters()]
+        moments = [value for state in states for value in state.values()]
         averages = engine.average.state_dict()["average"]  # type: ignore[union-attr]
-        rest = [digest([ranked.whole(one) for one in some]) for some in (moments, averages)]
-        return [ranked.digest(self.trainer), *rest, digest([torch.get_rng_state()])]
-
-
-def digest(tensors: list[Tensor]) -> int:
-    """A number that knows every bit of some tensors."""
-    sums = [tensor.detach().contiguous().reshape(-1).view(torch.uint8).long() for tensor in tensors]
-    return sum(int((part * torch.arange(1, len(part) + 1)).sum()) for part in sums)
+        return [ranked.digest(self.trainer), *map(ranked.bits_of, (moments, averages, [torch.get_rng_state()]))]
 
 
 class Rows:

@@ -12,7 +12,7 @@ from foretrain.config import Config, given
 from foretrain.engine.optim.muon import Muon
 from foretrain.engine.world import World
 from foretrain.errors import ConfigError
-from foretrain.persist.parts import local
+from foretrain.persist.parts import form_of_spread, local
 
 if TYPE_CHECKING:
     from foretrain.engine.engine import Engine
@@ -62,11 +62,11 @@ def _of_steps(config: Config) -> Iterator[str]:
 def _of_parts(engine: Engine) -> Iterator[str]:
     """What needs whole tensors."""
     config = engine.config
-    own = engine.own_optimizer
-    if not own and config.optimizer.state_type != "fp32":
+    forms = [form for p in engine.full_step.parameters if (form := form_of_spread(p)) is not None]
+    if config.optimizer.state_type == "8bit" and not engine.own_optimizer and not all(form.by_rows for form in forms):
         yield (
-            f"optimizer.state_type = '{config.optimizer.state_type}' is not supported on shards: set 'fp32', which "
-            "takes as little on each of several GPUs"
+            "optimizer.state_type = '8bit' is for weights that are split between rows, as FSDP2 splits them, and some "
+            "are split otherwise, as by tensor parallelism: set 'bf16'"
         )
     if isinstance(engine.optimizer, Muon) and any(_is_split_twice(p) for p in engine.full_step.parameters):
         yield (

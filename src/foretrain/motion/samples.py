@@ -195,9 +195,7 @@ def _sampled(state: dict[str, Any], name: str) -> Tensor | None:
     moment = state.get(name)
     if not isinstance(moment, Tensor) or is_wrapped(moment):
         return None
-    if is_spread(moment):
-        return _strided(moment)
-    return sample_moment(state, name, _stride(real_view(moment)), _PER_TENSOR)
+    return sample_moment(state, name, _stride(moment if is_spread(moment) else real_view(moment)), _PER_TENSOR)
 
 
 def _stride(tensor: Tensor) -> int:

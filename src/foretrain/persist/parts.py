@@ -55,6 +55,17 @@ class SpreadForm(NamedTuple):
         moved = [Shard(how.dim + 1) if how.is_shard() else how for how in self.placements]
         return SpreadForm(self.mesh, tuple(moved), (count, *self.shape))
 
+    @property
+    def by_rows(self) -> bool:
+        """Whether each process holds whole rows that follow each other, or nothing is cut."""
+        return all(how.is_replicate() or how.is_shard(0) for how in self.placements) and not any(
+            type(how).__name__ == "_StridedShard" for how in self.placements
+        )
+
+    def with_columns(self, count: int) -> SpreadForm:
+        """Return the form of so many numbers per row, cut as these rows are."""
+        return SpreadForm(self.mesh, self.placements, (self.shape[0], count))
+
     def region(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return shape and beginning of the part that this process holds."""
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset

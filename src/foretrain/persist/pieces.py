@@ -16,6 +16,7 @@ from torch import Tensor
 
 from foretrain.errors import CheckpointError
 from foretrain.persist.codec import OWN, RANDOM, Snapshot, put_together, random_state, take_apart
+from foretrain.persist.model_state import SCALE
 from foretrain.persist.parts import SpreadForm, form_of_spread, region, spread_as
 from foretrain.persist.shards import (
     RANDOM_MARK,
@@ -47,10 +48,18 @@ class Layouts:
         named = self._by_name.get(own_name)
         if named is not None and named.shape == shape:
             return named
+        if not of_model and name.endswith(SCALE):
+            return self._of_rows(shape) if cut else None
         if not cut and (of_model or not any(f".{start}." in f".{name}" for start in _WEIGHT_LIKE)):
             return None
         row = self._by_shape.get(shape[1:])  # several directions in one tensor: each is cut as the weights are
         return self._by_shape.get(shape) or (None if row is None else row.rows(shape[0]))
+
+    def _of_rows(self, shape: tuple[int, ...]) -> SpreadForm | None:
+        """Return how numbers are spread of which each row of a weight has some; None where weights differ in that."""
+        forms = [form for form in self._by_name.values() if form.shape[0] == shape[0] and form.by_rows]
+        alike = all(form[:2] == forms[0][:2] for form in forms)
+        return forms[0].with_columns(shape[1]) if forms and alike and len(shape) == 2 else None
 
 
 def as_needed(

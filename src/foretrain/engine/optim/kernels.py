@@ -38,6 +38,7 @@ def narrow_adamw(
     gradient_scale,
     found_inf,
     count,
+    columns,
     beta1,
     beta2,
     epsilon,
@@ -48,14 +49,20 @@ def narrow_adamw(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program for ROWS blocks: read, update and store weights and moments in one pass."""
+    """One program for ROWS blocks: read, update and store weights and moments in one pass.
+
+    columns: numbers after which a new block begins, though the one before is not full; `count` where none does.
+    """
     good = True
     if CHECKED:
         good = tl.load(found_inf) == 0
     if good:
         rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-        place = rows[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-        inside, blocks = place < count, rows * BLOCK < count
+        per_line = (columns + BLOCK - 1) // BLOCK
+        line = rows // per_line
+        column = (rows - line * per_line)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+        place, blocks = line[:, None] * columns + column, line * columns < count
+        inside = (column < columns) & blocks[:, None]
         t, lr = tl.load(step), tl.load(rate)
         w = tl.load(weights + place, mask=inside, other=0.0).to(tl.float32)
         g = tl.load(gradients + place, mask=inside, other=0.0).to(tl.float32)

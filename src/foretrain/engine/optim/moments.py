@@ -6,21 +6,25 @@ that is not zero never becomes zero, which would make a step endless. The second
 in proportion: otherwise its small changes, a thousandth of it per step with beta2 = 0.999, would all be rounded away.
 The chance is a hash of the number itself and of the step: it draws from no generator, the order of updates does not
 matter, and a resumed run repeats it.
+
+Where processes hold parts of a weight, each row of it (what belongs to one place of its first dimension) begins a new
+block: FSDP2 cuts between rows, so the scales of a row are where the row is, on any number of processes. Rows that are a
+multiple of 256 long have the blocks of one process. Vectors have no rows, and stay fp32 there.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.optim import Optimizer
 
 from foretrain.persist.codec import real_view
 from foretrain.persist.model_state import SCALE
-from foretrain.persist.parts import local
+from foretrain.persist.parts import form_of_spread, is_spread, local, own_of_every, spread_as
 
 BLOCK = 256
 """Numbers that share a scale."""
@@ -29,8 +33,12 @@ SMALLEST = 4096
 
 
 def is_narrow(parameter: Tensor, state_type: str) -> bool:
-    """Whether this parameter's moments are stored in fewer bits."""
-    return state_type != "fp32" and parameter.numel() >= SMALLEST and parameter.is_contiguous()
+    """Whether this parameter's moments are stored in fewer bits. Of several processes all must say the same."""
+    if state_type == "fp32" or parameter.numel() < SMALLEST:
+        return False
+    if not is_spread(parameter):
+        return parameter.is_contiguous()
+    return local(parameter).is_contiguous() and (parameter.ndim > 1 or state_type == "bf16")
 
 
 def make_moment(state: dict[str, Any], name: str, parameter: Tensor, state_type: str, signed: bool = True) -> None:
@@ -41,28 +49,51 @@ def make_moment(state: dict[str, Any], name: str, parameter: Tensor, state_type:
         state[name] = torch.zeros_like(parameter, dtype=torch.bfloat16)
     else:
         state[name] = torch.zeros_like(parameter, dtype=torch.int8 if signed else torch.uint8)
-        blocks = -(-parameter.numel() // BLOCK)
-        state[name + SCALE] = torch.zeros(blocks, dtype=torch.float32, device=parameter.device)
+        state[name + SCALE] = _no_scales(parameter)
+
+
+def _no_scales(parameter: Tensor) -> Tensor:
+    form, device = form_of_spread(parameter), local(parameter).device
+    if form is None:
+        return torch.zeros(-(-parameter.numel() // BLOCK), dtype=torch.float32, device=device)
+    blocks = -(-math.prod(form.shape[1:]) // BLOCK)
+    here = torch.zeros(local(parameter).shape[0], blocks, dtype=torch.float32, device=device)
+    return spread_as(here, form.with_columns(blocks))
 
 
 def read_moment(state: dict[str, Any], name: str) -> Tensor | None:
-    """A moment in fp32, however it is stored; None if there is none."""
+    """A moment in fp32, however it is stored; None if there is none. Of one that is spread, the part that is here."""
     stored = state.get(name)
     if not isinstance(stored, Tensor):
         return None
     scale = state.get(name + SCALE)
-    return real_view(local(stored)).float() if scale is None else decode(stored.flatten(), scale).view(stored.shape)
+    return real_view(local(stored)).float() if scale is None else decoded(local(stored), local(scale))
+
+
+def write_moment(state: dict[str, Any], name: str, moment: Tensor) -> None:
+    """Store it again, or the part that is here, rounded to the nearest."""
+    if name + SCALE in state:
+        scales = local(state[name + SCALE])
+        moment, found = encoded(moment, by_rows=scales.ndim == 2)
+        scales.copy_(found)
+    local(state[name]).copy_(moment)
 
 
 def sample_moment(state: dict[str, Any], name: str, stride: int, count: int) -> Tensor:
-    """Every `stride`-th number of a moment, `count` at the most, in fp32."""
+    """Every `stride`-th number of a moment, `count` at the most, in fp32; those of them that are here."""
     stored: Tensor = state[name]
-    picked = real_view(local(stored)).reshape(-1)[::stride][:count]
+    part, where = local(stored), own_of_every(stored, stride, count)
+    picked = real_view(part).reshape(-1)[where]
     scale: Tensor | None = state.get(name + SCALE)
     if scale is None:
         return picked.float()
-    places = torch.arange(len(picked), device=stored.device) * stride // BLOCK
-    return _unroot(picked) * scale[places]
+    if isinstance(where, slice):
+        where = torch.arange(*where.indices(part.numel()), device=part.device)
+    scales = local(scale)
+    if scales.ndim == 1:
+        return unroot(picked) * scales[where // BLOCK]
+    columns = part[0].numel() if len(part) else 1
+    return unroot(picked) * scales[where // columns, where % columns // BLOCK]
 
 
 def read_all(states: Sequence[dict[str, Any]], name: str) -> Tensor:
@@ -80,32 +111,6 @@ def write_all(states: Sequence[dict[str, Any]], name: str, moments: Tensor) -> N
         torch._foreach_copy_([state[name + SCALE] for state in states], list(scales.unbind()))
         moments = codes.view(moments.shape)
     torch._foreach_copy_([state[name] for state in states], list(moments.unbind()))
-
-
-# --- loading ------------------------------------------------------------------------------------------------------
-
-
-def load_as_stored(optimizer: Optimizer, saved: dict[str, Any], state_type: str) -> None:
-    """Load a state whose moments keep their number format; torch's own way makes all of them that of the weights."""
-    Optimizer.load_state_dict(optimizer, {"state": {}, "param_groups": saved["param_groups"]})
-    numbers = [number for group in saved["param_groups"] for number in group["params"]]
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    for number, p in zip(numbers, params, strict=True):
-        for name, value in saved["state"].get(number, {}).items():
-            expected = _expected_type(name, p, state_type)
-            if value.dtype is not expected:
-                raise ValueError(f"{name} of the optimizer is {value.dtype} there, {expected} here")
-            optimizer.state[p][name] = value.to(p.device)
-
-
-def _expected_type(name: str, parameter: Tensor, state_type: str) -> torch.dtype:
-    if name == "step" or name.endswith(SCALE):
-        return torch.float32
-    if not is_narrow(parameter, state_type):
-        return parameter.dtype
-    if state_type == "bf16":
-        return torch.bfloat16
-    return torch.uint8 if name == "exp_avg_sq" else torch.int8
 
 
 # --- eight bits ------------------------------------------------------------------------------------------------------
@@ -131,17 +136,28 @@ def encode(numbers: Tensor, step: Tensor | None = None) -> tuple[Tensor, Tensor]
 
 def decode(codes: Tensor, scales: Tensor) -> Tensor:
     """The inverse of `encode`, as far as there is one."""
-    return (_in_blocks(_unroot(codes)) * scales.unsqueeze(-1)).flatten(-2)[..., : codes.shape[-1]]
+    return (_in_blocks(unroot(codes)) * scales.unsqueeze(-1)).flatten(-2)[..., : codes.shape[-1]]
+
+
+def decoded(codes: Tensor, scales: Tensor) -> Tensor:
+    """A moment, or a part of it, in the form of its codes. Of a part each row has scales of its own."""
+    return decode(codes.flatten(scales.ndim - 1), scales).view(codes.shape)
+
+
+def encoded(moment: Tensor, by_rows: bool, step: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The inverse of `decoded`, as far as there is one."""
+    codes, scales = encode(moment.flatten(1 if by_rows else 0), step)
+    return codes.view(moment.shape), scales
 
 
 def _in_blocks(numbers: Tensor) -> Tensor:
     """[..., n] -> [..., blocks, BLOCK], filled up with zeros."""
     missing = -numbers.shape[-1] % BLOCK
     filled = F.pad(numbers, (0, missing)) if missing else numbers  # padding copies, also where there is nothing to pad
-    return filled.reshape(*numbers.shape[:-1], -1, BLOCK)
+    return filled.reshape(*numbers.shape[:-1], filled.shape[-1] // BLOCK, BLOCK)
 
 
-def _unroot(codes: Tensor) -> Tensor:
+def unroot(codes: Tensor) -> Tensor:
     """A share of the scale from its root."""
     root = codes.float()
     return root * root.abs() / 127**2 if codes.dtype is torch.int8 else _fourth_power(root / 255)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from foretrain.engine import precision
 from foretrain.engine.optim import moments, muon_kernels, narrow
+from foretrain.engine.optim.loading import load_as_stored
 from foretrain.engine.optim.skipping import SkippingOptimizer
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -185,4 +186,4 @@ class Muon(SkippingOptimizer):
         narrow.adamw_step(group, params, states, self.state_type, self.grad_scale, self.found_inf)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        moments.load_as_stored(self, state_dict, self.state_type)
+        load_as_stored(self, state_dict, self.state_type)

@@ -12,18 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foretrain.engine.optim import moments
 from foretrain.engine.optim.muon import Muon, orthogonalize, step_ratio
 from foretrain.persist.parts import form_of_spread, is_spread, like, local, region
 
 
 class MuonOnParts(Muon):
-    """Does what Muon does to whole matrices, where a process holds a part of each. Moments are fp32."""
+    """Does what Muon does to whole matrices, where a process holds a part of each."""
 
     def _muon(self, group: dict[str, Any], params: list[Tensor]) -> None:
         by_shape: dict[tuple[int, int], list[Tensor]] = defaultdict(list)
         for p in params:
             if "momentum_buffer" not in self.state[p]:
-                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+                moments.make_moment(self.state[p], "momentum_buffer", p, self.state_type)
             by_shape[self._part_shape(p)].append(p)
         for shape, some in by_shape.items():
             self._same_shaped(group, some, shape)
@@ -53,12 +54,22 @@ class MuonOnParts(Muon):
         if self.found_inf is not None:
             bad = self.found_inf > 0
             gradients = [torch.where(bad, 0.0, gradient) for gradient in gradients]
-        momenta = [local(self.state[p]["momentum_buffer"]) for p in params]
+        narrow = [moments.is_narrow(p, self.state_type) for p in params]
+        momenta = [self._momentum_here(p, few) for p, few in zip(params, narrow, strict=True)]
         torch._foreach_mul_(momenta, 1 - weight)
         torch._foreach_add_(momenta, torch._foreach_mul(gradients, weight))
+        for p, momentum, few in zip(params, momenta, narrow, strict=True):
+            if few:
+                moments.write_moment(self.state[p], "momentum_buffer", momentum)
         if not group["nesterov"]:
             return momenta
         return list(torch._foreach_lerp(gradients, momenta, group["momentum"]))
+
+    def _momentum_here(self, parameter: Tensor, narrow: bool) -> Tensor:
+        """The part of a momentum that is here, in fp32: itself, or a copy where it is stored in fewer bits."""
+        state = self.state[parameter]
+        found = moments.read_moment(state, "momentum_buffer") if narrow else None
+        return local(state["momentum_buffer"]) if found is None else found
 
 
 def _gathered(part: Tensor, parameter: Tensor) -> Tensor:

@@ -4,23 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from foretrain.engine.optim.moments import (
-    BLOCK,
-    decode,
-    encode,
-    is_narrow,
-    load_as_stored,
-    make_moment,
-    round_by_chance,
-)
+from foretrain.engine.optim.loading import load_as_stored
+from foretrain.engine.optim.moments import BLOCK, decode, encode, is_narrow, make_moment, round_by_chance
 from foretrain.engine.optim.skipping import SkippingOptimizer
 from foretrain.persist.model_state import SCALE
+from foretrain.persist.parts import is_spread, local
 
 AT_ONCE = 2**14 * BLOCK
 """Numbers that are worked on at once where there is no kernel for it, so that intermediate results stay small."""
@@ -41,17 +35,17 @@ def adamw_step(
             state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
             make_moment(state, "exp_avg", p, state_type)
             make_moment(state, "exp_avg_sq", p, state_type, signed=False)
-    pairs = list(zip(params, states, strict=True))
-    wide = [(p, state) for p, state in pairs if not is_narrow(p, state_type)]
-    narrow = [(p, state) for p, state in pairs if is_narrow(p, state_type)]
+    pairs = [(p, state) for p, state in zip(params, states, strict=True) if p.grad is not None]
+    wide = [_part(p, state) for p, state in pairs if not is_narrow(p, state_type)]
+    narrow = [_part(p, state) for p, state in pairs if is_narrow(p, state_type)]
     if wide:
         adamw(
-            [p for p, _ in wide],
-            [p.grad for p, _ in wide if p.grad is not None],
-            [state["exp_avg"] for _, state in wide],
-            [state["exp_avg_sq"] for _, state in wide],
+            [part.weights for part in wide],
+            [part.gradient for part in wide],
+            [part.state["exp_avg"] for part in wide],
+            [part.state["exp_avg_sq"] for part in wide],
             [],
-            [state["step"] for _, state in wide],
+            [part.state["step"] for part in wide],
             fused=True,
             grad_scale=grad_scale,
             found_inf=found_inf,
@@ -64,32 +58,56 @@ def adamw_step(
             maximize=False,
         )
     if narrow:
-        steps = [state["step"] for _, state in narrow]
+        steps = [part.state["step"] for part in narrow]
         torch._foreach_add_(steps, 1)
         if found_inf is not None:
             torch._foreach_sub_(steps, [found_inf] * len(steps))
-        for p, state in narrow:
-            kernel = _triton_kernel() if p.is_cuda else None
+        for part in narrow:
+            kernel = _triton_kernel() if part.weights.is_cuda else None
+            if not part.weights.numel():
+                continue  # of a weight with fewer rows than there are processes
             if kernel is None:
-                _by_torch(group, p, state, grad_scale, found_inf)
+                _by_torch(group, part, grad_scale, found_inf)
             else:
-                _by_triton(kernel, group, p, state, grad_scale, found_inf)
+                _by_triton(kernel, group, part, grad_scale, found_inf)
 
 
-def _by_torch(
-    group: dict[str, Any], p: Tensor, state: dict[str, Any], grad_scale: Tensor | None, found_inf: Tensor | None
-) -> None:
+class _Part(NamedTuple):
+    """What is here of a weight, its gradient and its state: all of it, unless several processes hold parts."""
+
+    weights: Tensor
+    gradient: Tensor
+    state: dict[str, Any]
+
+    @property
+    def columns(self) -> int:
+        """Numbers of a row, each of which begins a new block; without rows they are all one."""
+        scales = self.state.get("exp_avg" + SCALE)
+        rows = len(self.weights) if scales is not None and scales.ndim == 2 else 1
+        return self.weights.numel() // rows
+
+
+def _part(p: Tensor, state: dict[str, Any]) -> _Part:
+    gradient: Any = p.grad
+    if not is_spread(p):
+        return _Part(p.detach(), gradient, state)
+    return _Part(local(p), local(gradient), {name: local(value) for name, value in state.items()})
+
+
+def _by_torch(group: dict[str, Any], part: _Part, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
     """Piece by piece, so that the moments never all exist in fp32."""
-    if p.grad is None:
-        return
-    names = [name for name in state if name != "step"]
-    weights, gradient, stored = p.detach().view(-1), p.grad.reshape(-1), {name: state[name].view(-1) for name in names}
+    columns, state = part.columns, part.state
+    by_rows = columns < part.weights.numel()
+    shape, at_once = ((-1, columns), max(1, AT_ONCE // columns)) if by_rows else ((-1,), AT_ONCE)
+    weights, gradient = part.weights.view(shape), part.gradient.reshape(shape)
+    stored = {name: value.view(shape) for name, value in state.items() if name != "step" and not name.endswith(SCALE)}
+    stored |= {name: value if by_rows else value.view(-1) for name, value in state.items() if name.endswith(SCALE)}
     beta1, beta2 = group["betas"]
     step, rate = state["step"], group["lr"]
     first_correction, second_correction = 1 - beta1**step, 1 - beta2**step
-    for start in range(0, len(weights), AT_ONCE):
-        piece = slice(start, start + AT_ONCE)
-        blocks = slice(start // BLOCK, (start + AT_ONCE) // BLOCK)
+    for start in range(0, len(weights), at_once):
+        piece = slice(start, start + at_once)
+        blocks = piece if by_rows else slice(start // BLOCK, (start + at_once) // BLOCK)
         old = {name: value[blocks if name.endswith(SCALE) else piece] for name, value in stored.items()}
         w, g = weights[piece].float(), gradient[piece].float()
         if grad_scale is not None:
@@ -125,19 +143,18 @@ def _store(first: Tensor, second: Tensor, step: Tensor, eight_bits: bool) -> dic
 def _by_triton(
     kernel: Any,
     group: dict[str, Any],
-    p: Tensor,
-    state: dict[str, Any],
+    part: _Part,
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
 ) -> None:
     """One kernel for the whole tensor."""
-    if p.grad is None:
-        return
-    rate = group["lr"] if isinstance(group["lr"], Tensor) else torch.full((), group["lr"], device=p.device)
-    one, count = state["step"], p.numel()
-    kernel[(-(-count // (_ROWS * BLOCK)),)](
-        p.detach(),
-        p.grad.contiguous(),
+    weights, gradient, state = part
+    rate = group["lr"] if isinstance(group["lr"], Tensor) else torch.full((), group["lr"], device=weights.device)
+    one, count, columns = state["step"], weights.numel(), part.columns
+    blocks = count // columns * -(-columns // BLOCK)
+    kernel[(-(-blocks // _ROWS),)](
+        weights,
+        gradient.contiguous(),
         state["exp_avg"],
         state["exp_avg_sq"],
         state.get("exp_avg" + SCALE, one),
@@ -147,6 +164,7 @@ def _by_triton(
         one if grad_scale is None else grad_scale,
         one if found_inf is None else found_inf,
         count,
+        columns,
         *group["betas"],
         group["eps"],
         group["weight_decay"],
