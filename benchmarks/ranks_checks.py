@@ -1,4 +1,5 @@
 """Do parts of weights on any mesh of 4 gloo ranks see and move what one process does? Prints a table, writes JSON.
+Exit code 1: on some mesh they do not.
 
 Run: python benchmarks/ranks_checks.py
 Each rank holds the same weights twice: as the mesh spreads them, and whole, as one process has them. Both go one path,
@@ -33,7 +34,7 @@ from foretrain.engine.world import ALONE
 from foretrain.motion.trajectory import Trajectory
 
 RANKS = 4
-RESULTS = Path(__file__).parent / "results" / "2026-11-18-ranks-checks.json"
+RESULTS = Path(__file__).parent / "results" / "2026-11-19-ranks-checks.json"
 SETTINGS = {
     "device": "cpu",
     "max_steps": 80,
@@ -216,9 +217,14 @@ def main() -> None:
         move = "bit-equal" if row["move_bit_equal"] else "differs"
         line = f"{name:16} {row['dots_relative']:15.1e} {row['same_bits_on_all_ranks']!s:>10} {move:>10}"
         print(f"{line}  {phases:8} {row.get('loss', float('nan')):10.7f}")
+    well = [row["dots_relative"] < 1e-6 and row["move_bit_equal"] for row in found.values()]
+    well += [row["same_bits_on_all_ranks"] and row["same_phases"] is not False for row in found.values()]
+    runs = [row for row in found.values() if "loss" in row]
+    well += [abs(row["loss"] - alone["loss"]) < 1e-5 and row["moves"] == alone["moves"] for row in runs]
     print(f"{'one process':16} {'':15} {'':10} {'':10}  {alone['phases'].count('p')} moves  {alone['loss']:10.7f}")
     about = {"torch": torch.__version__, "python": platform.python_version(), "ranks": RANKS, "backend": "gloo"}
     RESULTS.write_text(json.dumps({"about": about, "one process": alone, "meshes": found}, indent=1) + "\n")
+    sys.exit(not all(well))
 
 
 if __name__ == "__main__":

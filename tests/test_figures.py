@@ -299,3 +299,27 @@ def test_targets_that_were_met(readme: str) -> None:
     assert all(len(found[what]) == 10 for what in ("until_loss", "max_time"))
     assert all(abs(run["off_percent"]) <= 2 for what in ("until_loss", "max_time") for run in found[what])
     assert "ten of ten small runs each ended within 2 % of that" in readme
+
+
+def test_pruners_inside_optuna() -> None:
+    page = (ROOT / "docs" / "sweep.md").read_text(encoding="utf-8")
+    document = raw("2026-11-19-optuna-pruners-cpu")
+    names = {"foretrain": "foretrain", "median": "Optuna median", "hyperband": "Optuna hyperband"}
+    for pruner, name in (names | {"successive halving": "Optuna successive halving"}).items():
+        cells = []
+        for task in ("constant rate", "rate falls to 0"):
+            rows = [row for row in document["rows"] if (row["task"], row["pruner"]) == (task, pruner)]
+            shares = ", ".join(f"{row['steps'] / (document['trials'] * 200):.0%}".removesuffix("%") for row in rows)
+            cells += [f"{shares} %", str(sum(row["same_best"] for row in rows))]
+        assert f"| {name} | {' | '.join(cells)} |" in page
+
+
+@pytest.mark.parametrize(("kind", "name"), [("DDP", "ranks-faults"), ("FSDP2", "ranks-faults-fsdp2")])
+def test_the_table_of_faults_of_several_processes(kind: str, name: str) -> None:
+    """Every fault that was tried is on the page, in the words of its row."""
+    page = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
+    rows = raw(f"2026-11-19-{name}")["checks"]
+    assert len(rows) == 24
+    for row in rows:
+        assert f"| {kind} | {row['name']} | {'yes' if row['well'] else '**no**'} | {row['seen']} |" in page
+    assert page.count(f"| {kind} | ") == len(rows) + 2, "two rows more are of what is sent"

@@ -34,6 +34,7 @@ from tests.ranked import wrapped as in_kind
 from tests.ranked_race import raced, raced_again
 from tests.ranked_targets import IN_TIME, PAUSE, in_folder, in_time, to_a_loss
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from foretrain import HybridTrainer, supervised
 from foretrain.config import from_mapping
@@ -319,6 +320,20 @@ def listening() -> Iterator[dict[str, int]]:
             setattr(dist, name, function)
 
 
+class Sends(TorchDispatchMode):
+    """Counts all operations between processes, those of PyTorch itself too, and reads of single numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        if "c10d" in name or "_local_scalar_dense" in name:
+            self.calls[name] = self.calls.get(name, 0) + 1
+        return func(*args, **(kwargs or {}))
+
+
 def sent(kind: str) -> Found:
     """Own messages of 20 steps: without prediction, resting, and watched."""
     found = {}
@@ -333,6 +348,10 @@ def sent(kind: str) -> Found:
             made.policy.rest.steps = 90
         while made.global_step % 5:
             made.step(own_rows(words(made.position)))
+        sends = Sends()
+        with sends:  # whoever asks for them, and where a number is read by the way
+            for position in range(20):
+                made.step(own_rows(words(position)))
         world, reads = made.engine.world, []
         read = world.to_host
         world.to_host = lambda numbers, read=read, reads=reads: reads.append(1) or read(numbers)  # type: ignore[method-assign]
@@ -340,6 +359,7 @@ def sent(kind: str) -> Found:
             for position in range(20):
                 made.step(own_rows(words(position)))
         found[name] = {**calls, "waits": len(reads)}
+        found[f"{name}, all"] = sends.calls
     return found
 
 
@@ -596,6 +616,12 @@ def test_few_numbers_are_sent_and_no_objects(found: list[Found]) -> None:
     assert parts["off"] == {"all_reduce": steps, "waits": windows}  # what ranks tell each other comes along
     assert parts["resting"] == {"all_reduce": steps, "waits": windows + looks}
     assert parts["watched"] == {"all_reduce": steps + windows, "waits": 2 * windows}
+    for name in ("off", "resting", "watched"):
+        own = {"c10d.allreduce_.default": parts[name]["all_reduce"]}
+        of_fsdp = {"c10d._allgather_base_.default": 6 * steps, "c10d._reduce_scatter_base_.default": 3 * steps}
+        assert parts[f"{name}, all"] == own | of_fsdp
+        gradients = replicas[name]["all_reduce"] + steps
+        assert replicas[f"{name}, all"] == {"c10d.allreduce_.default": gradients}
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -33,6 +33,16 @@ def test_what_is_learned_by_heart_does_not_look_like_progress() -> None:
     assert np.abs(losses - 3.0).max() < 0.11
 
 
+def test_a_loss_that_falls_fast_is_never_below_0() -> None:
+    """Training losses are means since the last time: behind what is measured where losses fall fast."""
+    training = [(5.0, 6.0), (15.0, 3.0), (25.0, 0.5), (31.0, 0.2)]
+    steps, losses = with_training([(16, 1.2), (32, 0.025)], training)
+    assert steps.tolist() == [5, 15, 16, 32]
+    assert losses.min() == 0.025
+    below = [(at, loss - 5.0) for at, loss in training]  # losses that may be negative stay
+    assert len(with_training([(16, -3.8), (32, -4.975)], below)[0]) == 6
+
+
 def test_without_training_losses_there_are_the_evaluations() -> None:
     steps, losses = held_out_equivalent([(10, 3.0), (20, 2.0)], [])
     assert (steps.tolist(), losses.tolist()) == ([10, 20], [3.0, 2.0])

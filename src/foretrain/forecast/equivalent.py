@@ -26,6 +26,7 @@ def with_training(evaluations: Points, training: Points) -> tuple[Numbers, Numbe
 
     The training loss is lifted by its distance to the evaluations: between two of them in a straight line from one
     distance to the other, before the first by the first. So data that is learned by heart does not look like progress.
+    Where a positive loss falls so fast that this would bring it below 0, it is left out.
     """
     at, held_out = (np.array([point[place] for point in evaluations], dtype=np.float64) for place in (0, 1))
     steps, losses = _averaged([point for point in training if len(at) and point[0] < at[: ENOUGH - 1][-1]])
@@ -34,6 +35,8 @@ def with_training(evaluations: Points, training: Points) -> tuple[Numbers, Numbe
     gaps = held_out - np.interp(at, steps, losses)
     lifted = losses + np.interp(steps, at, gaps)
     alone = ~np.isin(steps, at)
+    if (held_out > 0).all() and (losses > 0).all():
+        alone &= lifted > 0
     steps, losses = np.concatenate([at, steps[alone]]), np.concatenate([held_out, lifted[alone]])
     order = np.argsort(steps, kind="stable")
     return steps[order], losses[order]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -144,14 +145,22 @@ def own_of_every(tensor: Tensor, stride: int, count: int) -> slice | Tensor:
     spread: Any = tensor
     sharding = [placement for placement in spread.placements if not placement.is_replicate()]
     if len(sharding) == 1 and sharding[0].is_shard(0):
-        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-        _, starts = compute_local_shape_and_global_offset(tensor.shape, spread.device_mesh, spread.placements)
-        begin = starts[0] * math.prod(tensor.shape[1:])
+        mesh = spread.device_mesh
+        begin = _first_row(tensor.shape, mesh, spread.placements, tuple(mesh.get_coordinate() or ()))
+        begin *= math.prod(tensor.shape[1:])
         first = -begin % stride
         return slice(first, max(first, stride * count - begin), stride)
     places = places_in_whole(tensor) - 1
     return ((places % stride == 0) & (places < stride * count)).nonzero().flatten().to(local(tensor).device)
+
+
+@lru_cache(maxsize=4096)
+def _first_row(shape: torch.Size, mesh: Any, placements: tuple[Any, ...], coordinate: tuple[int, ...]) -> int:
+    """Return the row of the whole tensor that a part begins with. It is kept, as torch reads numbers of tensors to find
+    it out. coordinate: where this process is in the mesh; meshes of different groups may be equal."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    return int(compute_local_shape_and_global_offset(shape, mesh, placements)[1][0])
 
 
 def total_over_parts(number: Tensor, tensor: Tensor) -> Tensor:
