@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from tests.faults.conftest import load_script
 
+pytestmark = pytest.mark.xdist_group("golden")  # what is below is made once
+
 
 @pytest.fixture(scope="module")
 def golden() -> Any:

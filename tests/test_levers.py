@@ -17,6 +17,8 @@ from foretrain.persist.checkpoint import CheckpointStore, read
 from foretrain.persist.codec import take_apart
 from foretrain.recipes import train as run
 
+pytestmark = pytest.mark.xdist_group("levers")  # what is below is made once
+
 Make = Callable[..., Any]
 STEPS = 5
 PLAIN = {"schedule.type": "constant", "optimizer.gradient_clip_norm": 0.0, "optimizer.type": "adamw"}

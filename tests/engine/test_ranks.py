@@ -43,6 +43,8 @@ from foretrain.errors import ConfigError, RanksError
 from foretrain.models.loss import IGNORED
 from foretrain.motion.trajectory import Trajectory
 
+pytestmark = pytest.mark.xdist_group("ranks")  # what is below is made once
+
 KINDS = ("ddp", "fsdp2")
 NOISY = {"max_steps": 160, "optimizer.learning_rate": 3e-4}
 EXACT = {"max_steps": 60, "hybrid.max_predict_steps": 20}

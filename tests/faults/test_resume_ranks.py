@@ -25,6 +25,8 @@ from foretrain.persist import checkpoint, shards
 from foretrain.persist.codec import RANDOM
 from foretrain.persist.folder import RunFolder
 
+pytestmark = pytest.mark.xdist_group("resumed ranks")  # what is below is made once
+
 END, OPEN = 150, 140
 """Steps of a run, and one at which a leap is being validated."""
 PHASES = {10: "warmup", 50: "full"}

@@ -24,6 +24,8 @@ from foretrain.events import Grown
 from foretrain.hybrid import growth as growths
 from foretrain.hybrid import new_blocks
 
+pytestmark = pytest.mark.xdist_group("growth on ranks")  # what is below is made once
+
 KINDS = ("ddp", "fsdp2")
 GROWS_AT, END = 20, 40
 IN_MOVE, AFTER_MOVE, IN_TRIAL = 21, 27, 30

@@ -33,6 +33,8 @@ from foretrain.persist.codec import OfRank, random_state, random_state_anew, see
 from foretrain.persist.files import digest
 from foretrain.persist.pieces import Layouts, ReadBy
 
+pytestmark = pytest.mark.xdist_group("shards")  # what is below is made once
+
 SIZES = (1, 2, 3)
 SHAPES = {"embed": (7, 4), "square": (4, 4), "vector": (5,), "one": (1,), "long": (2, 3, 2), "none": (0, 3)}
 """Rows that do not divide by the ranks, ranks without a row, and nothing at all."""

@@ -24,6 +24,8 @@ from foretrain.persist.checkpoint import CheckpointStore
 from foretrain.persist.codec import OfRank
 from foretrain.persist.pieces import Layouts, ReadBy
 
+pytestmark = pytest.mark.xdist_group("shards killed")  # what is below is made once
+
 CHANGES = ("os.mkdir", "os.rename", "os.remove", "os.rmdir")
 """Audit events of calls that change a folder; besides, files that are opened to be written, and files of tensors."""
 BEFORE, NOW = 6, 7

@@ -24,6 +24,8 @@ from foretrain.recipes.finetune import base_of, finetune, prepare, with_template
 from foretrain.recipes.newest import open_newest
 from foretrain.recipes.open_model import open_base
 
+pytestmark = pytest.mark.xdist_group("bases")  # what is below is made once
+
 PROMPTS = ["7: the sky?\nLabel:", "12: the snow?\nLabel:"]
 GREEDY = Sampling(max_tokens=8, temperature=0)
 

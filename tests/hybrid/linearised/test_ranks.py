@@ -29,6 +29,8 @@ from foretrain.hybrid.linearised.lookout import Lookout
 from foretrain.hybrid.linearised.of_ranks import LookoutOfRanks
 from foretrain.hybrid.moves.linearised import LinearisedKind
 
+pytestmark = pytest.mark.xdist_group("leaps on ranks")  # what is below is made once
+
 SETTINGS: dict[str, Any] = {**QUICK, "device": "cpu", "optimizer.type": "adam", "optimizer.learning_rate": 0.01}
 state: dict[str, str] = {"bad": ""}
 """What goes wrong in the residuals of this rank now."""
