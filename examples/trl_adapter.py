@@ -21,12 +21,7 @@ torch.manual_seed(0)
 trainer = SFTTrainer(
     GPT2LMHeadModel(GPT2Config(len(words), 8, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)),
     args=SFTConfig(
-        tempfile.mkdtemp(),
-        max_steps=200,
-        learning_rate=1e-3,
-        lr_scheduler_type="constant",
-        report_to="none",
-        use_cpu=True,
+        tempfile.mkdtemp(), max_steps=200, learning_rate=1e-3, lr_scheduler_type="constant", report_to=[], use_cpu=True
     ),
     train_dataset=data.select(range(64, 400)),
     eval_dataset=data.select(range(64)),

@@ -6,7 +6,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import foretrain
 
-STEPS = 300
+EPOCHS = 11
 torch.manual_seed(0)
 inputs = torch.randn(2048, 8)
 targets = inputs.sin().sum(1, keepdim=True)
@@ -17,11 +17,10 @@ model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Tanh(), torch.nn.Li
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 20))
 
-step = 0
 with foretrain.wrap(
-    model, optimizer, probe=held_out, loss_fn=torch.nn.MSELoss(), max_steps=STEPS, scheduler=scheduler
+    model, optimizer, probe=held_out, loss_fn=mse_loss, max_steps=EPOCHS * len(loader), scheduler=scheduler
 ) as hybrid:
-    while step < STEPS:
+    for _ in range(EPOCHS):
         for x, y in loader:
             loss = mse_loss(model(x), y)
             optimizer.zero_grad()
@@ -29,7 +28,4 @@ with foretrain.wrap(
             optimizer.step()
             scheduler.step()
             hybrid.between_steps(loss)  # the only place where a leap may change the weights
-            step += 1
-            if step == STEPS:
-                break
 print(f"held-out loss {hybrid.summary()['final_val_loss']:.3f}; {hybrid.summary()['audit']['sentence']}")

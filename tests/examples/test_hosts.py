@@ -31,5 +31,4 @@ def test_an_example_runs_and_keeps_leaps(
 def test_the_page_shows_an_example_as_it_is_and_it_is_short(name: str) -> None:
     source = (ROOT / "examples" / f"{name}.py").read_text(encoding="utf-8")
     assert f"```python\n{source}```" in PAGE.read_text(encoding="utf-8")
-    code = [line for line in source.splitlines()[1:] if line.strip() and not line.startswith(("import ", "from "))]
-    assert len(code) <= 30
+    assert len([line for line in source.splitlines() if line.strip()]) < 30
