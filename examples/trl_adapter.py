@@ -18,8 +18,9 @@ tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, eos_token=words[0], 
 data = Dataset.from_list([{"text": f"{a} plus {b} is {a + b}"} for a in range(20) for b in range(20)]).shuffle(seed=0)
 
 torch.manual_seed(0)
+shape = GPT2Config(vocab_size=len(words), n_positions=8, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
 trainer = SFTTrainer(
-    GPT2LMHeadModel(GPT2Config(len(words), 8, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)),
+    GPT2LMHeadModel(shape),
     args=SFTConfig(
         tempfile.mkdtemp(), max_steps=200, learning_rate=1e-3, lr_scheduler_type="constant", report_to=[], use_cpu=True
     ),
