@@ -197,10 +197,8 @@ def resumed(kind: str, folder: str) -> dict[str, Any]:
 
 def load(run: Run, folder: str, step: int) -> None:
     """The state of a checkpoint, as this world needs it."""
-    from tests.faults.test_resume_ranks import store_of
-
     saved = Path(folder, "checkpoints", f"step-{step:08d}")
-    run.trainer.load_state_dict(store_of(run.trainer, str(saved.parent)).read(saved))
+    run.trainer.load_state_dict(ranked.store_of(run.trainer, str(saved.parent)).read(saved))
 
 
 def apart(kind: str) -> str:

@@ -13,8 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests import ranked
-from tests.faults.test_resume_ranks import OF_OTHER_RANKS, OF_THE_CLOCK, leaves, store_of
+from tests.faults.test_resume_ranks import OF_OTHER_RANKS, OF_THE_CLOCK, leaves
 from tests.gloo import fewer, results
+from tests.ranked import store_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
