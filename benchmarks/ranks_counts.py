@@ -18,7 +18,10 @@ from pathlib import Path
 from typing import Any
 
 STEPS, WINDOW = 20, 5
-MODES = {"off": {"hybrid.mode": "off"}, "watching": {"hybrid.mode": "leap", "hybrid.warmup_steps": 1000}}
+WATCHING = {"hybrid.mode": "leap", "hybrid.warmup_steps": 1000}
+MODES = {"off": {"hybrid.mode": "off"}, "watching": {**WATCHING, "distributed.basis": "replicated"}}
+MODES["shared"] = {**WATCHING, "distributed.basis": "sharded"}
+"""The last one is of replicas, which share their directions."""
 
 
 def measure(kind: str, mode: str, rank: int, ranks: int) -> dict[str, Any]:
@@ -65,6 +68,7 @@ def measure(kind: str, mode: str, rank: int, ranks: int) -> dict[str, Any]:
         "held": sum(part.numel() for part in parts),
         "empty": sum(part.numel() == 0 for part in parts),
         "tensors": len(parts),
+        "directions_bytes": 0 if mode == "off" else trainer.policy.observer.trajectory.bytes,
         "own_per_step": round(calls["own"] / STEPS, 3),
         "own_bytes_per_step": round(sent["own"] / STEPS, 1),
         "gathers_per_step": calls["gather"] / STEPS,
@@ -123,7 +127,7 @@ def main() -> None:
     rows = []
     places = [(0, 2), (0, 8), (0, 1024), (700, 1024), (1023, 1024)]
     for kind in ("ddp", "fsdp2"):
-        for mode in MODES:
+        for mode in MODES if kind == "ddp" else ("off", "watching"):
             for rank, ranks in places if kind == "fsdp2" else places[:3]:
                 case = [kind, mode, str(rank), str(ranks)]
                 done = subprocess.run(
@@ -135,7 +139,8 @@ def main() -> None:
                 row = rows[-1]
                 print(
                     f"{kind:<6}{mode:<9} rank {rank:>4} of {ranks:>4}: holds {row['held']:>8,} of "
-                    f"{row['parameters']:,}, {row['empty']:>2} of {row['tensors']} shards empty; a step: "
+                    f"{row['parameters']:,}, {row['empty']:>2} of {row['tensors']} shards empty, "
+                    f"{row['directions_bytes'] / 2**20:.1f} MiB of directions; a step: "
                     f"{row['own_per_step']:.2f} own operations ({row['own_bytes_per_step']:,.0f} bytes), "
                     f"{row['gathers_per_step']:.2f} gathers, {row['scatters_per_step']:.2f} scatters",
                     flush=True,

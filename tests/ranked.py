@@ -21,6 +21,7 @@ from foretrain.config import from_mapping
 from foretrain.models.gpt2 import GPT2, GPT2Shape
 from foretrain.persist.checkpoint import CheckpointStore
 from foretrain.persist.codec import random_state_anew
+from foretrain.persist.parts import flat_forms
 from foretrain.persist.pieces import Layouts, ReadBy
 
 Found = dict[str, Any]
@@ -138,7 +139,8 @@ def digest(made: HybridTrainer) -> str:
 def store_of(trainer: HybridTrainer, folder: str) -> CheckpointStore:
     """The checkpoints that all ranks write and read together."""
     world = trainer.engine.world
-    layouts = Layouts(dict(trainer.engine.model.named_parameters()))
+    shared = flat_forms(world.size, "cpu") if trainer.engine.shares_directions else None
+    layouts = Layouts(dict(trainer.engine.model.named_parameters()), shared)
     return CheckpointStore(
         folder,
         9,

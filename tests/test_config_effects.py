@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from foretrain.engine import precision, schedule
 from foretrain.engine.forward import Forward
 from foretrain.engine.memory.host import host_bytes
 from foretrain.engine.optim.muon import Muon
+from foretrain.engine.ranks_limits import shares_directions
 from foretrain.errors import ConfigError, DataError, DivergenceError, OutOfMemory
 from foretrain.events import (
     CheckpointSaved,
@@ -1892,6 +1894,21 @@ def _(bench: Bench) -> None:
     found = _spreading(bench, 6, distributed__replicate=2)
     assert (found.kind, found.replicate, found.shard) == ("fsdp2", 2, 3)
     assert "FSDP2, 2 times 3" in str(found)
+
+
+@effect("distributed.basis")
+def _(bench: Bench) -> None:
+    """What ranks keep then: tests/motion/test_shared.py."""
+
+    def shares(basis: str, numbers: int, ranks: int = 2) -> bool:
+        config = from_mapping({"distributed.basis": basis})
+        full_step = SimpleNamespace(spread=False, parameters=[torch.empty(numbers, device="meta")])
+        engine: Any = SimpleNamespace(config=config, world=SimpleNamespace(size=ranks), full_step=full_step)
+        return shares_directions(engine)
+
+    few, many = 1000, 40_000_000
+    assert [shares("auto", few), shares("auto", many), shares("auto", many, ranks=1)] == [False, True, False]
+    assert [shares("sharded", few), shares("replicated", many)] == [True, False]
 
 
 @effect("distributed.timeout_seconds")

@@ -60,11 +60,11 @@ def runs(kind: str) -> Found:
 # --- one path of the weights -----------------------------------------------------------------------------------------
 
 
-def path(kind: str) -> Found:
+def path(kind: str, watcher: type[Trajectory] = Trajectory) -> Found:
     """Dot products and a move on a path of the weights that is the same everywhere, and probes along the way."""
     made = trainer(kind, True, {"max_steps": 10})
     parameters, names = made.engine.trained.parameters, made.engine.trained.names
-    trajectory = Trajectory(parameters, names, window=2, world=made.engine.world)
+    trajectory = watcher(parameters, names, window=2, world=made.engine.world)
     generator = torch.Generator().manual_seed(5)
     begun = [whole(p).clone() for p in parameters]
     for _ in range(4):

@@ -562,6 +562,10 @@ class DistributedConfig(Section):
     replicate: CountOrZero = 0
     """Copies of the weights under `fsdp2`, one per machine for example: shards are sent within a copy only. 0: one, or
     what `shard` leaves."""
+    basis: Literal["auto", "sharded", "replicated"] = "auto"
+    """Where the directions of replicated weights (`ddp`) are that moves are made of. `replicated`: each process has all
+    of them; `sharded`: each has its part, and a move gathers 4 bytes per weight; `auto`: `sharded` from 32 million
+    trained parameters on. Shards (`fsdp2`) have the directions of what they hold."""
     timeout_seconds: Annotated[float, Field(ge=1, le=86400)] = 600.0
     """Seconds that a process waits for the others in the middle of a step; then the one that hangs is named, and the
     launcher may start all of them again."""

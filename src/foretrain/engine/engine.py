@@ -28,7 +28,7 @@ from foretrain.engine.objective import Residuals, block_weights, objective_of
 from foretrain.engine.optim import build as optim
 from foretrain.engine.precision import Precision, choose_device
 from foretrain.engine.progress import RunProgress
-from foretrain.engine.ranks_limits import check_ranks, device_of_rank, seed_of_rank
+from foretrain.engine.ranks_limits import check_ranks, device_of_rank, seed_of_rank, shares_directions
 from foretrain.engine.rates import FollowedRates, Rates, RateSource, ScheduledRates, check_scheduler
 from foretrain.engine.result import StepResult
 from foretrain.engine.schedule import DecayPlan
@@ -148,6 +148,8 @@ class Engine:
         self._fingerprint = state.Fingerprint()
         self.world.follow(lambda: self.progress.global_step, config.hybrid.window_steps)
         check_ranks(self)
+        self.shares_directions = shares_directions(self)
+        """Replicas share the directions of their weights, each keeping its part."""
 
     def _ready(self, model: nn.Module) -> nn.Module:
         return own.ready_to_train(model)

@@ -44,6 +44,7 @@ def settings_for_guest(config: Config, device: str, leaps: bool) -> Config:
         )
     own = {
         "device": device,
+        "distributed.basis": "replicated",  # each rank saves what it holds beside the host's checkpoint
         "engine.compile": False,
         "engine.cuda_graph": False,
         "hybrid.correct_steps": 0,

@@ -27,6 +27,7 @@ from foretrain.motion.observer import Moment, Observer
 from foretrain.motion.predictors import registry
 from foretrain.motion.predictors.base import Predictor
 from foretrain.motion.predictors.guarded import MOST_FAILURES
+from foretrain.motion.shared import SharedTrajectory
 from foretrain.motion.trajectory import Trajectory, basis_type
 
 _SAY_EVERY = 100
@@ -35,6 +36,13 @@ _LOOK_EVERY = 10
 """Steps of a rest after which its losses are looked at. Chosen: as often as a window of the default length ends."""
 _OBSTACLES = "obstacles"
 _SAME = "every batch is the same"
+
+
+def kind_of_trajectory(engine: Engine) -> type[Trajectory]:
+    """Return the class that keeps directions where they are to be."""
+    if engine.shares_directions:
+        return SharedTrajectory
+    return HostedTrajectory if engine.config.memory.basis == "pinned" else Trajectory
 
 
 class Hybrid:
@@ -57,7 +65,7 @@ class Hybrid:
         self.emit = emit
         config, parameters = engine.config, engine.full_step.parameters
         trained, size = (sum(p.numel() for p in some) for some in (parameters, engine.model.parameters()))
-        trajectory = (HostedTrajectory if config.memory.basis == "pinned" else Trajectory)(
+        trajectory = kind_of_trajectory(engine)(
             parameters,
             engine.trained.names,
             window=config.hybrid.window_steps,

@@ -25,6 +25,7 @@ from foretrain.persist import checkpoint
 from foretrain.persist.checkpoint import CheckpointStore, sizes_of
 from foretrain.persist.codec import Snapshot, put_together, random_state_anew, take_apart
 from foretrain.persist.folder import RunFolder
+from foretrain.persist.parts import flat_forms
 from foretrain.persist.pieces import Layouts, ReadBy
 
 
@@ -74,8 +75,9 @@ class Saver:
 
     def _reader(self, step: int) -> ReadBy:
         """How this process reads the checkpoint of a step."""
-        world, model = self.engine.world, self.engine.model
-        layouts = Layouts(dict(model.named_parameters(remove_duplicate=False)))
+        world, model, device = self.engine.world, self.engine.model, self.engine.device.type
+        shared = flat_forms(world.size, device) if self.engine.shares_directions else None
+        layouts = Layouts(dict(model.named_parameters(remove_duplicate=False)), shared)
         return ReadBy(world.rank, world.size, layouts, lambda: random_state_anew(self.config.seed, step, world.rank))
 
     # --- saving ------------------------------------------------------------------------------------------------------

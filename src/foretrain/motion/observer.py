@@ -170,8 +170,7 @@ class Observer(StepHook, Stateful):
 
     def measure(self, moment: Moment) -> None:
         """End a window: read what it showed, and score forecasts. Only here the observer waits for the device."""
-        if not self.trajectory.parted:
-            self.trajectory.world.catch_up()  # losses are means over ranks from here on
+        self.trajectory.world.catch_up()  # losses of replicas are means over ranks from here on
         outputs = torch.stack([value.float() for value in self._outputs])
         if self.trajectory.parted:
             sums = self.sample.sums(self.trajectory.world.share)
@@ -196,7 +195,7 @@ class Observer(StepHook, Stateful):
     def _weight_norm(self) -> Tensor:
         """The norm of all weights; on several ranks the root of what this one's parts add to its square."""
         norms, roots = (
-            torch.stack(torch._foreach_norm(self.trajectory.parameters)),
+            torch.stack(torch._foreach_norm(self.trajectory.watched)),
             self.trajectory.layout.roots_of_shares,
         )
         if roots is not None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from foretrain.persist.parts import form_of_spread, is_spread, local, region, spread_as
+from foretrain.persist.parts import FLAT, SpreadForm, is_spread, local, region, spread_as
 from foretrain.persist.stateful import StateError, entry
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ sums over them stay small."""
 _MOST_GROUPS = 256
 """Groups of weights with coefficients of their own. Chosen: a deep model has about as many parameters."""
 _PARTS = "_parts"
-"""Names of rows that are saved by parameter end so."""
+"""Names of rows that are saved by parameter end so; of parts of weights in one line they end in `FLAT`."""
 
 
 def grouped(shares: Sequence[float]) -> list[list[int]]:
@@ -64,17 +64,19 @@ class SavedRows:
     """Rows of a layout. They are saved as they are or, of weights that are spread over ranks, each parameter by itself:
     there a row holds this rank's parts only, and those of another number of ranks lie elsewhere."""
 
-    def __init__(self, layout: Layout, parameters: Sequence[Tensor]) -> None:
-        """parameters: those of the layout, as they are spread."""
+    def __init__(self, layout: Layout, forms: Sequence[SpreadForm | None], flat: bool = False) -> None:
+        """forms: how the parameters of the layout are spread. flat: as numbers in one line."""
         self.layout = layout
-        self._forms = [form_of_spread(parameter) for parameter in parameters]
+        self._forms = list(forms)
+        self._flat = flat
         self.by_parameter = any(form is not None for form in self._forms)
 
     def of(self, rows: Mapping[str, Tensor]) -> dict[str, Any]:
         """Return what is saved of rows [..., size]. Tensors are referred to, not copied."""
         if not self.by_parameter:
             return dict(rows)
-        return {f"{name}{_PARTS}": self._spread(tensor) for name, tensor in rows.items()}
+        ending = FLAT if self._flat else _PARTS
+        return {f"{name}{ending}": self._spread(tensor) for name, tensor in rows.items()}
 
     def _spread(self, rows: Tensor) -> list[Tensor]:
         forms = [form if form is None or rows.ndim == 1 else form.rows(len(rows)) for form in self._forms]
@@ -82,8 +84,8 @@ class SavedRows:
 
     @staticmethod
     def held(state: Mapping[str, Any], name: str) -> bool:
-        """Whether a state holds these rows, in either way."""
-        return name in state or f"{name}{_PARTS}" in state
+        """Whether a state holds these rows, in any of the ways."""
+        return any(f"{name}{ending}" in state for ending in ("", _PARTS, FLAT))
 
     @torch.no_grad()
     def fill(self, rows: Tensor, state: Mapping[str, Any], name: str, place: str) -> None:
@@ -91,17 +93,21 @@ class SavedRows:
         if name in state and not self.by_parameter:
             rows.copy_(entry(state, name, place))
             return
-        saved = self._cut(entry(state, name, place)) if name in state else entry(state, f"{name}{_PARTS}", place)
+        ending = FLAT if f"{name}{FLAT}" in state else _PARTS
+        saved = self._cut(entry(state, name, place)) if name in state else entry(state, f"{name}{ending}", place)
         parts = self.layout.views(rows)
         if len(saved) != len(parts):
             raise StateError(f"{place}.{name} is of {len(saved)} weights, not {len(parts)}")
+        lead = rows.shape[:-1]
         for part, form, one in zip(parts, self._forms, saved, strict=True):
-            if form is None or is_spread(one):
+            if is_spread(one):
                 part.copy_(local(one))
+            elif form is None:
+                part.copy_(one.reshape(part.shape))
             else:
                 sizes, begin = form.region()
-                lead = tuple(one.shape[: one.ndim - len(sizes)])
-                part.copy_(region(one, ((0,) * len(lead)) + begin, lead + sizes))
+                whole = one.reshape((*lead, *form.shape))
+                part.copy_(region(whole, ((0,) * len(lead)) + begin, (*lead, *sizes)))
 
     def _cut(self, rows: Tensor) -> list[Tensor]:
         """Return the parameters in rows of whole weights, as one process saves them."""

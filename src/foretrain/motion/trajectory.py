@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from foretrain.motion.predictors.base import Array
 from foretrain.motion.records import DIRECTIONS, HORIZONS_IN_WINDOWS, WINDOWS_OF_MEANS
 from foretrain.motion.rows import SavedRows, grouped, lie_in_row, places_in_rows
 from foretrain.persist.codec import real_view
-from foretrain.persist.parts import local
+from foretrain.persist.parts import SpreadForm, form_of_spread, local
 from foretrain.persist.stateful import Stateful
 
 _R = len(DIRECTIONS)
@@ -63,6 +63,20 @@ def basis_type(wanted: str, trained: int) -> torch.dtype:
     return torch.bfloat16 if narrow else torch.float32
 
 
+class Watched(NamedTuple):
+    """What a process watches of the weights."""
+
+    parts: Sequence[Tensor]
+    forms: Sequence[SpreadForm | None]
+    """How each weight is spread over ranks; None: it is not."""
+    shares: Sequence[float] = ()
+    """What each part counts in a sum over ranks; none: 1."""
+    parted: bool = False
+    """Ranks watch different numbers."""
+    flat: bool = False
+    """Parts are of the weights' numbers in one line, whatever shape the weights have."""
+
+
 class Trajectory(Stateful):
     """Observes weights in windows, in place. Of its own methods only `place` changes them."""
 
@@ -83,6 +97,9 @@ class Trajectory(Stateful):
     ) -> None:
         """hold: keep directions from the beginning, and not only after `hold` is called."""
         self.parameters: list[Tensor] = []
+        """The weights that moves move."""
+        self.watched: list[Tensor] = []
+        """What is watched of them here: all, or this rank's part of each."""
         self.window = window
         self.world = world
         self._lay_out(parameters, names, dtype)
@@ -99,13 +116,21 @@ class Trajectory(Stateful):
 
     def _lay_out(self, parameters: Sequence[Tensor], names: Sequence[str] | None, dtype: torch.dtype) -> None:
         self.parameters[:] = [real_view(local(p)) for p in parameters]
-        self.parted = self.world.is_parted(parameters)
-        """Ranks hold different parts of the weights, so that their sums meet; replicas hold the same numbers."""
-        shares = [self.world.share(p) for p in parameters] if self.parted else []
-        self.layout = Layout(self.parameters, names or [str(index) for index in range(len(self.parameters))], shares)
-        self._rows_saved = SavedRows(self.layout, parameters)
         self.device = self.parameters[0].device
         self._dtype = dtype
+        watched = self._watched(parameters)
+        self.watched[:] = watched.parts
+        self.parted = watched.parted
+        """Ranks watch different parts of the weights, so that their sums meet; else they watch the same numbers."""
+        names = names or [str(index) for index in range(len(self.parameters))]
+        self.layout = Layout(self.watched, names, watched.shares)
+        self._rows_saved = SavedRows(self.layout, watched.forms, watched.flat)
+
+    def _watched(self, parameters: Sequence[Tensor]) -> Watched:
+        """What of these weights is watched here."""
+        parted = self.world.is_parted(parameters)
+        shares = [self.world.share(p) for p in parameters] if parted else []
+        return Watched(self.parameters, [form_of_spread(p) for p in parameters], shares, parted)
 
     def cover(self, parameters: Sequence[Tensor], names: Sequence[str], dtype: torch.dtype) -> None:
         """Watch other weights from now on, as if nothing had been seen yet. `parameters` stays the same list."""
@@ -157,7 +182,7 @@ class Trajectory(Stateful):
     def restart(self) -> None:
         """Open a window at the weights as they are. After a move the frozen basis is not comparable any more."""
         if self.held:
-            copy_each(self._previous_views, self.parameters)
+            copy_each(self._previous_views, self.watched)
         self.steps = 0
         self.frozen_windows = -1
 
@@ -171,7 +196,7 @@ class Trajectory(Stateful):
     def before_step(self) -> None:
         """Be told before each full step. The last step of a window is a direction of its own."""
         if self.held and self.steps == self.window - 1:
-            copy_each(self._scratch_views, self.parameters)
+            copy_each(self._scratch_views, self.watched)
 
     def after_step(self) -> bool:
         """Be told after each full step. Return True when the window is full and `close`, or `skip`, is due."""
@@ -224,14 +249,14 @@ class Trajectory(Stateful):
         frozen: a basis is frozen; freeze: this one is to be, from now on.
         """
         self._previous.neg_()
-        torch._foreach_add_(self._previous_views, self.parameters)  # weights now - weights at the window's start
+        torch._foreach_add_(self._previous_views, self.watched)  # weights now - weights at the window's start
         displacement = self._rows[-1].copy_(self._previous)
         if frozen:
             self._since_freeze.add_(displacement)
         followed = self._dots(self._rows, self._rows[-2:])
-        torch._foreach_sub_(self._scratch_views, self.parameters)
+        torch._foreach_sub_(self._scratch_views, self.watched)
         self._enter_basis(self.basis, self._scratch, displacement)
-        torch._foreach_copy_(self._previous_views, self.parameters)
+        torch._foreach_copy_(self._previous_views, self.watched)
         if freeze:
             self.frozen.copy_(self.basis)
             self._since_freeze.zero_()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 _PLAIN = (Tensor, nn.Parameter)
+FLAT = "_flat"
+"""Names end so of what is saved of parts of replicated weights, which are cut as numbers in one line."""
 
 
 def is_spread(tensor: Any) -> bool:
@@ -82,6 +84,15 @@ def form_of_spread(tensor: Tensor) -> SpreadForm | None:
     spread: Any = tensor
     shape = (*spread.shape, 2) if spread.is_complex() else tuple(spread.shape)
     return SpreadForm(spread.device_mesh, tuple(spread.placements), shape)
+
+
+def flat_forms(ranks: int, device: str) -> Callable[[int], SpreadForm]:
+    """Return what gives the form of so many numbers in one line, of which each rank has as many. device: its type."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard
+
+    mesh = init_device_mesh(device, (ranks,))
+    return lambda numbers: SpreadForm(mesh, (Shard(0),), (numbers,))
 
 
 def spread_as(part: Tensor, form: SpreadForm | None) -> Tensor:

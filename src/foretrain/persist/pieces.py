@@ -17,7 +17,7 @@ from torch import Tensor
 from foretrain.errors import CheckpointError
 from foretrain.persist.codec import OWN, RANDOM, Snapshot, put_together, random_state, take_apart
 from foretrain.persist.model_state import SCALE
-from foretrain.persist.parts import SpreadForm, form_of_spread, region, spread_as
+from foretrain.persist.parts import FLAT, SpreadForm, form_of_spread, region, spread_as
 from foretrain.persist.shards import (
     RANDOM_MARK,
     Piece,
@@ -36,7 +36,9 @@ _ANEW = "random anew"
 class Layouts:
     """How the tensors of this run are spread, as far as its parameters tell: what belongs to one is cut as it is."""
 
-    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor], flat: Callable[[int], SpreadForm] | None = None) -> None:
+        """flat: gives the form of so many numbers in one line, where ranks share what is of replicated weights."""
+        self._flat = flat
         found = {name: form_of_spread(parameter) for name, parameter in parameters.items()}
         self._by_name = {name: form for name, form in found.items() if form is not None}
         self._by_shape = {form.shape: form for form in reversed(self._by_name.values())}
@@ -44,6 +46,8 @@ class Layouts:
     def of(self, name: str, shape: tuple[int, ...], cut: bool) -> SpreadForm | None:
         """Return how this run spreads the tensor; None: each process holds all of it. cut: several ranks saved pieces
         of it."""
+        if f"{FLAT}." in name:
+            return None if self._flat is None else _with_rows(self._flat(shape[-1]), shape)
         _, of_model, own_name = f".{name}".partition(".model.")
         named = self._by_name.get(own_name)
         if named is not None and named.shape == shape:
@@ -60,6 +64,10 @@ class Layouts:
         forms = [form for form in self._by_name.values() if form.shape[0] == shape[0] and form.by_rows]
         alike = all(form[:2] == forms[0][:2] for form in forms)
         return forms[0].with_columns(shape[1]) if forms and alike and len(shape) == 2 else None
+
+
+def _with_rows(form: SpreadForm, shape: tuple[int, ...]) -> SpreadForm:
+    return form.rows(shape[0]) if len(shape) > 1 else form
 
 
 def as_needed(

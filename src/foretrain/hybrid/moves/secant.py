@@ -18,7 +18,7 @@ from foretrain.motion.predictors.base import Array
 from foretrain.motion.rows import SavedRows
 from foretrain.motion.trajectory import Layout
 from foretrain.persist.codec import real_view
-from foretrain.persist.parts import local
+from foretrain.persist.parts import form_of_spread, local
 
 _LEAST_CURVATURE = 1e-6
 """Cosine of s and y, at the least. Sums in fp32 are some 1e-7 off, so that less is rounding and no curvature; a true
@@ -36,7 +36,7 @@ class Secant:
         self.world = world
         self.parameters = [real_view(local(p)) for p in parameters]
         self.layout = Layout(self.parameters, [str(index) for index in range(len(self.parameters))])
-        self._rows_saved = SavedRows(self.layout, parameters)
+        self._rows_saved = SavedRows(self.layout, [form_of_spread(p) for p in parameters])
         self._parted = world.is_parted(parameters)
         self._shares = [world.share(p) for p in parameters] if self._parted else []
         self._share_row: Tensor | None = None
