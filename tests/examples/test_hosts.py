@@ -6,6 +6,7 @@ import runpy
 from pathlib import Path
 
 import pytest
+from tests.integrations.hosts import forget_accelerate
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "integrations.md"
@@ -21,6 +22,7 @@ def test_an_example_runs_and_keeps_leaps(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("foretrain.loop.forecaster.forecast", lambda *_, **__: None)  # it takes most of their time
     monkeypatch.setattr("foretrain.loop.forecaster.finished", lambda *_, **__: None)
+    forget_accelerate()
     found = runpy.run_path(str(ROOT / "examples" / f"{name}.py"))
     summary = (found["hybrid"] if "hybrid" in found else found["callback"].run).summary()
     assert summary["moves"]["kept"] + summary["moves"]["shrunk"] >= 1

@@ -57,3 +57,11 @@ class RisingLoss:
     def __call__(self, *_: Any, **__: Any) -> Tensor:
         self.looks += 1
         return torch.tensor(float(self.looks))
+
+
+def forget_accelerate() -> None:
+    """Accelerate holds its settings for the whole process: after TRL, whose default it is, all would run in bf16."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()

@@ -17,7 +17,7 @@ from foretrain.events import Notice
 from foretrain.guest.run import GuestRun
 from foretrain.integrations import accelerate as integration
 
-from .hosts import WORDS, Heard, RisingLoss, sentences, settings, weights
+from .hosts import WORDS, Heard, RisingLoss, forget_accelerate, sentences, settings, weights
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # the host's own
@@ -35,6 +35,7 @@ class Host:
     """A loop as people write it, with gradient accumulation."""
 
     def __init__(self, probe: Any = None, mode: str = "leap", bus: Any = None) -> None:
+        forget_accelerate()
         torch.manual_seed(7)
         self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
         model = nn.Sequential(nn.Embedding(WORDS, 16), nn.Linear(16, 16), nn.Dropout(0.1), nn.Linear(16, WORDS))

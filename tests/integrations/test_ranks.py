@@ -13,7 +13,7 @@ import torch
 from tests.gloo import results
 from torch import nn
 
-from .hosts import LONGEST, WORDS, Heard, examples, sentences, settings, weights
+from .hosts import LONGEST, WORDS, Heard, examples, forget_accelerate, sentences, settings, weights
 
 
 def model_and_arguments(folder: str, ranks: int) -> tuple[Any, dict[str, Any]]:
@@ -87,6 +87,7 @@ def accelerate_run() -> dict[str, Any]:
 
     from foretrain.integrations import accelerate as integration
 
+    forget_accelerate()
     torch.manual_seed(7)
     accelerator = Accelerator(cpu=True)
     inner = nn.Sequential(nn.Embedding(WORDS, 16), nn.Linear(16, WORDS))
