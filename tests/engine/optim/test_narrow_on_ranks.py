@@ -29,6 +29,8 @@ from foretrain.persist import checkpoint
 from foretrain.persist.model_state import SCALE
 from foretrain.persist.parts import SpreadForm, like
 
+pytestmark = pytest.mark.xdist_group("narrow on ranks")  # all of it is made once
+
 KINDS = ("adamw 8bit", "adamw bf16", "muon 8bit", "muon bf16")
 SAVED_AT, END = 6, 10
 SQUARES = "exp_avg_sq"
