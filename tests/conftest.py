@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests run side by side; before torch is imported
+os.environ.setdefault(
+    "HF_HUB_OFFLINE", "1"
+)  # what asks a Hub, asks one on loopback; before huggingface_hub is imported
 
 import gc
 import itertools

@@ -471,7 +471,7 @@ def test_a_name_that_is_not_there_says_how_to_get_it(
     (in_cache(base, "gpt2") / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
     assert run("finetune", "--base", "gpt2", "--data", data, "--out", tmp_path / "run") == 2
     printed = capsys.readouterr().err
-    assert "nothing is downloaded here" in printed
+    assert "fetching it from the Hugging Face Hub failed (OfflineModeIsEnabled" in printed
     assert "AutoModelForCausalLM.from_pretrained('gpt2').save_pretrained('FOLDER')" in printed
     assert not (tmp_path / "run").exists()
     monkeypatch.chdir(tmp_path)

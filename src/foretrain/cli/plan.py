@@ -219,7 +219,7 @@ def _base_shape(config: Config, device: str) -> GPT2Shape | CausalShape:
     from foretrain.recipes.open_model import any_shape_of, find_folder
 
     try:
-        folder = find_folder(config.model.weights)
+        folder = find_folder(config.model.weights, fetch=False)
     except InputError as error:
         raise InputError(f"{error}; name the model to fine-tune, as in --base FOLDER") from None
     place = folder if (folder / "config.json").is_file() else folder / "model"

@@ -101,8 +101,8 @@ def finetune(
         str,
         Parameter(
             help="What to fine-tune: a run folder, a causal language model in Hugging Face's format (GPT-2; Llama, "
-            "Qwen, SmolLM and others with transformers installed), or the name of one in Hugging Face's cache, such as "
-            "`gpt2`. Sets `model.weights`."
+            "Qwen, SmolLM and others with transformers installed), or a name of the Hugging Face Hub (fetched once), "
+            "such as `gpt2`. Sets `model.weights`."
         ),
     ] = "",
     data: Annotated[str, Parameter(help="JSONL file of examples. Sets `data.path`.")] = "",

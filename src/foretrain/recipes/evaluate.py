@@ -89,7 +89,7 @@ def evaluate(
     sources = [str(data)] if isinstance(data, (str, Path)) else list(data)
     if not sources or "" in sources:
         raise InputError("data: an empty name; name the text, examples or token files to score")
-    path = find_folder(model)
+    path = find_folder(model, say)
     config, place = _settings(path), choose_device(device)
     precision = Precision(config.precision, place)
     base = open_newest(path, tokenizer, vocabulary, say, precision=precision.name)

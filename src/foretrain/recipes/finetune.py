@@ -88,7 +88,7 @@ def finetune(
     check(config)
     check_installed(config.log.trackers)
     named = configuration.given(config)
-    config = configuration.changed(config, {"model.weights": str(find_folder(config.model.weights).resolve())})
+    config = configuration.changed(config, {"model.weights": str(find_folder(config.model.weights, say).resolve())})
     path = Path(out) if out is not None else default_folder(config)
     if Path(config.model.weights).is_relative_to(path.resolve()):
         raise InputError(f"--out {path}: it holds the model that is to be fine-tuned; choose another folder")

@@ -28,7 +28,7 @@ def open_newest(
 ) -> Base:
     """Open a model like `open_base`, also of a run that is not finished, or of one checkpoint. say: hears which step it
     is. precision: what it will be computed in."""
-    path = find_folder(path)
+    path = find_folder(path, say)
     if not is_checkpoint(path) and not _is_unfinished(path):
         return open_base(path, tokenizer, vocabulary, precision)
     store, state, config = read_checkpoint(path)

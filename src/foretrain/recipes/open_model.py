@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,9 +23,8 @@ from foretrain.models.causal_shape import CausalShape
 from foretrain.models.gpt2 import GPT2, GPT2Shape, shape_from_config
 from foretrain.models.language_model import LanguageModel
 from foretrain.persist.files import from_json, user_path
+from foretrain.recipes import hub
 
-_HUB_NAME = re.compile(r"[A-Za-z0-9_][\w.-]*(/[\w.-]+)?")
-"""`gpt2`, or `organisation/model`."""
 _CHAT = f"{{{chats.FIELDS[0]}}}"
 _SHAPE = {
     "layers": "n_layer",
@@ -65,7 +63,7 @@ def open_base(
     path: str | Path, tokenizer: str = "", vocabulary: str = "", precision: str = "fp32", **options: Any
 ) -> Base:
     """Open a run folder of `foretrain train` or `finetune`, a folder with a causal language model in Hugging Face's
-    format, or the name of one in Hugging Face's cache.
+    format, or a name of the Hugging Face Hub.
 
     tokenizer: the path of a tokenizer.json, or `gpt2` with the folder of its `vocabulary`; unset: the one that lies
     there. precision: what it will be computed in; models other than GPT-2 are held in it where their files are in it.
@@ -156,46 +154,21 @@ def asked_in_chats(base: Base) -> Format | None:
     return None
 
 
-def find_folder(name: str | Path) -> Path:
-    """Return the folder of this path, or a model of this name that lies in Hugging Face's cache. Nothing is
-    downloaded."""
+def find_folder(name: str | Path, say: Callable[[str], None] = lambda _: None, fetch: bool = True) -> Path:
+    """Return the folder of this path, or a model of this name of the Hugging Face Hub: from its cache, or fetched.
+
+    say: hears how much is fetched. fetch: False leaves it at the cache."""
     path = user_path(name)
     if path.is_dir():
         return path
     is_inside = path.parent != Path() and path.parent.is_dir()
-    if is_inside or not _HUB_NAME.fullmatch(str(name)):
+    if is_inside or not hub.is_name(str(name)):
         raise InputError(f"{path}: there is no such folder; name a run folder, or one that holds model.safetensors")
-    for full_name in (str(name), f"openai-community/{name}"):  # where the bare names of GPT-2 lead to
-        cached = _hub_cache() / f"models--{full_name.replace('/', '--')}"
-        for snapshot in _snapshots(cached):
-            if holds_weights(snapshot) and (snapshot / "config.json").is_file():
-                return snapshot
-    code = f"import transformers as t; t.AutoModelForCausalLM.from_pretrained('{name}').save_pretrained('FOLDER')"
-    code += f"; t.AutoTokenizer.from_pretrained('{name}').save_pretrained('FOLDER')"
-    raise InputError(
-        f"{name}: there is no such folder, and nothing is downloaded here; if it is a model of the Hugging Face Hub, "
-        f'get it once with: python -c "{code}" and name FOLDER'
-    )
-
-
-def _hub_cache() -> Path:
-    """Return where huggingface_hub keeps what it downloaded."""
-    if cache := os.environ.get("HF_HUB_CACHE"):
-        return user_path(cache, "HF_HUB_CACHE")
-    home = os.environ.get("HF_HOME")
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return user_path(Path(home) if home else Path(base) / "huggingface", "HF_HOME") / "hub"
-
-
-def _snapshots(cached: Path) -> list[Path]:
-    """Return the versions of a cached model, the one that its main branch stands for first, then the newest."""
-    try:
-        found = sorted((cached / "snapshots").iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
-    except OSError:
-        return []
-    main = cached / "refs" / "main"
-    wanted = main.read_text(encoding="utf-8").strip() if main.is_file() else ""
-    return sorted(found, key=lambda path: path.name != wanted)
+    if cached := hub.in_cache(str(name)):
+        return cached
+    if fetch and hub.can_be_fetched(str(name)):
+        return hub.fetch(str(name), say)
+    raise InputError(f"{name}: there is no such folder, and nothing is fetched here; {hub.how_to_get(str(name))}")
 
 
 def any_shape_of(folder: Path, precision: str = "fp32", narrow: bool = True) -> GPT2Shape | CausalShape:
