@@ -119,6 +119,18 @@ def test_settings_of_muon_and_adamw_and_growth() -> None:
         assert f"{run['held_out_loss']:.3f}" in page
 
 
+def test_what_transformers_and_peft_read_back() -> None:
+    page = " ".join((ROOT / "docs" / "finetune.md").read_text(encoding="utf-8").split())
+    found = raw("2026-11-19-smollm2-readback")
+    assert len(found["rows"]) == found["questions"]
+    assert all(len(row["answers"]) == 4 and len(set(row["answers"].values())) == 1 for row in found["rows"])
+    assert f"**{found['same_tokens']} of {found['questions']}** answers token for token" in page
+    assert f"held-out loss {found['final_val_loss']:.3f} at the end" in page
+    assert f"{found['accuracy']:.1%}".replace("%", " %") + f" of {found['options']['answers']} held-out" in page
+    assert f"are up to {found['largest_difference_of_logits']:.2f} from" in page
+    assert (len(found["learning_rate"]["tried"]), found["learning_rate"]["cost"]) == (3, 0.25)
+
+
 def test_muon_on_124_million_parameters(readme: str) -> None:
     muon = [
         run
