@@ -167,6 +167,13 @@ def test_the_time_left_follows_from_the_steps_since_the_first_line() -> None:
     assert "eta 1:20" in text  # ten seconds for ten steps, eighty to go; the slow start does not count
 
 
+def test_the_time_left_goes_by_the_newest_steps() -> None:
+    """The machine became three times slower after a half."""
+    fast = [progress(step, step / 1.0) for step in range(10, 51, 10)]
+    slow = [progress(step, 50 + 3.0 * (step - 50)) for step in range(60, 91, 10)]
+    assert re.findall(r"eta (\S+)", shown([started(100), *fast, *slow]))[-1] == "0:30"
+
+
 def test_the_time_left_counts_evaluations() -> None:
     text = shown([started(100), progress(10, 1.0), Evaluated(10, 2.0, 19.0, False, True), progress(20, 2.0)])
     assert re.findall(r"eta (\S+)", text)[-1] == "2:40"  # twenty seconds for ten steps, eighty to go

@@ -54,6 +54,16 @@ def test_an_interval_has_as_many_digits_as_it_needs(numbers: tuple[float, float,
     assert interval_text(*numbers) == text
 
 
+def test_a_forecast_is_not_shown_any_more_when_newer_losses_allow_none() -> None:
+    stream = io.StringIO()
+    console = Console(RichConsole(file=stream, width=200), clock=lambda: 0.0)
+    events = [STARTED, forecast(10, 3.2123, 0.045), progress(10), Evaluated(20, 2.0, 0.1, True, False), progress(20)]
+    for event in (*events, Evaluated(30, 1.9, 0.1, True, False), forecast(30), progress(30)):
+        console(event)
+    lines = [line for line in stream.getvalue().splitlines() if line.startswith("step ") and "lr" in line]
+    assert ["| end" in line for line in lines] == [True, False, True]
+
+
 def test_the_progress_line_says_where_the_run_ends() -> None:
     stream = io.StringIO()
     console = Console(RichConsole(file=stream, width=200), clock=lambda: 0.0)
@@ -62,15 +72,6 @@ def test_the_progress_line_says_where_the_run_ends() -> None:
     before, after = (text for text in stream.getvalue().splitlines() if text.startswith("step"))
     assert "end" not in before
     assert "| end 3.21 [3.17, 3.26] |" in after
-
-
-def test_a_forecast_that_is_followed_by_none_is_not_shown_for_long() -> None:
-    console = Console(RichConsole(file=io.StringIO(), width=200))
-    for event in (STARTED, forecast(10, 3.2123, 0.045), progress(30)):
-        console(event)
-    assert "| end 3.21" in console._numbers(progress(30), 200)
-    console(progress(40))
-    assert "end" not in console._numbers(progress(40), 200)
 
 
 def test_a_narrow_terminal_keeps_the_end_rather_than_the_speed() -> None:
@@ -135,6 +136,14 @@ def test_the_loss_chart_goes_on_to_the_end_of_a_run(tmp_path: Path) -> None:
     assert (upper["label"], upper["values"]) == ("upper 80 %", [2.0, 1.5, 1.25])
     assert dashed["seconds"] == [2, 3, 10]
     assert "Forecast of the end" in page([record])
+
+
+def test_the_way_to_the_end_begins_at_the_loss_that_it_was_made_of(tmp_path: Path) -> None:
+    """A loss that was measured afterwards, as when a run is stopped, is not where the forecast began."""
+    told = [STARTED, progress(20), Evaluated(20, 2.0, 0.1, False, True), forecast(20)]
+    (record,) = read_runs([write_run(tmp_path / "run", [*told, progress(25), Evaluated(25, 0.9, 0.1, False, True)])])
+    dashed = way_to_the_end(record, 100)[0]
+    assert (dashed["steps"][0], dashed["values"][0]) == (20, 2.0)
 
 
 def test_a_finished_run_shows_its_forecasts_and_what_came(tmp_path: Path) -> None:

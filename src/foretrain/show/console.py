@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 import time
+from collections import deque
 from collections.abc import Callable
 
 from rich.console import Console as RichConsole
@@ -37,8 +38,11 @@ _LINES_PER_RUN = 40
 _MOVES_PER_RUN = 12
 """So many moves are told, unless the run is verbose; all of them are in `metrics.jsonl`."""
 _BAR = 10
-_STALE = 0.25
-"""A forecast of the end that is older than this share of the run is not shown any more: newer losses allowed none."""
+_NEWEST = 0.2
+"""The time left goes by this share of the run, the newest. Chosen: it holds some evaluations, as the rest will."""
+_STALE = 0.02
+"""A forecast of the end that is older than this share of the run when a loss is measured is not shown any more: the
+newer losses allow none."""
 
 
 class Console:
@@ -64,10 +68,10 @@ class Console:
         self._task = TaskID(0)
         self._max_steps = 0
         self._unit = "tokens"
-        self._began = math.nan
-        """The first progress was told at this time."""
         self._done = 0.0
-        """The steps that were done since then have cost so much; those that were undone count."""
+        """The steps that were done since the first progress have cost so much; those that were undone count."""
+        self._pace: deque[tuple[float, float]] = deque()
+        """(what was done, when) of the newest part of the run, the oldest first. Trials of other rates take no time."""
         self._costs: Costs = ()
         self._estimated = ""
         """A mark before the number of steps, where that is an estimate."""
@@ -110,6 +114,8 @@ class Console:
                         self._print(escape(text))
             case Evaluated():
                 self._val = event.loss
+                if event.step - self._end_told > _STALE * self._max_steps:  # a new one is told after this
+                    self._end = ""
                 if self._bar is None or self.level == "verbose":
                     self._tell(event)
             case LossForecasted():
@@ -187,16 +193,17 @@ class Console:
     def _progress(self, event: Progress) -> None:
         if not math.isnan(self._paused):
             self._trials += self.clock() - self._paused
-            self._began += self.clock() - self._paused
             self._paused, self._others = math.nan, 0
-        if math.isnan(self._began):
-            self._began, self._step = self.clock(), event.step
+        if not self._pace:
+            self._step = event.step
         self._done += weighed(self._costs, self._step, event.step)
         self._step = event.step
+        self._pace.append((self._done, self.clock() - self._trials))
+        newest = _NEWEST * weighed(self._costs, 0, self._max_steps)
+        while len(self._pace) > 2 and self._done - self._pace[1][0] >= newest:
+            self._pace.popleft()
         if event.planned_end is not None:
             self._max_steps, self._estimated = event.planned_end, "~"
-        if event.step - self._end_told > _STALE * self._max_steps:
-            self._end = ""
         total = self._total
         if self._bar is not None:
             room = self.console.width - len(f"step {event.step}/{total}") - _BAR - 2
@@ -245,13 +252,14 @@ class Console:
         return loss + "".join(parts.values()) + ends
 
     def _eta(self, event: Progress) -> str:
-        """By the time that steps have taken since the first progress, with all evaluations and saves between them.
-        Other learning rates that are tried come on top."""
+        """By the time that the newest steps have taken, with all evaluations and saves between them: a machine that has
+        become slower is noticed. Other learning rates that are tried come on top."""
         if event.seconds_left is not None:  # the run knows: it goes by the clock, or by a forecast
             return duration(event.seconds_left) + _between(event)
         own, now = max(0.0, event.seconds - self._trials), event.step
         so_far = weighed(self._costs, 0, max(1, now))
-        per_cost = (self.clock() - self._began) / self._done if self._done else own / so_far
+        (before, began), (done, ended) = (self._pace[0], self._pace[-1]) if self._pace else ((0.0, 0.0), (0.0, 0.0))
+        per_cost = (ended - began) / (done - before) if done > before else own / so_far
         others = weighed(self._costs, now, now + self._others)
         return duration(per_cost * (weighed(self._costs, now, self._max_steps) + others))
 

@@ -26,14 +26,18 @@ def is_open(record: RunRecord) -> bool:
 
 
 def way_to_the_end(record: RunRecord, limit: int) -> list[dict[str, Any]]:
-    """Draw the newest forecast from the last held-out loss to the end of the run, with its interval."""
+    """Draw the newest forecast from the held-out loss that it was made of to the end of the run, with its interval."""
     if not is_open(record) or not record.evaluations:
         return []
-    last, forecast = record.evaluations[-1], record.end_forecasts[-1]
+    forecast = record.end_forecasts[-1]
+    known = [one for one in record.evaluations if one.step <= forecast.step]
+    if not known:
+        return []
+    last = known[-1]
     told = forecast.fields.get("path")
     rows = [[finite(value) for value in row] for row in told if is_list(row)] if is_list(told) else []
     start = finite(last.fields.get("loss"))
-    places = [_place(record, forecast.step, forecast.seconds, (start, start, start))]
+    places = [_place(record, last.step, last.seconds, (start, start, start))]
     places += [_place(record, row[0], 0.0, row[1:]) for row in rows if len(row) == 4 and row[0] is not None]
     if start is None or len(places) < 2:
         return []
