@@ -62,7 +62,7 @@ class OutOfMemory(ForetrainError):
 
 def how_to_install(*packages: str) -> str:
     """With the interpreter in use: a bare `pip` may be that of another one."""
-    return f"install it with: {shlex.quote(sys.executable)} -m pip install {' '.join(packages)}"
+    return f"install it with: {shlex.quote(sys.executable)} -m pip install {shlex.join(packages)}"
 
 
 _SIGNS = (

@@ -222,7 +222,7 @@ def test_a_base_needs_its_tokenizer_and_transformers(
     with pytest.raises(InputError, match=r"no tokenizer\.json beside the weights; write one with"):
         open_base(folder)
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(InputError, match=r"need transformers; install it with: .* foretrain\[transformers\]"):
+    with pytest.raises(InputError, match=r"need transformers; install it with: .* 'foretrain\[transformers\]'"):
         open_base(llama)
 
 

@@ -49,6 +49,23 @@ def write_space(folder: Path, data: Path, rates: str = "[1e-2]") -> Path:
     return file
 
 
+def test_what_is_refused_leaves_no_folder(
+    command: Command, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file that is mended afterwards begins a sweep in the same folder."""
+    out = tmp_path / "sweep"
+    assert command("sweep", write_space(tmp_path, text_file), "--out", out, "--workers", "-1") == 2
+    assert "--workers -1: at least 1" in capsys.readouterr().err
+    assert command("sweep", write_space(tmp_path, tmp_path / "none.txt"), "--out", out) == 2
+    assert "none.txt does not exist; name a file" in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_a_sweep_that_was_stopped_does_not_say_what_it_saved() -> None:
+    summary = {"best": None, "complete": False, "runs_paid": 0.1, "runs_of_all": 1, "runs_of_audit": 0.0}
+    assert result_lines(summary | {"regret": None}) == ["cost so far: 0.1 runs for 1 trial"]
+
+
 def test_a_space_of_one_point_is_one_run(
     command: Command, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -166,11 +166,14 @@ def result_lines(summary: Mapping[str, Any]) -> list[str]:
     if best is not None:
         lines.append(f"best: trial {best['number']}, held-out loss {loss_text(best['final'])} ({best['label']})")
     paid, whole, audit = summary["runs_paid"], summary["runs_of_all"], summary["runs_of_audit"]
-    if paid > 0:
+    trials = f"{whole} trial{'' if whole == 1 else 's'}"
+    if paid > 0 and summary["complete"]:
         lines.append(
-            f"cost: {paid:.1f} runs for {whole} trials, {whole / paid:.1f}x less than all of them in full "
+            f"cost: {paid:.1f} runs for {trials}, {whole / paid:.1f}x less than all of them in full "
             f"(without the audit {whole / max(paid - audit, 1e-9):.1f}x)"
         )
+    elif paid > 0:
+        lines.append(f"cost so far: {paid:.1f} runs for {trials}")
     if summary["regret"] is not None:
         lines.append(regret_line(summary["regret"]))
     return lines

@@ -18,6 +18,7 @@ from typing import Any
 
 from foretrain import config as configuration
 from foretrain.config.schema import Level
+from foretrain.data import documents
 from foretrain.errors import ForetrainError, InputError, SaveError
 from foretrain.persist.files import for_json
 from foretrain.persist.signals import StopRequest
@@ -64,14 +65,16 @@ def default_folder() -> Path:
 
 def open_sweep(path: Path | None, out: Path | None) -> tuple[SweepFolder, Space]:
     """Make or find the folder of a sweep, and read what it is asked for."""
-    check_optuna()
     folder = SweepFolder(out or default_folder())
     own = folder.path / SPACE_FILE
     if path is None:
         if out is None or not own.is_file():
             raise InputError("name a space file, or with --out the folder of a sweep to go on with")
+        check_optuna()
         return folder, read_space(own)
     space = read_space(path)
+    check_optuna()
+    _check_data(space)
     if own.is_file() and not are_comparable(read_space(own), space):
         raise InputError(
             f"--out {folder.path}: it holds a sweep of another base or space; choose another folder, or go on with "
@@ -80,6 +83,12 @@ def open_sweep(path: Path | None, out: Path | None) -> tuple[SweepFolder, Space]
     folder.make()
     folder.write(SPACE_FILE, space.text)
     return folder, read_space(own)  # as the workers will read it
+
+
+def _check_data(space: Space) -> None:
+    """Refuse data that is not there before anything is made, where all trials read the same."""
+    if not any(one.name.startswith("data.") for one in space.ranges):
+        documents.find(space.base.data.path)
 
 
 class SweepRun:
@@ -228,8 +237,8 @@ def _last_line(log: Path) -> str:
 
 def run_sweep(path: Path | None, out: Path | None, workers: int | None, level: Level) -> dict[str, Any]:
     """Begin a sweep or go on with one, to its end."""
-    folder, space = open_sweep(path, out)
     if workers is not None and workers < 1:
         raise InputError(f"--workers {workers}: at least 1")
+    folder, space = open_sweep(path, out)
     console = SweepConsole(level)
     return SweepRun(folder, space, workers or space.settings.workers, console).work()
