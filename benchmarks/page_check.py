@@ -89,6 +89,7 @@ def check_report(browser: Browser, runs: list[Path], name: str, folder: Path, pi
     check_choices(browser, name)
     reading = check_reading(browser, name)
     assert (errors := browser.errors()) == [], errors
+    check_widths(browser, name)
     if pictures:
         browser.open(target.as_uri())  # without the focus and the choices of the checks
         for width, dark, kind in ((1280, False, "light"), (1280, True, "dark"), (390, False, "phone")):
@@ -258,6 +259,15 @@ def check_numbers(browser: Browser, summary: dict[str, Any], name: str) -> None:
         )
         known = None if quality.get("made") == 0 else quality["r2"]
         assert row == [known], f"{name}: R2 at {horizon} shows {row}"
+
+
+def check_widths(browser: Browser, name: str) -> None:
+    """No page is wider than its window, from a desk to a phone."""
+    for width in (1280, 700, 485, 390):
+        browser.look(width, 900)
+        needed = float(browser.ask("document.documentElement.scrollWidth"))
+        assert needed <= width, f"{name}: {needed:.0f} pixels wide in a window of {width}"
+    browser.look(1280, 900)
 
 
 def check_axis(browser: Browser, name: str) -> None:

@@ -106,7 +106,13 @@ def test_the_installed_program_runs() -> None:
             "foretrain train: there is no use for b.toml; `foretrain train --help` shows how",
         ),
         (["config", "init"], "foretrain config init: FILE is missing; `foretrain config init --help` shows how"),
-        (["train", "--out"], "foretrain train: --out needs a value; `foretrain train --help` shows how"),
+        (
+            ["train", "--out"],
+            (
+                "foretrain train: --out needs a value; one that begins with a minus is written --out=-VALUE; "
+                "`foretrain train --help` shows how"
+            ),
+        ),
         (
             ["compare", "--seeds", "many"],
             "foretrain compare: --seeds many: not a whole number; `foretrain compare --help` shows how",

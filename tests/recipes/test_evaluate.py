@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -152,7 +153,7 @@ def test_an_interrupted_run_is_scored_at_its_newest_checkpoint(
 
 def test_long_work_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     now = [100.0]
-    monkeypatch.setattr("foretrain.cli.evaluate.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("foretrain.cli.evaluate.time", SimpleNamespace(monotonic=lambda: now[0]))
     report = EvaluationProgress()
     for done in (1, 2, 3, 4):
         now[0] += 6

@@ -35,7 +35,7 @@ from foretrain.events import (
     Tuned,
 )
 from foretrain.show.console import Console
-from foretrain.show.summary import result_line, summary_table
+from foretrain.show.summary import closing_lines, result_line, summary_table
 
 SUMMARY: dict[str, Any] = {
     "final_val_loss": 1.23456,
@@ -357,6 +357,11 @@ def test_the_result_in_one_line() -> None:
     assert result_line(summary | {"final_val_loss": None}) == "finished: training loss 1.1000, 1,000 steps in 1:16"
     assert "accuracy 93.0%, 1,000" in result_line(summary | {"accuracy": 0.93})
     assert "exact match 50.0%, 1,000" in result_line(summary | {"exact_match": 0.5})
+    guessing = summary | {"unit": "tokens", "config": {"model": {"vocab_size": 257}}}
+    assert result_line(guessing | {"final_val_loss": 5.54}) == result_line(summary | {"final_val_loss": 5.54})
+    told = "nothing was learned: guessing among 257 tokens has a loss of 5.5491; try a lower rate"
+    assert result_line(guessing | {"final_val_loss": 70.5}).endswith(told)
+    assert closing_lines(guessing | {"final_val_loss": 70.5})[0] == told
 
 
 def finding(ailment: str, step: int, level: str = "critical", rate: float | None = None) -> dict[str, Any]:

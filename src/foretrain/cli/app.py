@@ -44,8 +44,9 @@ def _version() -> str:
 
 app = App(
     name="foretrain",
-    help="Hybrid predictive training for PyTorch: learns how the weights move, moves them ahead where that is shown to "
-    "pay, and says honestly what it was worth. Stop and resume at any moment, bit for bit.\n\n"
+    help="A trainer for PyTorch that needs no babysitting: stops and resumes at any moment, bit for bit, finds its "
+    "learning rate, says where a run will end, and explains it on one page. Where it is shown to pay it also learns "
+    "how the weights move, and moves them ahead.\n\n"
     "Start with `foretrain train`: with no file it trains a small GPT on Python's own source code. What words such as "
     "move, leap and audit mean: docs/glossary.md.",
     version=_version,
@@ -187,7 +188,9 @@ def _misuse(error: CycloptsError) -> str:
             text = f"{command}: there is no use for {shlex.join(tokens)}"
         case MissingArgumentError(argument=Argument() as argument):
             given = error.keyword or argument.name
-            text = f"{command}: {given} needs a value" if given.startswith("-") else f"{command}: {given} is missing"
+            text = f"{command}: {given} is missing"
+            if given.startswith("-"):
+                text = f"{command}: {given} needs a value; one that begins with a minus is written {given}=-VALUE"
         case CoercionError(token=Token() as token) if error.msg is None:
             kinds = {bool: "neither true nor false", int: "not a whole number", float: "not a number"}
             name = f"{token.keyword} " if token.keyword else ""

@@ -95,7 +95,10 @@ class Batches:
             yield from self._loader
             return
         if position:
-            text = f"the loader has no seek(): reading past {position} batches to get to where the run was"
+            text = (
+                f"reading {position} batches again to get to where the run was: the loader has no seek(), as "
+                "foretrain.Loader has"
+            )
             self._emit(Notice(text, level="info"))
         seen, random_there = 0, random_state()
         for number in itertools.count():

@@ -61,7 +61,8 @@ class RunFolder:
             self._locks.append(open_own(self.path / ".lock", os.O_CREAT | os.O_RDWR, 0o600))
         except OSError as error:
             self._release()
-            raise InputError(f"{self.named}: cannot write there ({error.strerror}); choose another folder") from None
+            why = "it is a file" if self.path.is_file() else error.strerror
+            raise InputError(f"{self.named}: cannot write there ({why}); choose another folder") from None
         if not all(_take_lock(lock) for lock in self._locks):
             self._release()
             raise InputError(f"{self.named}: another run is writing there; wait for it or choose another folder")

@@ -57,13 +57,13 @@ def check_model(model: nn.Module, saved: Mapping[str, Any], origin: str, constan
         if name not in saved or name not in own:
             where = "the checkpoint" if name not in saved else "this model"
             raise CheckpointError(
-                f"{origin}: it belongs to another model ({name} is not in {where}); use the same [model] settings"
+                f"{origin}: it belongs to another model ({name} is not in {where}); use the same one ([model] settings)"
             )
         ours, theirs = (_form_of_part(value, own[name], saved[name]) for value in (own[name], saved[name]))
         if ours != theirs:
             raise CheckpointError(
-                f"{origin}: it belongs to another model ({name} is {theirs} there, {ours} here); use the same [model] "
-                "settings"
+                f"{origin}: it belongs to another model ({name} is {theirs} there, {ours} here); use the same one "
+                "([model] settings)"
             )
     return own
 

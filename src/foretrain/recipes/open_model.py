@@ -161,6 +161,8 @@ def find_folder(name: str | Path, say: Callable[[str], None] = lambda _: None, f
     path = user_path(name)
     if path.is_dir():
         return path
+    if path.is_file():
+        raise InputError(f"{path}: it is a file; name a run folder, or one that holds model.safetensors")
     is_inside = path.parent != Path() and path.parent.is_dir()
     if is_inside or not hub.is_name(str(name)):
         raise InputError(f"{path}: there is no such folder; name a run folder, or one that holds model.safetensors")

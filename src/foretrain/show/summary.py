@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,8 +26,8 @@ def result_line(summary: Mapping[str, Any]) -> str:
     if "exact_match" in summary:
         known.append(f"exact match {summary['exact_match']:.1%}")
     known.append(f"{summary['global_step']:,} steps in {duration(summary['seconds'])}")
-    trouble = trouble_in_words(summary)
-    return f"{summary['reason']}: {', '.join(known)}" + (f"; {trouble}" if trouble else "")
+    more = "".join(f"; {text}" for text in (trouble_in_words(summary), _no_better_than_guessing(summary)) if text)
+    return f"{summary['reason']}: {', '.join(known)}{more}"
 
 
 def summary_table(summary: Mapping[str, Any], verbose: bool = False) -> Table:
@@ -178,8 +179,19 @@ def _tried(summary: Mapping[str, Any]) -> bool:
 
 
 def closing_lines(summary: Mapping[str, Any]) -> list[str]:
-    """Return what is said below the table: where its words are explained."""
-    return [f"what a move, a leap, an audit and other words mean: {GLOSSARY}"] if _tried(summary) else []
+    """Return what is said below the table: that nothing was learned, and where its words are explained."""
+    words = f"what a move, a leap, an audit and other words mean: {GLOSSARY}" if _tried(summary) else ""
+    return [text for text in (_no_better_than_guessing(summary), words) if text]
+
+
+def _no_better_than_guessing(summary: Mapping[str, Any]) -> str:
+    """Say of a language model whose loss is that of guessing, or above, that it has learned nothing."""
+    loss = summary.get("final_val_loss")
+    vocabulary = ((summary.get("config") or {}).get("model") or {}).get("vocab_size")
+    if loss is None or not vocabulary or summary.get("unit") != "tokens" or loss < math.log(vocabulary):
+        return ""
+    guessing = loss_text(math.log(vocabulary))
+    return f"nothing was learned: guessing among {vocabulary:,} tokens has a loss of {guessing}; try a lower rate"
 
 
 def _prediction(summary: Mapping[str, Any], verbose: bool) -> dict[str, str | None]:

@@ -6,6 +6,7 @@ import errno
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -180,7 +181,7 @@ def test_several_slow_trackers_end_side_by_side_within_one_deadline(monkeypatch:
         now[0] += seconds
         others[0]._thread.join(20)  # it has been told to end before anybody waits for the first
 
-    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
     bus, first, heard = on_a_bus(Stuck())
     others = [TrackerListener("second", Notebook(), bus.emit), TrackerListener("third", Stuck(), bus.emit)]
     listeners = [first, *others]
