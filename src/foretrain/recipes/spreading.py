@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from foretrain.config.units import format_size
 from foretrain.engine.precision import choose_device, choose_precision
 from foretrain.errors import ConfigError
 from foretrain.launch.group import Group
+from foretrain.models.blocks import blocks_of
 from foretrain.planning.estimate import PlanTarget, estimate
 
 ROOM = 0.9
@@ -130,7 +131,7 @@ def spread(model: nn.Module, chosen: Spreading, config: Config) -> Loss | None:
     device = choose_device(config.device)
     model.to(device)
     if config.engine.compile is True:
-        for block in _blocks(model):
+        for block in blocks_of(model):
             block.compile(dynamic=False)
     if chosen.kind == "ddp":
         return ReplicatedLoss(DistributedDataParallel(model, gradient_as_bucket_view=True))
@@ -146,11 +147,6 @@ def for_trainer(config: Config, chosen: Spreading) -> Config:
     return changed(config, {"engine.compile": "auto"})
 
 
-def _blocks(model: nn.Module) -> Iterator[nn.Module]:
-    blocks = getattr(model, "blocks", None)
-    yield from blocks if isinstance(blocks, nn.ModuleList) else ()
-
-
 def _shard(model: nn.Module, chosen: Spreading, config: Config, device: torch.device) -> None:
     """Shard each block by itself, then what is left: no more than one block is whole at a time."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -163,7 +159,7 @@ def _shard(model: nn.Module, chosen: Spreading, config: Config, device: torch.de
     policy = MixedPrecisionPolicy()
     if choose_precision(config.precision.type, device) == "bf16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for block in _blocks(model):
+    for block in blocks_of(model):
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
 
