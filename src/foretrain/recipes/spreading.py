@@ -54,16 +54,6 @@ def check_rows(config: Config, ranks: int) -> None:
         )
 
 
-def without_linearised(config: Config, group: Group, say: Callable[[str], None]) -> Config:
-    """Return the configuration with linearised leaps switched off, unless somebody set them: they look at the whole
-    model in one process."""
-    usual = type(config.hybrid).model_fields["linear_rows"].default
-    if group.alone or config.hybrid.mode != "leap" or config.hybrid.linear_rows != usual:
-        return config
-    say("note: linearised leaps need one process; hybrid.linear_rows is 0")
-    return changed(config, {"hybrid.linear_rows": 0})
-
-
 def choose(config: Config, target: PlanTarget, group: Group) -> Spreading:
     """Choose as `[distributed]` says; "auto" shards only what does not fit whole."""
     if group.alone:
