@@ -147,7 +147,8 @@ def _shard(model: nn.Module, chosen: Spreading, config: Config, device: torch.de
     else:
         mesh = init_device_mesh(device.type, (chosen.shard,), mesh_dim_names=("shard",))
     policy = MixedPrecisionPolicy()
-    if choose_precision(config.precision.type, device) == "bf16":
+    if choose_precision(config.precision.type, device) == "bf16" and config.precision.narrow_residual:
+        # else autocast narrows each product alone: narrow embeddings would make the sum of the blocks narrow, too
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in blocks_of(model):
         fully_shard(block, mesh=mesh, mp_policy=policy)
