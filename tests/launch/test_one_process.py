@@ -89,7 +89,7 @@ def test_blocks_are_compiled_one_by_one_and_the_trainer_does_not_compile_them_ag
 ) -> None:
     compiled: list[nn.Module] = []
     monkeypatch.setattr(nn.Module, "compile", lambda self, **options: compiled.append(self))
-    monkeypatch.setattr(spreading, "_shard", lambda *arguments: None)
+    monkeypatch.setattr(spreading, "shard", lambda *arguments: None)
     config = make_config({"engine.compile": True, "model.vocab_size": 256})
     model = run.build_model(config)
     assert spreading.spread(model, spreading.ONE_PROCESS, config) is None

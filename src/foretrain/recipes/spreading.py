@@ -125,7 +125,7 @@ def spread(model: nn.Module, chosen: Spreading, config: Config) -> Loss | None:
             block.compile(dynamic=False)
     if chosen.kind == "ddp":
         return ReplicatedLoss(DistributedDataParallel(model, gradient_as_bucket_view=True))
-    _shard(model, chosen, config, device)
+    shard(model, chosen, config)
     return None
 
 
@@ -137,11 +137,12 @@ def for_trainer(config: Config, chosen: Spreading) -> Config:
     return changed(config, {"engine.compile": "auto"})
 
 
-def _shard(model: nn.Module, chosen: Spreading, config: Config, device: torch.device) -> None:
+def shard(model: nn.Module, chosen: Spreading, config: Config) -> None:
     """Shard each block by itself, then what is left: no more than one block is whole at a time."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+    device = choose_device(config.device)
     if chosen.replicate > 1:
         mesh = init_device_mesh(device.type, (chosen.replicate, chosen.shard), mesh_dim_names=("replicate", "shard"))
     else:
