@@ -151,15 +151,28 @@ def on_bf16(kind: str) -> Found:
             made.step(own_rows(words(0)))
         for hook in hooks:
             hook.remove()
+        reads = probed(kind) if narrow else []
         gradients = {str(p.grad.dtype) for p in made.model.parameters() if p.grad is not None}
         found[str(narrow)] = {
             "computed": seen,
             "sent": {name: sorted(set(formats)) for name, formats in sent.formats.items()},
             "gradients": sorted(gradients),
+            "probed": reads,
             "held": sorted({str(p.dtype) for p in made.model.parameters()}),
             **trained(made),
         }
     return found
+
+
+def probed(kind: str) -> list[str]:
+    """What a block reads in steps in bf16, and in probes in fp32."""
+    made = trainer(ours(), kind, precision__type="bf16", precision__predict="fp32")
+    seen: list[str] = []
+    hook = blocks_of(made.model)[1].register_forward_pre_hook(lambda _, given: seen.append(str(given[0].dtype)))
+    made.step(own_rows(words(0)))
+    made.engine.probe(own_rows(words(1)))
+    hook.remove()
+    return seen
 
 
 def on_parts(kind: str) -> Found:
@@ -343,8 +356,14 @@ def test_bf16_is_computed_with_and_gradients_are_reduced_in_fp32(
         ours = found[0][f"on_bf16 {kind}"][narrow]
         assert ours["sent"] == sent[kind]
         assert ours["computed"] == theirs["computed"]
+        assert ours["probed"] == theirs["probed"]
         assert ours["gradients"] == ours["held"] == ["torch.float32"]
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
+
+
+def test_probes_have_the_format_that_is_set_for_them(found: list[Found]) -> None:
+    for kind in KINDS:
+        assert found[0][f"on_bf16 {kind}"]["True"]["probed"] == ["torch.bfloat16", "torch.float32"]
 
 
 @pytest.mark.parametrize("kind", KINDS)

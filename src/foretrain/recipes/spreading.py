@@ -148,12 +148,19 @@ def shard(model: nn.Module, chosen: Spreading, config: Config) -> None:
     else:
         mesh = init_device_mesh(device.type, (chosen.shard,), mesh_dim_names=("shard",))
     policy = MixedPrecisionPolicy()
-    if choose_precision(config.precision.type, device) == "bf16" and config.precision.narrow_residual:
-        # else autocast narrows each product alone: narrow embeddings would make the sum of the blocks narrow, too
+    if _all_in_bf16(config, device):
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in blocks_of(model):
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def _all_in_bf16(config: Config, device: torch.device) -> bool:
+    """Return whether weights may be gathered in bf16. Else they are in fp32, and autocast narrows each product: narrow
+    embeddings would make the sum that runs through the blocks narrow, and narrow weights every probe."""
+    chosen = config.precision
+    all_probes = chosen.predict in ("same", "bf16")
+    return choose_precision(chosen.type, device) == "bf16" and chosen.narrow_residual and all_probes
 
 
 class ReplicatedLoss:
