@@ -52,7 +52,12 @@ SETTINGS: dict[str, Any] = {
     "health.interval": 0,
 }
 KINDS = ("ddp", "fsdp2")
-FAMILIES: dict[str, Found] = {"llama": {}, "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}}
+FAMILIES: dict[str, Found] = {
+    "llama": {},
+    "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    "qwen2": {},  # its head is its embedding
+}
+OPTIONS: dict[str, Found] = {"qwen2": {"fused_loss": True, "activation_checkpointing": 0.5}}
 
 
 def ours(**options: Any) -> GPT2:
@@ -62,7 +67,7 @@ def ours(**options: Any) -> GPT2:
 def theirs(family: str) -> CausalLM:
     """A model of transformers."""
     inner = make_inner(family, num_hidden_layers=3, vocab_size=97, **FAMILIES[family])
-    return CausalLM(inner, shape_of(inner))
+    return CausalLM(inner, shape_of(inner), **OPTIONS.get(family, {}))
 
 
 def spreading(kind: str) -> Spreading:
@@ -329,7 +334,10 @@ def test_steps_of_a_model_of_transformers_are_those_of_one_process(
         assert ours["weights"] == pytest.approx(theirs["weights"], rel=1e-4)
 
 
-@pytest.mark.parametrize(("family", "blocks"), [("llama", "inner.model.layers"), ("gpt2", "inner.transformer.h")])
+@pytest.mark.parametrize(
+    ("family", "blocks"),
+    [("llama", "inner.model.layers"), ("gpt2", "inner.transformer.h"), ("qwen2", "inner.model.layers")],
+)
 def test_each_block_of_a_model_of_transformers_is_gathered_by_itself(
     family: str, blocks: str, found: list[Found]
 ) -> None:
