@@ -40,6 +40,7 @@ from foretrain import HybridTrainer, supervised
 from foretrain.config import from_mapping
 from foretrain.engine.ranks import local, world_of_ranks
 from foretrain.errors import ConfigError, RanksError
+from foretrain.events import Notice
 from foretrain.models.loss import IGNORED
 from foretrain.motion.trajectory import Trajectory
 
@@ -288,11 +289,29 @@ def refused(kind: str) -> Found:
         {"hybrid.linear_rows": 100},
         {"hybrid.space": "product"},
     ):
+        name = next(iter(settings))
         try:
-            trainer(kind, True, dict(settings))
+            trainer(kind, name != "hybrid.linear_rows", dict(settings))
         except ConfigError as error:
-            found[next(iter(settings))] = str(error)
+            found[name] = str(error)
     return found
+
+
+def left_out(kind: str) -> Found:
+    """What is told where linearised leaps could be tried, with and without weight decay; and by a loss whose form is
+    not known, in the words of a run folder, which name every setting."""
+    found: Found = {}
+    for name, decay in (("", 0.0), ("decay", 0.1)):
+        settings = {name: value for name, value in SETTINGS.items() if name != "hybrid.linear_rows"}
+        settings |= {"max_steps": 60, "optimizer.type": "adamw", "optimizer.weight_decay": decay}
+        loss, model = supervised(nn.functional.mse_loss), in_kind(curve(), kind)
+        made = HybridTrainer(model, loss_fn=loss, config=from_mapping(settings))
+        found[name] = told = []
+        made.bus.subscribe(lambda event, told=told: told.append(event.message) if isinstance(event, Notice) else None)
+        for _ in range(25):
+            made.step(own_rows(points(0)))
+    unknown = trainer(kind, True, {"hybrid.linear_rows": 160, "max_steps": 40})
+    return found | {"unknown": run(unknown, 3, words)["global_step"]}
 
 
 # --- what is sent ----------------------------------------------------------------------------------------------------
@@ -423,7 +442,7 @@ def along(kind: str) -> Found:
 
 
 ALIKE = (runs, path, rooted, counted, annealed, accumulated, optimizers, to_a_loss, raced)
-CHECKS = (*ALIKE, raced_again, in_time, idle, snapshots, bad_step, refused, sent, apart, worlds, along)
+CHECKS = (*ALIKE, raced_again, in_time, idle, snapshots, bad_step, refused, left_out, sent, apart, worlds, along)
 
 
 def on_one_rank() -> Found:
@@ -606,6 +625,16 @@ def test_what_is_not_supported_is_refused_in_one_sentence(found: list[Found]) ->
         assert text.startswith("this is one of 2 processes, where ")
         assert name.rpartition(".")[2] in text
         assert ". " not in text
+
+
+def test_linearised_leaps_are_left_out_on_shards_in_a_sentence_and_nowhere_else(found: list[Found]) -> None:
+    begins = "the loss is exact here, since every step sees all the data: linearised leaps could be tried, but "
+    for rank in found:
+        replicas, parts = (rank[f"left_out {kind}"] for kind in KINDS)
+        assert parts[""] == [begins + "sharding by FSDP2 keeps them off; DistributedDataParallel allows them"]
+        assert any(f"{begins}sharding by FSDP2 and optimizer.weight_decay = 0.1 keep" in one for one in parts["decay"])
+        assert not any("FSDP2" in one for name in ("", "decay") for one in replicas[name])
+        assert (parts["unknown"], replicas["unknown"]) == (3, 3)
 
 
 def test_few_numbers_are_sent_and_no_objects(found: list[Found]) -> None:

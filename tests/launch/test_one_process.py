@@ -15,7 +15,6 @@ from foretrain import HybridTrainer
 from foretrain.config import from_mapping
 from foretrain.errors import ConfigError, InputError
 from foretrain.events import Event, Progress, Recovered
-from foretrain.launch.group import ALONE, Group, RankPlace
 from foretrain.recipes import spreading
 from foretrain.recipes import train as run
 
@@ -90,7 +89,7 @@ def test_blocks_are_compiled_one_by_one_and_the_trainer_does_not_compile_them_ag
 ) -> None:
     compiled: list[nn.Module] = []
     monkeypatch.setattr(nn.Module, "compile", lambda self, **options: compiled.append(self))
-    monkeypatch.setattr(spreading, "_shard", lambda *arguments: None)
+    monkeypatch.setattr(spreading, "shard", lambda *arguments: None)
     config = make_config({"engine.compile": True, "model.vocab_size": 256})
     model = run.build_model(config)
     assert spreading.spread(model, spreading.ONE_PROCESS, config) is None
@@ -100,14 +99,3 @@ def test_blocks_are_compiled_one_by_one_and_the_trainer_does_not_compile_them_ag
     spreading.spread(model, chosen, config)
     assert compiled == list(model.blocks)
     assert spreading.for_trainer(config, chosen).engine.compile == "auto"
-
-
-def test_linearised_leaps_are_left_out_of_several_processes_unless_somebody_set_them() -> None:
-    told: list[str] = []
-    several = Group(RankPlace(0, 2))
-    config = from_mapping({"hybrid.mode": "leap"})
-    assert spreading.without_linearised(config, ALONE, told.append) is config
-    assert spreading.without_linearised(config, several, told.append).hybrid.linear_rows == 0
-    assert told == ["note: linearised leaps need one process; hybrid.linear_rows is 0"]
-    own = from_mapping({"hybrid.mode": "leap", "hybrid.linear_rows": 40})
-    assert spreading.without_linearised(own, several, told.append) is own

@@ -276,8 +276,8 @@ class EngineConfig(Section):
     exist at once. Same bits, except for the rounding of `muon` and of compiled models. Needs
     `optimizer.gradient_clip_norm = 0` and `accumulation_steps = 1`, not fp16; there are no quasi-Newton leaps. A
     gradient that is not finite spares its own parameter and those updated with it, not the whole step. `torch.compile`
-    then takes one block at a time, from the model's list `blocks`; a model without one is compiled as a whole, which
-    brings all gradients at once."""
+    then takes one block at a time, from the largest `nn.ModuleList` of the model; a model without one is compiled as a
+    whole, which brings all gradients at once."""
     deterministic: bool = False
     """Refuse operations whose result can differ between two runs (slower on a GPU)."""
 

@@ -76,7 +76,8 @@ def _of_parts(engine: Engine) -> Iterator[str]:
             "Muon cuts its steps along dimensions, and some weights are split twice along one, as by FSDP2 with tensor "
             "parallelism: set optimizer.type = 'adamw'"
         )
-    if "hybrid.linear_rows" in given(config) and config.hybrid.linear_rows and config.hybrid.mode != "off":
+    wanted = "hybrid.linear_rows" in given(config) and config.hybrid.linear_rows and config.hybrid.mode != "off"
+    if wanted and engine.objective is not None:  # other losses are not linearised in one process either
         yield "linearised leaps are not supported on shards: set hybrid.linear_rows = 0, or use DistributedDataParallel"
     if config.hybrid.space == "product" and config.hybrid.mode != "off":
         yield "hybrid.space = 'product' is not supported on shards: set 'adapter'"

@@ -20,6 +20,7 @@ from foretrain.engine.own import one_number
 from foretrain.engine.precision import Precision
 from foretrain.engine.syncing import Syncing
 from foretrain.engine.world import ALONE, World
+from foretrain.models.blocks import blocks_of
 from foretrain.persist.parts import is_spread, local
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
@@ -256,12 +257,10 @@ def _compiled(model: nn.Module, loss_function: LossFunction, by_block: bool) -> 
     def loss(batch: Any) -> Tensor:
         return one_number(loss_function(model, batch))
 
-    blocks = getattr(model, "blocks", None)
-    if by_block and isinstance(blocks, nn.ModuleList):
-        for block in blocks:
-            block.compile(dynamic=False)
-        return loss
-    return _Compiled(loss)
+    blocks = blocks_of(model) if by_block else []
+    for block in blocks:
+        block.compile(dynamic=False)
+    return loss if blocks else _Compiled(loss)
 
 
 class _Compiled:

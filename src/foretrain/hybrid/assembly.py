@@ -16,7 +16,7 @@ from foretrain.hybrid.judges.worth import Worth
 from foretrain.hybrid.moves.base import MoveKind, MoveTools
 from foretrain.hybrid.moves.chain import ChainKind
 from foretrain.hybrid.moves.leap import LeapKind
-from foretrain.hybrid.moves.linearised import LinearisedKind
+from foretrain.hybrid.moves.linearised import LinearisedKind, left_out_on_shards
 from foretrain.hybrid.moves.lookahead import LookAhead
 from foretrain.hybrid.moves.rollout import RolloutKind
 from foretrain.hybrid.policy import Policy
@@ -81,6 +81,8 @@ def equip(
     kinds: list[MoveKind] = [ChainKind(tools, policy.predictability), LeapKind(tools), RolloutKind(tools)]
     if engine.objective is not None and linearised_leaps_apply(engine):
         kinds.insert(0, LinearisedKind(tools, policy.predictability, engine.objective))
+    elif engine.objective is not None:
+        policy.left_out = lambda: left_out_on_shards(tools, policy.predictability)
     policy.equip(tools, kinds)
 
 

@@ -44,6 +44,8 @@ class Policy(Deliberation):
         """The open one."""
         self.end_loss: float | None = None
         """Loss of the training batch, where a move led the run to a lower point at its end."""
+        self.left_out: Callable[[], KeptOff | str] = lambda: ""
+        """Tells of moves whose kind is not among those that this run can make."""
         self._predictor_harmed = False
         """The open move led to numbers that are not finite."""
 
@@ -285,7 +287,7 @@ class Policy(Deliberation):
 
     def obstacles(self) -> list[KeptOff | str | None]:
         """What keeps kinds of moves off."""
-        return [kind.obstacle() for kind in self.kinds]
+        return [*(kind.obstacle() for kind in self.kinds), self.left_out()]
 
     def evaluated(self, loss: float) -> None:
         """A held-out loss was measured."""

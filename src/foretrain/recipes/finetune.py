@@ -47,7 +47,6 @@ from foretrain.recipes.spreading import (
     choose,
     for_trainer,
     spread,
-    without_linearised,
 )
 from foretrain.serve.answers import answer_questions
 from foretrain.show.follow import read_runs
@@ -105,7 +104,7 @@ def _job(
     """Open the base, read the examples, choose what `memory.budget` asks for, and build the trainer."""
     check_rows(config, group.size)
     base = base_of(config)
-    config, growth = with_growth(without_linearised(config, group, say), None, None)
+    config, growth = with_growth(config, None, None)
     config = with_templates(config, say, base.chat)
     data = prepare(config, base, say)
     loader = build_loader(config, data, group)

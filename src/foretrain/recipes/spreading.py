@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from foretrain.config.units import format_size
 from foretrain.engine.precision import choose_device, choose_precision
 from foretrain.errors import ConfigError
 from foretrain.launch.group import Group
+from foretrain.models.blocks import blocks_of
 from foretrain.planning.estimate import PlanTarget, estimate
 
 ROOM = 0.9
@@ -51,16 +52,6 @@ def check_rows(config: Config, ranks: int) -> None:
             f"batch_size = {config.batch_size} rows cannot be shared by {ranks} ranks{each}: it must be a multiple of "
             f"{parts}, such as {rows}"
         )
-
-
-def without_linearised(config: Config, group: Group, say: Callable[[str], None]) -> Config:
-    """Return the configuration with linearised leaps switched off, unless somebody set them: they look at the whole
-    model in one process."""
-    usual = type(config.hybrid).model_fields["linear_rows"].default
-    if group.alone or config.hybrid.mode != "leap" or config.hybrid.linear_rows != usual:
-        return config
-    say("note: linearised leaps need one process; hybrid.linear_rows is 0")
-    return changed(config, {"hybrid.linear_rows": 0})
 
 
 def choose(config: Config, target: PlanTarget, group: Group) -> Spreading:
@@ -130,11 +121,11 @@ def spread(model: nn.Module, chosen: Spreading, config: Config) -> Loss | None:
     device = choose_device(config.device)
     model.to(device)
     if config.engine.compile is True:
-        for block in _blocks(model):
+        for block in blocks_of(model):
             block.compile(dynamic=False)
     if chosen.kind == "ddp":
         return ReplicatedLoss(DistributedDataParallel(model, gradient_as_bucket_view=True))
-    _shard(model, chosen, config, device)
+    shard(model, chosen, config)
     return None
 
 
@@ -146,26 +137,30 @@ def for_trainer(config: Config, chosen: Spreading) -> Config:
     return changed(config, {"engine.compile": "auto"})
 
 
-def _blocks(model: nn.Module) -> Iterator[nn.Module]:
-    blocks = getattr(model, "blocks", None)
-    yield from blocks if isinstance(blocks, nn.ModuleList) else ()
-
-
-def _shard(model: nn.Module, chosen: Spreading, config: Config, device: torch.device) -> None:
+def shard(model: nn.Module, chosen: Spreading, config: Config) -> None:
     """Shard each block by itself, then what is left: no more than one block is whole at a time."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+    device = choose_device(config.device)
     if chosen.replicate > 1:
         mesh = init_device_mesh(device.type, (chosen.replicate, chosen.shard), mesh_dim_names=("replicate", "shard"))
     else:
         mesh = init_device_mesh(device.type, (chosen.shard,), mesh_dim_names=("shard",))
     policy = MixedPrecisionPolicy()
-    if choose_precision(config.precision.type, device) == "bf16":
+    if _all_in_bf16(config, device):
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for block in _blocks(model):
+    for block in blocks_of(model):
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def _all_in_bf16(config: Config, device: torch.device) -> bool:
+    """Return whether weights may be gathered in bf16. Else they are in fp32, and autocast narrows each product: narrow
+    embeddings would make the sum that runs through the blocks narrow, and narrow weights every probe."""
+    chosen = config.precision
+    all_probes = chosen.predict in ("same", "bf16")
+    return choose_precision(chosen.type, device) == "bf16" and chosen.narrow_residual and all_probes
 
 
 class ReplicatedLoss:

@@ -39,7 +39,6 @@ from foretrain.recipes.spreading import (
     choose,
     for_trainer,
     spread,
-    without_linearised,
 )
 from foretrain.show.pages import report
 from foretrain.trainer import HybridTrainer
@@ -157,7 +156,7 @@ def _job(config: Config, path: Path, say: Callable[[str], None], bus: Bus, group
     check_rows(config, group.size)
     corpus = group.by_first(lambda: tokens.prepare(config.data, say))
     named = configuration.given(config)
-    config = without_linearised(with_vocabulary(config, corpus), group, say)
+    config = with_vocabulary(config, corpus)
     shape = gpt2.shape_from_config(config.model)
     loader = build_loader(config, corpus, shape.context, device, group)
     config, growth = with_planned_growth(with_steps(config, loader), shape)

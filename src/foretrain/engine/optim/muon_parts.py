@@ -1,7 +1,8 @@
 """Muon on parts of matrices: momentum is kept in parts, and an update is gathered, orthogonalised and cut again.
 
-Each process orthogonalises every matrix, as each replica does; what is more are the gathered updates, one matrix at a
-time on the way and those of one shape together in the iteration.
+Where processes share the rows of all matrices, as with FSDP2, each matrix goes to its owner and comes back
+(`muon_owners`). Where matrices are cut in another way, as by tensor parallelism, each process gathers and
+orthogonalises every one of them, as each replica does.
 """
 
 from __future__ import annotations
@@ -12,30 +13,80 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foretrain.engine import precision
 from foretrain.engine.optim import moments
-from foretrain.engine.optim.muon import Muon, orthogonalize, step_ratio
+from foretrain.engine.optim.muon import Muon, iteration_type, orthogonalize, step_ratio
+from foretrain.engine.optim.muon_owners import Owners, owners_of
 from foretrain.persist.parts import form_of_spread, is_spread, like, local, region
 
 
 class MuonOnParts(Muon):
     """Does what Muon does to whole matrices, where a process holds a part of each."""
 
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self._known: tuple[list[Tensor], Owners | None] = [], None
+        """The matrices of the last step, and their owners."""
+
     def _muon(self, group: dict[str, Any], params: list[Tensor]) -> None:
-        by_shape: dict[tuple[int, int], list[Tensor]] = defaultdict(list)
         for p in params:
             if "momentum_buffer" not in self.state[p]:
                 moments.make_moment(self.state[p], "momentum_buffer", p, self.state_type)
-            by_shape[self._part_shape(p)].append(p)
-        for shape, some in by_shape.items():
-            self._same_shaped(group, some, shape)
-
-    def _same_shaped(self, group: dict[str, Any], params: list[Tensor], shape: tuple[int, int]) -> None:
-        """Update matrices whose fused parts all have this shape."""
         rate, weight = group["lr"], 1 - group["momentum"]
         if self.found_inf is not None:
             # A bad step moves nothing: no gradient, the momentum stays, the step length is zero.
             bad = self.found_inf > 0
             rate, weight = torch.where(bad, 0.0, rate), torch.where(bad, 0.0, weight)
+        if (owners := self._owners(params)) is not None:
+            self._by_owners(group, params, owners, rate, weight)
+            return
+        by_shape: dict[tuple[int, int], list[Tensor]] = defaultdict(list)
+        for p in params:
+            by_shape[self._part_shape(p)].append(p)
+        for shape, some in by_shape.items():
+            self._same_shaped(group, some, shape, rate, weight)
+
+    def _owners(self, params: list[Tensor]) -> Owners | None:
+        before, owners = self._known
+        if len(before) != len(params) or any(one is not other for one, other in zip(before, params, strict=True)):
+            owners = owners_of(params)
+            self._known = list(params), owners
+        return owners
+
+    def _by_owners(
+        self, group: dict[str, Any], params: list[Tensor], owners: Owners, rate: float | Tensor, weight: float | Tensor
+    ) -> None:
+        """Update matrices each of which goes to its owner, and comes back as the step. What is sent has the number
+        format of the iteration, so that nothing is lost by it."""
+        shapes = [self._part_shape(p) for p in params]
+        formats = {iteration_type(local(params[0]).device, shape) for shape in shapes}
+        sent = precision.DTYPES[formats.pop() if len(formats) == 1 else "fp32"]
+        updates = [update.to(sent) for update in self._own_updates(group, params, weight)]
+        whole = dict(zip(owners.own, owners.gather(updates), strict=True))
+        places: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for number in owners.own:
+            places[shapes[number]].append(number)
+        for shape, numbers in places.items():
+            parts = [whole.pop(number).view(-1, *shape) for number in numbers]
+            counts = [len(part) for part in parts]
+            steps = orthogonalize(torch.cat(parts)).to(sent).split_with_sizes(counts)
+            whole |= {number: step.flatten(0, 1) for number, step in zip(numbers, steps, strict=True)}
+        here = owners.scatter([whole[number] for number in owners.own], updates[0])
+        lengths = {shape: rate * step_ratio(group["scale"], *shape) for shape in set(shapes)}
+        weights = [local(p) for p in params]
+        torch._foreach_mul_(weights, 1 - rate * group["weight_decay"])
+        steps_here = [step.float().mul_(lengths[shape]) for step, shape in zip(here, shapes, strict=True)]
+        torch._foreach_sub_(weights, steps_here)
+
+    def _same_shaped(
+        self,
+        group: dict[str, Any],
+        params: list[Tensor],
+        shape: tuple[int, int],
+        rate: float | Tensor,
+        weight: float | Tensor,
+    ) -> None:
+        """Update matrices whose fused parts all have this shape, each of them here."""
         updates = self._own_updates(group, params, weight)
         whole = [_gathered(update, p).view(-1, *shape) for update, p in zip(updates, params, strict=True)]
         counts = [len(one) for one in whole]

@@ -73,6 +73,17 @@ class LinearisedChain(Chain):
         return output
 
 
+def left_out_on_shards(tools: MoveTools, predictability: Predictability) -> KeptOff | str:
+    """What is said of such leaps where they could be tried in one process, but no process holds all weights."""
+    hybrid = tools.engine.config.hybrid
+    if tools.probes.batches or not hybrid.linear_rows or hybrid.mode != "leap":
+        return ""
+    found = [Obstacle("sharding by FSDP2", "DistributedDataParallel")]
+    if (decay := decay_of(tools.engine)) is not None:
+        found.append(decay)
+    return KeptOff(LinearisedLeaps.name, tuple(found), exact=predictability.same_batch)
+
+
 class LinearisedKind(ChainedKind):
     """Makes such chains from the first window on, where batches hardly differ."""
 
