@@ -62,7 +62,6 @@ def raced_again(kind: str) -> Found:
     still = {"dropout": 0.1, "evaluation.ema_decay": 0.9}
     first, second, heard = made(kind, **still), made(kind, **still), list[Event]()
     race, (rank, size), store = first.race, ranks(), current_group().store
-    promises = [f"foretrain/promise/{other}" for other in range(size)]
     assert race is not None
 
     def halt(event: Event) -> None:
@@ -70,14 +69,13 @@ def raced_again(kind: str) -> Found:
             heard.append(event)
             if rank == 1:
                 os.kill(os.getpid(), signal.SIGUSR1)
+            number = store.add(f"foretrain/runs/{rank}", 0)
+            promises = [f"foretrain/run-{number}/promise/{other}" for other in range(size)]
             store.wait(promises, timedelta(seconds=60))  # all know then after which step they stop
 
     folder = Path(os.environ["RANKS_FOLDER"], f"raced-{kind}")
     batches = [own_rows(words(position)) for position in range(END)]
     summary = first.fit(batches, out=folder, callbacks=[halt], progress=False, on_interrupt="return")
-    torch.distributed.barrier()
-    for key in ("foretrain/stop", *promises) if rank == 0 else ():  # other runs of these ranks are not to stop
-        store.delete_key(key)
     loaded = store_of(second, str(folder / "checkpoints")).load_newest()
     assert loaded is not None
     second.load_state_dict(loaded.state)

@@ -117,6 +117,32 @@ def test_all_stop_after_the_same_step(server: Any, monkeypatch: pytest.MonkeyPat
     assert (requested, early) == (("SIGTERM", None) if asked == "SIGTERM" else ("", "it is enough"))
 
 
+def test_a_run_after_one_that_was_stopped_goes_on(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same processes make one run after the other: what the first one agreed on is not for the second."""
+    monkeypatch.setattr(roll, "_OFTEN", 0.01)
+    in_step = threading.Barrier(3)
+
+    def run(group: Group, asks_at: int) -> int:
+        with Roll(group) as kept:
+            stop = AgreedStop(kept)
+            step = 0
+            while stop.early is None:
+                in_step.wait(20)
+                step += 1
+                if step == asks_at and group.rank == step % 3:
+                    stop.ask("it is enough")
+                if step == asks_at - 1:
+                    group.store.wait([kept._key("step", group.rank)], timedelta(seconds=20))  # the thread has looked
+                stop.after_step(step)
+            return step
+
+    found = on_ranks(server, "again", lambda group: (run(group, 5), run(group, 40)))
+    assert len(set(found)) == 1
+    first, second = found[0]
+    assert first >= 5
+    assert second >= 40
+
+
 def test_a_rank_that_does_not_answer_is_named(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(roll, "_OFTEN", 0.01)
     monkeypatch.setattr(roll, "_ANSWER", 0.5)
@@ -134,7 +160,7 @@ def test_a_rank_that_does_not_answer_is_named(server: Any, monkeypatch: pytest.M
             group.store.wait([kept._key("step", 1)], timedelta(seconds=20))
             found = kept.explain(RuntimeError("gloo: Timed out waiting 8000ms for recv operation"))
             assert isinstance(found, LostRank)
-            group.store.wait(["foretrain/given-up"], timedelta(seconds=20))
+            group.store.wait([kept._given_up], timedelta(seconds=20))
             while not seen:  # by the thread of rank 1
                 failed.wait(0.01)
             failed.set()

@@ -25,7 +25,6 @@ _OFTEN = 0.5
 """Seconds between two looks. Chosen: a signal is followed within a second, and 1,024 ranks ask 2,048 times a second."""
 _ANSWER = 5.0
 """Seconds in which a rank that is well answers, once a collective operation has failed on another one."""
-_STOP, _GIVEN_UP = "foretrain/stop", "foretrain/given-up"
 _OF_THE_GROUP = re.compile(
     r"gloo|nccl|Connection (closed|reset) by peer|Timed out waiting|Broken pipe|process group|ProcessGroup", re.I
 )
@@ -68,9 +67,13 @@ class Roll:
         self._lock = threading.Lock()
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
+        self._prefix = ""
+        """Of this run's words in the store: a process may make several runs, one after the other."""
 
     def __enter__(self) -> Roll:
         if not self.group.alone:
+            number = self.group.store.add(f"foretrain/runs/{self.group.rank}", 1)
+            self._prefix = f"foretrain/run-{number}"
             self._thread = threading.Thread(target=self._keep, name="foretrain-roll", daemon=True)
             self._thread.start()
         return self
@@ -97,7 +100,7 @@ class Roll:
         if not self._settled:
             last = self._last = self._settle()
         if self._done >= last:
-            self.agreed = self.group.store.get(_STOP).decode()
+            self.agreed = self.group.store.get(self._stop).decode()
 
     def _settle(self) -> int:
         """Return the step after which all stop, when all have made their promise."""
@@ -115,7 +118,7 @@ class Roll:
             lost = self._lost()
             steps = {rank: self._step_of(rank) for rank in (*lost, self.group.rank)}
             if lost:
-                self.group.store.set(_GIVEN_UP, " ".join(map(str, lost)))
+                self.group.store.set(self._given_up, " ".join(map(str, lost)))
         except RuntimeError:  # the store is gone with the process, or the machine, that held it
             lost, steps = [], {}
         own = f"rank {self.group.rank} waits for it after step {self._step}"
@@ -161,23 +164,31 @@ class Roll:
         if self._last is not None:
             return
         if self.asked:
-            store.compare_set(_STOP, "", self.asked)
-        if store.check([_STOP]):
+            store.compare_set(self._stop, "", self.asked)
+        if store.check([self._stop]):
             with self._lock:
                 self._last = self._done + 1
             store.set(self._key("promise", self.group.rank), str(self._last))
 
     def _look_whether_given_up(self, store: Store) -> None:
         """The others have left: what this process does can be of no use any more, and may never come to an end."""
-        if self._leaving or not store.check([_GIVEN_UP]):
+        if self._leaving or not store.check([self._given_up]):
             return
-        if str(self.group.rank) in store.get(_GIVEN_UP).decode().split():
+        if str(self.group.rank) in store.get(self._given_up).decode().split():
             sys.stderr.write(f"rank {self.group.rank}: the others have given it up after step {self._step}\n")
             sys.stderr.flush()
             os._exit(1)
 
+    @property
+    def _stop(self) -> str:
+        return f"{self._prefix}/stop"
+
+    @property
+    def _given_up(self) -> str:
+        return f"{self._prefix}/given-up"
+
     def _key(self, what: str, rank: int) -> str:
-        return f"foretrain/{what}/{rank}"
+        return f"{self._prefix}/{what}/{rank}"
 
 
 def _comes(store: Store, key: str, left: timedelta) -> bool:
