@@ -18,7 +18,7 @@ from foretrain import HybridTrainer
 from foretrain.config import changed, from_mapping
 from foretrain.config.schema import FIRST_RATE
 from foretrain.errors import ConfigError
-from foretrain.events import Event, Notice, RateTrial, RateTried
+from foretrain.events import Event, Notice, RatesToTry, RateTrial, RateTried
 from foretrain.hybrid import rate_race
 from foretrain.hybrid.rate_plan import (
     at_length,
@@ -119,6 +119,9 @@ def test_the_run_goes_on_from_the_best_rate_before_it_was_annealed(scale: float,
     assert list(dict.fromkeys(event.learning_rate for event in trials)) == [event.learning_rate for event in told]
     others = len(race.tried) - 1
     cost = others * PLAN.length + PLAN.anneal + (PLAN.anneal if best else 0)
+    price = RatesToTry(0, PLAN.length, 2 * PLAN.length + PLAN.anneal, 2 * (PLAN.length + PLAN.anneal), STEPS)
+    assert next(event for event in events if isinstance(event, (RatesToTry, RateTrial))) == price
+    assert price.least <= cost <= price.most
     summary = trainer.summary()
     assert summary["learning_rate"]["extra_steps"] == cost == trainer.backward_passes - STEPS
     assert summary["backward_passes"] == STEPS + cost
@@ -140,6 +143,37 @@ def test_a_trial_is_judged_when_its_rate_has_fallen_to_nothing() -> None:
     train(annealed, 0.01, last=PLAN.length)
     assert trainer.race is not None
     assert trainer.race.tried[0] == pytest.approx(annealed.engine.probe_all(probe(0.01)), rel=1e-5)
+
+
+@pytest.mark.parametrize("max_steps", [8, 80, 300, 1000, 100_000])
+@pytest.mark.parametrize("adapters", [False, True])
+def test_the_price_that_is_told_is_that_of_the_rates_that_are_allowed(max_steps: int, adapters: bool) -> None:
+    """The lowest and the highest number of trials, as a race would count them that never finds the best."""
+    plan = plan_of(max_steps, adapters)
+    tried, spent, edge = [0], plan.anneal, next_exponent(plan, [0], 0)
+    while edge is not None and plan.allows(len(tried), spent):
+        tried.append(edge)
+        spent += plan.length
+        edge = next_exponent(plan, tried, tried[-1] if len(tried) % 2 else tried[-2])
+    least, most = plan.cost
+    assert least == 2 * plan.length + plan.anneal <= spent
+    assert spent + plan.anneal <= most
+    if not adapters:
+        assert most - spent == plan.anneal
+        assert max_steps < 1000 or most <= 0.15 * max_steps
+
+
+def test_what_a_race_costs_is_said_before_it_begins(capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = make(0.1)
+    summary = trainer.fit(batches(0.1), probe(0.1), table=False)
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("learning rate: ")]
+    least, most = PLAN.cost
+    assert lines[0] == (
+        f"learning rate: looking for it takes {least} to {most} steps beside the run, {100 * least / STEPS:.0f} to "
+        f"{100 * most / STEPS:.0f} % of its {STEPS}; each rate is tried on the first {PLAN.length}"
+    )
+    assert lines[1].startswith("learning rate: trying 0.001 first")
+    assert least <= summary["learning_rate"]["extra_steps"] <= most
 
 
 @pytest.mark.parametrize("stop", [3, PLAN.steps, PLAN.steps + 1, PLAN.length, PLAN.length + 1, 60])

@@ -17,7 +17,7 @@ from foretrain.engine.engine import Engine
 from foretrain.engine.fence import OwnCodeError
 from foretrain.engine.rates import ScheduledRates
 from foretrain.errors import ConfigError
-from foretrain.events import Event, Notice, RateTrial, RateTried
+from foretrain.events import Event, Notice, RatesToTry, RateTrial, RateTried
 from foretrain.hybrid.moves.lookahead import LookAhead
 from foretrain.hybrid.rate_plan import (
     FoundRate,
@@ -207,6 +207,8 @@ class RateRace(Stateful):
             return
         if not self._told:
             self._told = True
+            if not self.tried:
+                self._announce()
             self._tell(0, self.replay.noted, 2 * self.plan.length)
         if self.replay.noted >= self.plan.length:
             self._race(batch)
@@ -378,6 +380,11 @@ class RateRace(Stateful):
 
     def _rate_of(self, exponent: int) -> float:
         return float(self.centre * self.plan.factor**exponent)
+
+    def _announce(self) -> None:
+        """Say what trials will cost, before the first one is over."""
+        step, total = self.engine.progress.global_step, self.engine.config.max_steps
+        self.emit(RatesToTry(step, self.plan.length, *self.plan.cost, total))
 
     def _tell(self, exponent: int, done: int, others: int = 0) -> None:
         step = self.engine.progress.global_step if exponent == 0 else self.replay.step + self.plan.length
