@@ -251,7 +251,7 @@ LANGUAGE_FAMILIES = ("track_1_short", "track_2_medium", "track_3_optimization", 
 
 
 def test_forecasts_of_public_runs(readme: str) -> None:
-    found = raw("2026-11-18-forecast-runs")
+    found = raw("2026-11-19-forecast-runs")
     rows = [json.loads(row) for row in found["errors: method, family, cut, runs, median %, 90th percentile %"]]
 
     def errors(method: str) -> str:
@@ -267,6 +267,36 @@ def test_forecasts_of_public_runs(readme: str) -> None:
     known = LANGUAGE_FAMILIES
     assert f"language models: {errors('cold')} error at 25, 50 and 75 % of the run" in readme
     assert f"{errors('sibling')} with one finished run beside it" in readme
+
+
+def test_constants_of_forecasts_that_never_saw_the_family(readme: str) -> None:
+    page = (ROOT / "docs" / "forecast.md").read_text(encoding="utf-8")
+    found = raw("2026-11-19-forecast-constants")["families"]
+    means = []
+    for cut in ("25%", "50%", "75%"):
+        cells = [found[family]["errors"]["without it"][cut] for family in (*LANGUAGE_FAMILIES, "deepobs", "taskset")]
+        means.append(statistics.fmean(median for median, _ in cells[:4]))
+        row = " | ".join(f"{median:.2f} ({far:.1f})" for median, far in cells)
+        assert f"| **chosen without the family** | {cut[:2]} % | {row} | {means[-1]:.2f} |" in page
+    text = "{:.1f}, {:.1f} and {:.1f} %".format(*means)
+    assert f"of a kind of run that its constants never saw rather {text}" in readme
+    assert text in page
+
+
+def test_intervals_of_ten_finished_runs() -> None:
+    page = (ROOT / "docs" / "forecast.md").read_text(encoding="utf-8")
+    found = raw("2026-11-19-forecast-runs")
+    rows = found["own: intervals from ten finished runs, family, cut, runs, inside %, median width %"]
+    cells = {tuple(json.loads(row)[:3]): json.loads(row)[4:] for row in rows}
+    families = ("track_1_short", "track_2_medium", "track_3_optimization", "deepobs", "taskset")
+    for setting, cuts in (("its kind", (0.25, 0.5, 0.75)), ("other families", (0.5, 0.75))):
+        for cut in cuts:
+            known = [cells.get((setting, family, cut)) for family in families]
+            text = " | ".join("-" if cell is None else f"{cell[0]:.0f} ({cell[1]:.1f})" for cell in known)
+            mean = statistics.fmean(cell[0] for cell in known if cell is not None)
+            assert f"| of {setting} | {cut:.0%}".replace("%", " %") + f" | {text} | {mean:.0f} |" in page
+    silent, asked = found["no forecast: family, [silent, asked for]"]["deepobs"]
+    assert f"DeepOBS ({silent} of {asked}" in page
 
 
 def test_rates_that_are_found(readme: str) -> None:
