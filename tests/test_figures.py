@@ -299,6 +299,43 @@ def test_intervals_of_ten_finished_runs() -> None:
     assert f"DeepOBS ({silent} of {asked}" in page
 
 
+def test_annealed_copies() -> None:
+    page = (ROOT / "docs" / "forecast.md").read_text(encoding="utf-8")
+    tables = raw("2026-11-19-forecast-copies-weights-cpu")["tables"]
+    now = [table["now"] for table in tables.values()]
+    for place, row in enumerate(now[0]):
+        cells = []
+        for name, table in tables.items():
+            before, after = table["before"][place], table["now"][place]
+            (without,) = (one for one in table["now"] if (one["seen"], one["copies"]) == (row["seen"], "no copy"))
+            assert after["median_error"] <= without["median_error"] + 0.01, (name, after)
+            told = [f"{one['median_error']:.1f} ({one['worse_than_without']})" for one in (before, after)]
+            cells.append(" → ".join(dict.fromkeys(told)) if row["copies"] == "no copy" else " → ".join(told))
+        assert f"| {100 * row['seen']:.0f} % | {row['copies']} | {' | '.join(cells)} |" in page
+    at_a_quarter = [one["median_error"] for one in (table[1] for table in now)]
+    assert "{:.1f},\n{:.1f} and {:.1f} % with one copy".format(*at_a_quarter) in page
+
+
+def test_forecasts_of_twelve_own_runs() -> None:
+    page = " ".join((ROOT / "docs" / "forecast.md").read_text(encoding="utf-8").split())
+    found = raw("2026-11-19-forecast-own-cpu")
+    told = found["summary"]
+    assert "off by {:+.1f}, {:+.1f} and {:+.1f} %".format(*told["first_run_errors_percent"]) in page
+    assert told["first_run_held"] == [True, False, False], "two of its three intervals missed"
+    assert "off by {:.1f}, {:.1f} and {:.1f} %".format(*told["later_runs_median_error_percent"].values()) in page
+    assert f"of their {told['later_runs_intervals']} intervals {told['later_runs_held']} held" in page
+    assert told["first_calibrated"] == 11
+    for one in found["seed-3 afterwards"]:
+        assert (
+            f"│ seed-3 │ {one['seen_steps']} of 400 │ {one['loss']:.2f} [{one['low']:.2f}, {one['high']:.2f}] │" in page
+        )
+    for one in found["runs"][2]["checks"]:
+        end = f"{one['loss']:.2f} [{one['low']:.2f}, {one['high']:.2f}], {one['error_percent']:+.2f} %"
+        assert f"step {one['step']}: {end}, held" in page
+    for (one,) in found["a public run, cut off"].values():
+        assert f"│ 9,584 of 24,000 │ {one['loss']:.2f} [{one['low']:.2f}, {one['high']:.2f}] │" in page
+
+
 def test_rates_that_are_found(readme: str) -> None:
     above = {}
     for task, found in raw("2026-11-18-auto-rate-cpu")["tasks"].items():
