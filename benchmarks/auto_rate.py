@@ -34,6 +34,7 @@ from foretrain.hybrid.rate_plan import plan_of
 
 RATES = 7
 LOOKS = 40
+PATIENCE = 5
 _DEFAULT = {"adamw": 2e-3, "muon": 6e-3}
 
 
@@ -64,6 +65,7 @@ def run(task: RateTask, options: argparse.Namespace, rate: float | str, seed: in
         "test": trainer.evaluate(work.test),
         "held_out": trainer.evaluate(work.held_out),
         "best": {"held_out": lowest[0], "test": lowest[1], "step": lowest[2]},
+        "ends_early_at": ends_early(looks),
         "seconds": round(seconds, 3),
         "backward_passes": trainer.backward_passes,
         "steps": steps,
@@ -71,6 +73,17 @@ def run(task: RateTask, options: argparse.Namespace, rate: float | str, seed: in
         "found": None if trainer.race is None else trainer.race.summary(),
         "copies": [asdict(point) for point in trainer.copies.points],
     }
+
+
+def ends_early(looks: list[tuple[float, float, int]]) -> int:
+    """Return the step at which a run with evaluation.early_stopping_patience = PATIENCE would end."""
+    best = 0
+    for place, (held_out, _, step) in enumerate(looks):
+        if held_out < looks[best][0]:
+            best = place
+        if place - best >= PATIENCE:
+            return step
+    return looks[-1][2]
 
 
 def clock(device: str) -> float:

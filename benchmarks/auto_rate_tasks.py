@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +129,8 @@ def _diabetes(config: Config) -> Work:
     return _rows(config, data.data, target, model, loss)
 
 
-def _cancer(config: Config) -> Work:
+def _cancer(config: Config, wrong: float = 0.0) -> Work:
+    """wrong: share of the labels that are turned round, of all rows."""
     from sklearn.datasets import load_breast_cancer
 
     data = load_breast_cancer()
@@ -138,7 +140,9 @@ def _cancer(config: Config) -> Work:
     def loss(model: nn.Module, batch: Any) -> Tensor:
         return F.cross_entropy(model(batch[0]), batch[1])
 
-    return _rows(config, data.data, torch.from_numpy(data.target).long(), model, loss)
+    turned = torch.from_numpy(np.random.default_rng(1).random(len(data.target)) < wrong)
+    labels = torch.from_numpy(data.target).long()
+    return _rows(config, data.data, torch.where(turned, 1 - labels, labels), model, loss)
 
 
 def _little_text(config: Config) -> Work:
@@ -157,6 +161,7 @@ TASKS: dict[str, RateTask] = {
     **_both("other", OTHER, _text, "text/tinystories_part1.txt.xz"),
     "digits": RateTask(TABLE | {"optimizer.type": "adamw", "batch_size": 64}, _digits),
     "cancer": RateTask(TABLE | {"optimizer.type": "adamw"}, _cancer),
+    "noisy-cancer": RateTask(TABLE | {"optimizer.type": "adamw"}, partial(_cancer, wrong=0.1)),
     "little-adamw": RateTask(SMALL | {"optimizer.type": "adamw"}, _little_text, "text/tinyshakespeare.txt"),
     "diabetes": RateTask(TABLE | {"optimizer.type": "adamw"}, _diabetes),
     **_both("lm30m-wiki", LM30M | {"max_steps": 3000}, _text, "enwiki_train.bin"),

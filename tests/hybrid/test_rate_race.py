@@ -176,6 +176,49 @@ def test_what_a_race_costs_is_said_before_it_begins(capsys: pytest.CaptureFixtur
     assert least <= summary["learning_rate"]["extra_steps"] <= most
 
 
+@pytest.mark.parametrize(
+    ("rows", "changes", "warned"),
+    [
+        (4, {}, True),
+        (40, {}, False),
+        (4, {"evaluation.early_stopping_patience": 50}, False),
+    ],
+    ids=["20 passes", "2 passes", "20 passes that may end early"],
+)
+def test_a_run_that_passes_over_its_data_often_is_warned_of_overfitting(
+    rows: int, changes: dict[str, Any], warned: bool
+) -> None:
+    trainer, told = make(0.1, **changes), list[Event]()
+    trainer.bus.subscribe(told.append)
+    summary = trainer.fit(batches(0.1)[:rows], probe(0.1), progress=False)
+    passes = STEPS / rows
+    assert summary["learning_rate"]["passes"] == passes
+    said = [event for event in told if isinstance(event, Notice) and "overfit" in event.message]
+    assert [event.level for event in said] == ["warning"] * warned
+    if warned:
+        (message,) = [event.message for event in said]
+        assert message.startswith(f"the run passes over its training data {passes:.0f} times")
+        assert f"on the first {PLAN.length / rows:.2g}: " in message
+        assert "load_best=True" in message
+        assert "evaluation.early_stopping_patience" in message
+
+
+def test_a_run_that_ends_with_its_best_weights_is_not_warned(tmp_path: Path) -> None:
+    trainer, told = make(0.1), list[Event]()
+    trainer.bus.subscribe(told.append)
+    trainer.fit(batches(0.1)[:4], probe(0.1), progress=False, out=tmp_path / "run", load_best=True)
+    assert not trainer.racing
+    assert not [event for event in told if isinstance(event, Notice) and "overfit" in event.message]
+
+
+def test_where_nobody_knows_the_passes_nothing_is_said() -> None:
+    trainer, told = make(0.1), list[Event]()
+    trainer.bus.subscribe(told.append)
+    summary = trainer.fit(iter(batches(0.1)), probe(0.1), progress=False)
+    assert summary["learning_rate"]["passes"] is None
+    assert not [event for event in told if isinstance(event, Notice) and "overfit" in event.message]
+
+
 @pytest.mark.parametrize("stop", [3, PLAN.steps, PLAN.steps + 1, PLAN.length, PLAN.length + 1, 60])
 def test_a_race_goes_on_exactly_after_a_stop(stop: int) -> None:
     settings = {"predictor.beta": 0.5, "hybrid.warmup_steps": 4}
