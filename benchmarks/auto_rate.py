@@ -103,9 +103,34 @@ def verdict(runs: list[dict[str, Any]]) -> dict[str, Any] | None:
     return {
         "auto_rates": [one["found"]["chosen"] for one in auto],
         "cost_in_runs": statistics.fmean(one["backward_passes"] / one["steps"] for one in auto),
+        "best_rates": best_rates(swept),
         **_compared(swept, auto),
         "best_weights": _compared([one | one["best"] for one in swept], [one | one["best"] for one in auto]),
     }
+
+
+def best_rates(swept: list[dict[str, Any]]) -> dict[str, dict[str, str]]:
+    """Return, by seed, the rate that was best for the whole run, and for copies of it that were annealed on the way (by
+    the step at which they began): the lowest place of the parabola through the best and its neighbours, by held-out
+    loss; `above` or `below` the rates that were tried where the best one is an edge."""
+    found: dict[str, dict[str, str]] = {}
+    for seed in sorted({one["seed"] for one in swept}):
+        runs = sorted((one for one in swept if one["seed"] == seed), key=lambda one: one["rate"])
+        rates = [one["rate"] for one in runs]
+        moments = {"whole run": [one["held_out"] for one in runs]}
+        for place, copy in enumerate(runs[0]["copies"]):
+            moments[f"copy at step {copy['step']}"] = [one["copies"][place]["loss"] for one in runs]
+        found[f"seed {seed}"] = {name: _lowest(rates, losses) for name, losses in moments.items()}
+    return found
+
+
+def _lowest(rates: list[float], losses: list[float]) -> str:
+    best = min(range(len(rates)), key=lambda place: _number(losses[place]))
+    if best in (0, len(rates) - 1):
+        return f"{'below' if best == 0 else 'above'} {rates[best]:.2g}"
+    left, lowest, right = (_number(losses[best + offset]) for offset in (-1, 0, 1))
+    vertex = best + 0.5 * (left - right) / (left - 2 * lowest + right)
+    return f"{rates[0] * (rates[1] / rates[0]) ** vertex:.2g}"
 
 
 def _compared(swept: list[dict[str, Any]], auto: list[dict[str, Any]]) -> dict[str, Any]:
