@@ -136,3 +136,12 @@ def test_a_run_of_another_schedule_is_not_forecast_once_more(tmp_path: Path) -> 
     ways = [[one.method for one in run.residuals] for run in history_of(finished_runs(tmp_path), "gpt").runs]
     assert ways.count(["law"]) == 1
     assert sum(set(found) == {"transfer"} for found in ways) == 2
+
+
+@pytest.mark.parametrize("odd", [1.0, 1e300, 1e-300, 0.0, -1e29])
+def test_odd_numbers_in_the_files_of_others_end_nothing(tmp_path: Path, odd: float) -> None:
+    for place in range(3):
+        copy = AnnealedPoint(50, 5, 1e300, 2.0)
+        write(tmp_path / f"run-{place}", dataclasses.replace(curve(), losses=np.full(10, odd), annealed=(copy,)))
+    history = history_of(finished_runs(tmp_path), "gpt")
+    assert len(history.runs) == 3

@@ -149,9 +149,16 @@ def history_of(runs: list[StoredRun], kind: str) -> History:
             and not any(r.method == TRANSFER for r in known.residuals)
         ):
             others = siblings_of(run.curve, [other for other in alike if other is not run])
-            known = finished(run.curve, others) or known if others else known
+            known = (_once_more(run.curve, others) if others else None) or known
         told += [known] if known is not None else []
     return History(told)
+
+
+def _once_more(curve: LossCurve, others: list[LossCurve]) -> FinishedRun | None:
+    """Forecast a finished run as if the others had been there; None where its numbers, from a file, allow none."""
+    with suppress(ArithmeticError, ValueError, LookupError, np.linalg.LinAlgError), np.errstate(all="ignore"):
+        return finished(curve, others)
+    return None
 
 
 def _one_shape(one: LossCurve, other: LossCurve) -> bool:
