@@ -385,6 +385,17 @@ def test_sweeps_of_public_runs(readme: str) -> None:
     assert f"of {found['sweeps']} sweeps on TaskSet" in readme
 
 
+def test_forecasts_rank_the_runs_of_a_sweep() -> None:
+    page = " ".join((ROOT / "docs" / "sweep.md").read_text(encoding="utf-8").split())
+    found = raw("2026-11-19-sweeps-own-forecast-cpu")
+    for pool in found["rankings"].values():
+        at = " / ".join(f"{moment['forecast']['spearman']:.2f}" for moment in pool.values())
+        assert f"forecast {at}" in page
+    row = found["24 configurations"]["foretrain by forecast"]
+    cells = (row["cost"], row["times_cheaper"], row["mean_regret"], row["within_1_percent"])
+    assert "| ... ranked by forecast | {:.1%} | {:.1f} | {:.2%} | {:.0%} |".format(*cells) in page.replace(" %", "%")
+
+
 def test_targets_that_were_met(readme: str) -> None:
     found = raw("2026-11-18-targets-cpu")
     assert all(len(found[what]) == 10 for what in ("until_loss", "max_time"))
