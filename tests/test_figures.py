@@ -385,6 +385,16 @@ def test_sweeps_of_public_runs(readme: str) -> None:
     assert f"of {found['sweeps']} sweeps on TaskSet" in readme
 
 
+def test_rates_that_copies_and_whole_runs_want() -> None:
+    page = (ROOT / "docs" / "learning-rate.md").read_text(encoding="utf-8")
+    for task in raw("2026-11-19-auto-rate-copies-cpu")["tasks"].values():
+        seeds = task["verdict"]["best_rates"].values()
+        assert len(seeds) == 2
+        moments = ("copy at step 40", "copy at step 80", "whole run")
+        cells = [", ".join(seed[moment] for seed in seeds) for moment in moments]
+        assert f"| {' | '.join(cells)} |" in page
+
+
 def test_forecasts_rank_the_runs_of_a_sweep() -> None:
     page = " ".join((ROOT / "docs" / "sweep.md").read_text(encoding="utf-8").split())
     found = raw("2026-11-19-sweeps-own-forecast-cpu")
