@@ -5,9 +5,10 @@ python benchmarks/auto_rate.py --tasks lm30m-wiki-adamw --data FOLDER --device c
 
 A FOLDER for a GPU holds `enwiki_train.bin` and `stories_train.bin`, GPT-2's tokens of two corpora (little-endian
 uint16). Every run of a seed begins with the same weights and batches. Rates are chosen on held-out data, and the loss
-that is reported is measured on a test set that no decision knows. The swept rates are a factor of two apart around
-the default rate of the optimizer (or `--middle`); runs have the warm-up that `auto` gives itself. What --out holds is
-not run again, so calls add up.
+that is reported is measured on a test set that no decision knows: at the end of the run, and (`best`) where the
+held-out loss was lowest of 40 looks, as a run ends that keeps its best weights. The swept rates are a factor of two
+apart around the default rate of the optimizer (or `--middle`); runs have the warm-up that `auto` gives itself. What
+--out holds is not run again, so calls add up.
 """
 
 from __future__ import annotations
@@ -28,9 +29,12 @@ import torch
 from auto_rate_tasks import TASKS, RateTask, settings_of
 from foretrain import HybridTrainer, environment
 from foretrain.config import from_mapping
+from foretrain.engine.batches import batches_in
 from foretrain.hybrid.rate_plan import plan_of
 
 RATES = 7
+LOOKS = 40
+PATIENCE = 5
 _DEFAULT = {"adamw": 2e-3, "muon": 6e-3}
 
 
@@ -46,21 +50,40 @@ def run(task: RateTask, options: argparse.Namespace, rate: float | str, seed: in
     trainer = HybridTrainer(work.model, loss_fn=work.loss_fn, config=config, probe=work.held_out)
     if trainer.race is not None and task.text:
         trainer.race.use(work.held_out, config.model.context or work.model.shape.context)
-    batches, started = iter(work.loader), clock(options.device)
-    for _ in range(steps):
-        trainer.step(next(batches))
-    seconds = clock(options.device) - started
+    batches, seconds = iter(work.loader), 0.0
+    looks = []
+    for place in range(LOOKS):
+        started = clock(options.device)
+        for _ in range(place * steps // LOOKS, (place + 1) * steps // LOOKS):
+            trainer.step(next(batches))
+        seconds += clock(options.device) - started
+        looks.append((trainer.evaluate(work.held_out), trainer.evaluate(work.test), trainer.global_step))
+    lowest = min(looks, key=lambda look: _number(look[0]))
     return {
         "rate": rate,
         "seed": seed,
         "test": trainer.evaluate(work.test),
         "held_out": trainer.evaluate(work.held_out),
+        "best": {"held_out": lowest[0], "test": lowest[1], "step": lowest[2]},
+        "ends_early_at": ends_early(looks),
         "seconds": round(seconds, 3),
         "backward_passes": trainer.backward_passes,
         "steps": steps,
+        "passes": round(steps / (batches_in(work.loader) or math.inf), 2),
         "found": None if trainer.race is None else trainer.race.summary(),
         "copies": [asdict(point) for point in trainer.copies.points],
     }
+
+
+def ends_early(looks: list[tuple[float, float, int]]) -> int:
+    """Return the step at which a run with evaluation.early_stopping_patience = PATIENCE would end."""
+    best = 0
+    for place, (held_out, _, step) in enumerate(looks):
+        if held_out < looks[best][0]:
+            best = place
+        if place - best >= PATIENCE:
+            return step
+    return looks[-1][2]
 
 
 def clock(device: str) -> float:
@@ -71,25 +94,57 @@ def clock(device: str) -> float:
 
 
 def verdict(runs: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """Compare `auto` with the best of the swept rates, chosen by held-out loss and reported on the test set."""
+    """Compare `auto` with the best of the swept rates, chosen by held-out loss and reported on the test set: both at
+    the end of the run, and both where their held-out loss was lowest."""
     swept = [one for one in runs if one["rate"] != "auto"]
     auto = [one for one in runs if one["rate"] == "auto"]
     if not swept or not auto:
         return None
+    return {
+        "auto_rates": [one["found"]["chosen"] for one in auto],
+        "cost_in_runs": statistics.fmean(one["backward_passes"] / one["steps"] for one in auto),
+        "best_rates": best_rates(swept),
+        **_compared(swept, auto),
+        "best_weights": _compared([one | one["best"] for one in swept], [one | one["best"] for one in auto]),
+    }
+
+
+def best_rates(swept: list[dict[str, Any]]) -> dict[str, dict[str, str]]:
+    """Return, by seed, the rate that was best for the whole run, and for copies of it that were annealed on the way (by
+    the step at which they began): the lowest place of the parabola through the best and its neighbours, by held-out
+    loss; `above` or `below` the rates that were tried where the best one is an edge."""
+    found: dict[str, dict[str, str]] = {}
+    for seed in sorted({one["seed"] for one in swept}):
+        runs = sorted((one for one in swept if one["seed"] == seed), key=lambda one: one["rate"])
+        rates = [one["rate"] for one in runs]
+        moments = {"whole run": [one["held_out"] for one in runs]}
+        for place, copy in enumerate(runs[0]["copies"]):
+            moments[f"copy at step {copy['step']}"] = [one["copies"][place]["loss"] for one in runs]
+        found[f"seed {seed}"] = {name: _lowest(rates, losses) for name, losses in moments.items()}
+    return found
+
+
+def _lowest(rates: list[float], losses: list[float]) -> str:
+    best = min(range(len(rates)), key=lambda place: _number(losses[place]))
+    if best in (0, len(rates) - 1):
+        return f"{'below' if best == 0 else 'above'} {rates[best]:.2g}"
+    left, lowest, right = (_number(losses[best + offset]) for offset in (-1, 0, 1))
+    vertex = best + 0.5 * (left - right) / (left - 2 * lowest + right)
+    return f"{rates[0] * (rates[1] / rates[0]) ** vertex:.2g}"
+
+
+def _compared(swept: list[dict[str, Any]], auto: list[dict[str, Any]]) -> dict[str, Any]:
     rates = sorted({one["rate"] for one in swept})
     means = {rate: statistics.fmean(_number(one["held_out"]) for one in swept if one["rate"] == rate) for rate in rates}
     best = min(rates, key=lambda rate: means[rate])
     tests = {one["seed"]: one["test"] for one in swept if one["rate"] == best}
     pairs = [(one["test"], tests[one["seed"]]) for one in auto if one["seed"] in tests]
-    gaps = [100 * (mine / theirs - 1) for mine, theirs in pairs]
     return {
         "best_rate": best,
         "edge": best in (rates[0], rates[-1]),
         "best_test": statistics.fmean(theirs for _, theirs in pairs) if pairs else None,
-        "auto_rates": [one["found"]["chosen"] for one in auto],
         "auto_test": statistics.fmean(one["test"] for one in auto),
-        "gap_percent": gaps,
-        "cost_in_runs": statistics.fmean(one["backward_passes"] / one["steps"] for one in auto),
+        "gap_percent": [100 * (mine / theirs - 1) for mine, theirs in pairs],
     }
 
 

@@ -1,10 +1,12 @@
-"""Tasks of `auto_rate.py`: language models of bytes in two sizes on two texts, an image classifier, a table; and, for a
-GPU, language models of 30M and 124M parameters on two corpora of GPT-2's tokens."""
+"""Tasks of `auto_rate.py`: language models of bytes in two sizes on two texts and on a little of one, an image
+classifier, two tables; and, for a GPU, language models of 30M and 124M parameters on two corpora of GPT-2's tokens."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from torch.nn import functional as F
 from foretrain import Loader
 from foretrain.config import Config
 from foretrain.data import tokens
+from foretrain.data.tokens import Corpus
 from foretrain.engine.step import LossFunction
 from foretrain.recipes import train as recipe
 
@@ -26,6 +29,8 @@ BYTES: dict[str, Any] = {
     "optimizer.gradient_clip_norm": 1.0,
 }
 SMALL = BYTES | {"model.layers": 2, "model.width": 64, "model.context": 64, "batch_size": 8, "max_steps": 1000}
+LITTLE = 20_000
+"""Bytes of text that a run of `SMALL` passes over 25 times."""
 OTHER = BYTES | {"model.layers": 2, "model.width": 96, "model.context": 48, "batch_size": 6, "max_steps": 1000}
 """Another size, batch and length than any that constants were chosen on."""
 TABLE: dict[str, Any] = {"batch_size": 32, "max_steps": 1000, "evaluation.ema_decay": 0.0}
@@ -55,7 +60,10 @@ class RateTask:
 
 
 def _text(config: Config) -> Work:
-    corpus = tokens.prepare(config.data)
+    return _of_corpus(config, tokens.prepare(config.data))
+
+
+def _of_corpus(config: Config, corpus: Corpus) -> Work:
     config = recipe.with_vocabulary(config, corpus)
     model = recipe.build_model(config)
     batches = recipe.build_held_out(config, corpus, model, times=2)
@@ -121,6 +129,28 @@ def _diabetes(config: Config) -> Work:
     return _rows(config, data.data, target, model, loss)
 
 
+def _cancer(config: Config, wrong: float = 0.0) -> Work:
+    """wrong: share of the labels that are turned round, of all rows."""
+    from sklearn.datasets import load_breast_cancer
+
+    data = load_breast_cancer()
+    torch.manual_seed(config.seed)
+    model = nn.Sequential(nn.Linear(30, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 2))
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    turned = torch.from_numpy(np.random.default_rng(1).random(len(data.target)) < wrong)
+    labels = torch.from_numpy(data.target).long()
+    return _rows(config, data.data, torch.where(turned, 1 - labels, labels), model, loss)
+
+
+def _little_text(config: Config) -> Work:
+    """The beginning of the text alone is trained on, so that the run passes over it many times."""
+    corpus = tokens.prepare(config.data)
+    return _of_corpus(config, dataclasses.replace(corpus, train=corpus.train[:LITTLE]))
+
+
 def _both(name: str, settings: dict[str, Any], build: Callable[[Config], Work], text: str) -> dict[str, RateTask]:
     return {f"{name}-{kind}": RateTask(settings | {"optimizer.type": kind}, build, text) for kind in ("adamw", "muon")}
 
@@ -130,6 +160,9 @@ TASKS: dict[str, RateTask] = {
     **_both("bytes-wiki", SMALL, _text, "text/wikitext2_train.txt.xz"),
     **_both("other", OTHER, _text, "text/tinystories_part1.txt.xz"),
     "digits": RateTask(TABLE | {"optimizer.type": "adamw", "batch_size": 64}, _digits),
+    "cancer": RateTask(TABLE | {"optimizer.type": "adamw"}, _cancer),
+    "noisy-cancer": RateTask(TABLE | {"optimizer.type": "adamw"}, partial(_cancer, wrong=0.1)),
+    "little-adamw": RateTask(SMALL | {"optimizer.type": "adamw"}, _little_text, "text/tinyshakespeare.txt"),
     "diabetes": RateTask(TABLE | {"optimizer.type": "adamw"}, _diabetes),
     **_both("lm30m-wiki", LM30M | {"max_steps": 3000}, _text, "enwiki_train.bin"),
     **_both("lm30m-stories", LM30M | {"max_steps": 3000}, _text, "stories_train.bin"),

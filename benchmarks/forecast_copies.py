@@ -1,7 +1,7 @@
 """What an annealed copy is worth to the forecast of a run: small language models, forecast with and without copies.
 
 python benchmarks/forecast_copies.py --data ../shared/data --out results.json    # eight runs, some minutes
-python benchmarks/forecast_copies.py --runs results.json                         # the table of runs that were made
+python benchmarks/forecast_copies.py --runs results.json ...                     # the table of runs that were made
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ import torch
 from foretrain import config as configuration
 from foretrain import environment
 from foretrain.data import tokens
+from foretrain.forecast import law
 from foretrain.forecast.forecasting import forecast
-from foretrain.forecast.records import AnnealedPoint, LossCurve, RatePlan
+from foretrain.forecast.records import AnnealedPoint, LossCurve, Numbers, RatePlan
 from foretrain.recipes import train as recipe
 from foretrain.trainer import HybridTrainer
 
@@ -40,6 +41,14 @@ RUNS = (
     ("adamw", 6e-3, "wsd", 4, SHAKESPEARE),
 )
 """Optimizer, rate, schedule, seed and text (none: Python's own sources)."""
+NAMES = (
+    "no copy",
+    "one copy, 15 steps at 25 %",
+    "copies of 15 steps",
+    "all copies",
+    "all copies, also the earliest",
+)
+"""Rows of the table. Copies of 15 steps, and all: those from 15 % of the run on."""
 
 
 def make(optimizer: str, rate: float, schedule: str, seed: int, text: str, data: Path) -> dict[str, Any]:
@@ -87,61 +96,98 @@ def plan_of(run: dict[str, Any]) -> RatePlan:
     return RatePlan(STEPS, at, np.array([rate(int(step)) for step in at]))
 
 
-def row(runs: list[dict[str, Any]], share: float, lengths: tuple[int, ...]) -> dict[str, float]:
-    """Forecast all runs when this share of them was seen, with copies of these lengths."""
-    errors, held, widths = [], [], []
-    for run in runs:
-        steps, losses = np.array(run["losses"], dtype=np.float64).T
-        seen = steps <= share * STEPS
-        points = tuple(
-            AnnealedPoint(*point)
-            for point in run["annealed"]
-            if point[1] in lengths and 0.15 * STEPS < point[0] <= share * STEPS
-        )
-        made = forecast(LossCurve(steps[seen], losses[seen], plan_of(run), points))
-        if made is not None:
-            errors.append(100 * (made.loss / run["final"] - 1))
-            held.append(made.low <= run["final"] <= made.high)
-            widths.append(100 * (made.high - made.low) / made.loss)
+def chosen(name: str, point: AnnealedPoint) -> bool:
+    """Whether a row of the table knows of a copy."""
+    late = point.step > 0.15 * STEPS
     return {
-        "median_error": float(np.median(np.abs(errors))),
-        "mean": float(np.mean(errors)),
-        "held": float(np.mean(held)),
-        "width": float(np.median(widths)),
-    }
+        "no copy": False,
+        "one copy, 15 steps at 25 %": (point.step, point.steps) == (250, 15),
+        "copies of 15 steps": point.steps == 15 and late,
+        "all copies": late,
+        "all copies, also the earliest": True,
+    }[name]
+
+
+def error(run: dict[str, Any], share: float, name: str) -> tuple[float, bool, float]:
+    """Forecast a run when this share of it was seen; error in percent, whether the interval held, and its width."""
+    steps, losses = np.array(run["losses"], dtype=np.float64).T
+    seen = steps <= share * STEPS
+    known = (AnnealedPoint(*point) for point in run["annealed"])
+    points = tuple(one for one in known if one.step <= share * STEPS and chosen(name, one))
+    made = forecast(LossCurve(steps[seen], losses[seen], plan_of(run), points))
+    if made is None:
+        return float("nan"), False, float("nan")
+    held = made.low <= run["final"] <= made.high
+    return 100 * (made.loss / run["final"] - 1), held, 100 * (made.high - made.low) / made.loss
+
+
+def by_own_fall(curve: LossCurve, learned: float, level: float, noise: float) -> list[tuple[Numbers, float]]:
+    """Join copies as it was done before: each counts by a tenth of its own fall, however early and short
+    it was. Kept to be compared with."""
+    found = []
+    for point in curve.annealed:
+        fall = (point.loss - point.before) / level
+        sure = 1 / float(np.hypot(1e-3, 0.1 * fall))
+        found.append((law._annealed_row(curve, point, learned)[:, None, :] * sure, fall * sure))
+    return found
+
+
+def table(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Forecast all runs with and without copies; count runs that copies made worse by 0.05 points at least."""
+    rows: list[dict[str, Any]] = []
+    for share in (0.25, 0.5, 0.75):
+        without = np.abs([error(run, share, "no copy")[0] for run in runs])
+        for name in NAMES:
+            errors, held, widths = np.array([error(run, share, name) for run in runs]).T
+            found = {
+                "seen": share,
+                "copies": name,
+                "median_error": round(float(np.median(np.abs(errors))), 2),
+                "root_mean_square": round(float(np.sqrt(np.mean(errors**2))), 2),
+                "mean": round(float(np.mean(errors)), 2),
+                "worse_than_without": int(np.sum(np.abs(errors) > without + 0.05)),
+                "held": float(np.mean(held)),
+                "width": round(float(np.median(widths)), 1),
+                "errors": [round(float(one), 2) for one in errors],
+            }
+            rows.append(found)
+            print(
+                f"{share:.0%} seen, {name:<30} median error {found['median_error']:.1f} %, "
+                f"root mean square {found['root_mean_square']:.1f} %, mean {found['mean']:+.1f} %, "
+                f"worse in {found['worse_than_without']} of {len(runs)}, "
+                f"interval held {found['held']:.0%}, {found['width']:.0f} % wide"
+            )
+    return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=Path("../shared/data"))
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--runs", type=Path, help="a result of this script whose runs are used again")
+    parser.add_argument("--runs", type=Path, nargs="+", help="results of this script whose runs are used again")
+    parser.add_argument("--seed", type=int, default=0, help="is added to the seed of each run")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    if options.runs is not None:
-        runs = json.loads(options.runs.read_text())["runs"]
+    if options.runs:
+        sets = {file.stem: json.loads(file.read_text()) for file in options.runs}
     else:
-        runs = [make(*one, options.data) for one in RUNS]
-    table = []
-    for share in (0.25, 0.5, 0.75):
-        for name, lengths in (("no copy", ()), ("copies of 15 steps", (15,)), ("all copies", tuple(COPIES.values()))):
-            found = row(runs, share, lengths)
-            table.append({"seen": share, "copies": name} | found)
-            print(
-                f"{share:.0%} seen, {name:<18} median error {found['median_error']:.1f} %, "
-                f"mean {found['mean']:+.1f} %, "
-                f"interval held {found['held']:.0%}, {found['width']:.0f} % wide"
-            )
+        sets = {"these": {"runs": [make(*one[:3], one[3] + options.seed, one[4], options.data) for one in RUNS]}}
+    now, tables = law._annealed_rows, {}
+    for name, found in sets.items():
+        tables[name] = {}
+        for weights, rows in (("before", by_own_fall), ("now", now)):
+            print(f"{name}, weights {weights}")
+            law._annealed_rows = rows
+            tables[name][weights] = table(found["runs"])
     if options.out is not None:
         result = {
             "benchmark": "forecast_copies",
             "date": f"{datetime.now().astimezone():%Y-%m-%d}",
             "command": " ".join(["python", "benchmarks/forecast_copies.py", *sys.argv[1:]]),
             "environment": environment.describe("cpu"),
-            "table": table,
-            "runs": runs,
+            "tables": tables,
         }
-        options.out.write_text(json.dumps(result))
+        options.out.write_text(json.dumps(result if options.runs else result | sets["these"]) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 Cold: nothing is known but the run's own losses and its plan of rates. Sibling: one finished run of the same kind with
 the same plan, drawn at random; kind: with another plan; unknown: the plan is hidden. Intervals of a family are made
-from the errors on the other families only.
+from the errors on the other families only; own: from the errors on ten finished runs, of the same kind or of others.
 
 python benchmarks/forecast_runs.py --data ../shared/data --out benchmarks/results/FILE.json
 """
@@ -24,7 +24,8 @@ from forecast_curves import CUTS, PublicRun, load
 from forecast_table import CUTS as TABLE_CUTS
 from forecast_table import Tried, quantiles, tries, write
 from foretrain.forecast import intervals, law
-from foretrain.forecast.forecasting import forecast
+from foretrain.forecast.forecasting import FEWEST, forecast
+from foretrain.forecast.history import CALIBRATED_FROM, FinishedRun, Residual
 from foretrain.forecast.law import LawPrior
 from foretrain.forecast.points import cleaned, tail
 
@@ -73,11 +74,40 @@ def coverage(tried: Sequence[Tried]) -> dict[tuple[str, str, float], list[tuple[
             intervals.QUANTILES = {key: tuple(values) for key, values in others.items()}
             for one in tried:
                 if one.run.family == family and one.cut in CUTS:
-                    low, high, _ = intervals.around(one.point.loss, one.point.situation, LEVEL, None)
+                    low, high, _ = intervals.around(one.point.loss, one.point.situation, LEVEL)
                     width = 100 * (high - low) / abs(one.point.loss)
                     found[one.setting, family, one.cut].append((low <= one.run.final <= high, width))
     finally:
         intervals.QUANTILES = shipped
+    return found
+
+
+def own_coverage(tried: Sequence[Tried]) -> dict[tuple[str, str, float], list[tuple[bool, float]]]:
+    """Return whether intervals by the errors on ten finished runs hold the end, and their width in percent: of runs of
+    the same kind, and of runs of other families. All runs are forecast cold; the ten are drawn by a fixed seed."""
+    draw = np.random.default_rng(0)
+    cold = [one for one in tried if one.setting == "cold" and not one.run.group.startswith(TO_ZERO)]
+    residuals: dict[int, list[Residual]] = defaultdict(list)
+    runs = {id(one.run): one.run for one in cold}
+    for one in cold:
+        told = one.point.situation
+        residuals[id(one.run)].append(Residual(told.progress, told.phase == "falling", told.way, one.error))
+    found: dict[tuple[str, str, float], list[tuple[bool, float]]] = defaultdict(list)
+    for one in cold:
+        if one.cut not in CUTS:
+            continue
+        mine = (one.run.family, one.run.curve.kind)
+        of_kind = [key for key, run in runs.items() if (run.family, run.curve.kind) == mine and run is not one.run]
+        others = [key for key, run in runs.items() if run.family != one.run.family]
+        for setting, keys in (("its kind", of_kind), ("other families", others)):
+            if len(of_kind) < CALIBRATED_FROM:
+                continue
+            drawn = draw.choice(len(keys), CALIBRATED_FROM, replace=False)
+            own = [FinishedRun("", tuple(residuals[keys[place]])) for place in drawn]
+            low, high, calibrated = intervals.around(one.point.loss, one.point.situation, LEVEL, own)
+            if calibrated:
+                width = 100 * (high - low) / abs(one.point.loss)
+                found[setting, one.run.family, one.cut].append((low <= one.run.final <= high, width))
     return found
 
 
@@ -88,6 +118,21 @@ def cpu_milliseconds(runs: Sequence[PublicRun]) -> float:
     for curve in seen:
         forecast(curve)
     return 1000 * (time.process_time() - began) / len(seen)
+
+
+def without_a_forecast(runs: Sequence[PublicRun]) -> dict[str, list[int]]:
+    """Return by family how many forecasts a user would not have been given, though losses enough were seen, and how
+    many were asked for; nothing else known."""
+    found: dict[str, list[int]] = {}
+    for run in runs:
+        for cut in CUTS:
+            seen = run.seen(cut)
+            if len(cleaned(seen, skipped=0.1)[0]) < FEWEST:
+                continue
+            counts = found.setdefault(run.family, [0, 0])
+            counts[0] += forecast(seen, level=LEVEL) is None
+            counts[1] += 1
+    return found
 
 
 def show_errors(wrong: dict[tuple[str, str, float], list[float]], families: Sequence[str]) -> list[list[object]]:
@@ -116,14 +161,17 @@ def show_errors(wrong: dict[tuple[str, str, float], list[float]], families: Sequ
 
 
 def show_intervals(
-    held: dict[tuple[str, str, float], list[tuple[bool, float]]], families: Sequence[str]
+    held: dict[tuple[str, str, float], list[tuple[bool, float]]],
+    families: Sequence[str],
+    settings: Sequence[str],
+    origin: str,
 ) -> list[list[object]]:
     """Print how many ends lie inside their intervals; return the rows."""
     rows: list[list[object]] = []
-    print("\nshare of ends inside 80 % intervals from other families, in percent (median width in percent)\n")
+    print(f"\nshare of ends inside 80 % intervals from {origin}, in percent (median width in percent)\n")
     print("| setting | cut | " + " | ".join(families) + " | mean of families | runs pooled |")
     print("|---" * (len(families) + 4) + "|")
-    for setting in ("cold", "kind", "sibling", "unknown"):
+    for setting in settings:
         all_shares, all_values = [], []
         for cut in CUTS:
             cells, shares, inside = [], [], []
@@ -137,6 +185,8 @@ def show_intervals(
                 cells.append(f"{share:.0f} ({width:.1f})")
                 shares.append(share)
                 inside += [v[0] for v in values]
+            if not shares:
+                continue
             cells += [f"{np.mean(shares):.0f}", f"{100 * np.mean(inside):.0f}"]
             print(f"| {setting} | {cut:.0%} | {' | '.join(cells)} |")
             all_shares += shares
@@ -159,7 +209,11 @@ def main() -> None:
         write(tried)
     families = list(dict.fromkeys(run.family for run in runs))
     rows = show_errors(errors(tried), families)
-    inside = show_intervals(coverage(tried), families)
+    told = ("cold", "kind", "sibling", "unknown")
+    inside = show_intervals(coverage(tried), families, told, "other families")
+    own = show_intervals(own_coverage(tried), families, ("its kind", "other families"), "ten finished runs")
+    silent = without_a_forecast(runs)
+    print(f"\nno forecast, of all that were asked for: {silent}")
     spent = cpu_milliseconds(runs)
     print(f"\n{spent:.1f} ms of CPU time per forecast")
     if arguments.out:
@@ -171,6 +225,10 @@ def main() -> None:
             "runs": {family: sum(run.family == family for run in runs) for family in families},
             "errors: method, family, cut, runs, median %, 90th percentile %": [json.dumps(row) for row in rows],
             "intervals: setting, family, cut, runs, inside %, median width %": [json.dumps(row) for row in inside],
+            "own: intervals from ten finished runs, family, cut, runs, inside %, median width %": [
+                json.dumps(row) for row in own
+            ],
+            "no forecast: family, [silent, asked for]": silent,
             "cpu_milliseconds_per_forecast": round(spent, 2),
         }
         arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

@@ -138,6 +138,19 @@ class Grown(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class RatesToTry(Event):
+    """A learning rate that is `auto`: what looking for it will cost, told before anything is tried."""
+
+    step: int
+    steps: int
+    """Steps of the run that each rate is tried on."""
+    least: int
+    most: int
+    """Steps beside the run that all trials take together, unless rates fail early or a trial is interrupted."""
+    max_steps: int
+
+
+@dataclass(frozen=True, slots=True)
 class RateTrial(Event):
     """A learning rate that is `auto`: one rate is at work. The first is that of the run itself; of others the step
     stands still."""

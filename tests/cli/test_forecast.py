@@ -54,3 +54,37 @@ def test_errors_are_one_line(command: Command, capsys: pytest.CaptureFixture[str
         assert command("forecast", *given) == 2
         (text,) = capsys.readouterr().err.strip().splitlines()
         assert words in text
+
+
+@pytest.mark.parametrize("new_style", [False, True], ids=["simple values", "tensors"])
+def test_a_log_of_tensorboards_own_writer(
+    command: Command, capsys: pytest.CaptureFixture[str], tmp_path: Path, new_style: bool
+) -> None:
+    """The writer of the package tensorboard, in both forms that it gives to a scalar; losses follow a power law."""
+    from torch.utils.tensorboard.writer import SummaryWriter
+
+    folder = tmp_path / "logs"
+    with SummaryWriter(str(folder)) as writer:
+        writer.add_text("settings", "a text is no scalar")
+        for step in range(10, 1001, 10):
+            writer.add_scalar("train/loss", 1.9 + 3 * step**-0.5, step, new_style=new_style)
+            writer.add_scalar("train/learning_rate", 3e-4, step, new_style=new_style)
+            if step % 50 == 0:
+                writer.add_scalar("eval/loss", 2 + 3 * step**-0.5, step, new_style=new_style)
+    (file,) = folder.iterdir()
+    at_end = 2 + 3 * 2000**-0.5
+    for path in (folder, file):
+        assert command("forecast", path, "--total-steps", "2000", "--schedule", "constant", "--json") == 0
+        (told,) = json.loads(capsys.readouterr().out)
+        assert (told["losses"], told["seen_steps"], told["total_steps"]) == ("held-out loss", 1000, 2000)
+        assert told["loss"] == pytest.approx(at_end, rel=0.005)
+        assert told["low"] < at_end < told["high"]
+        assert told["baselines"]["last value"] == pytest.approx(2 + 3 * 1000**-0.5, rel=1e-6)
+    assert command("forecast", file, "--at", "0.5", "--loss", "train/loss", "--json") == 0  # with its rates
+    (told,) = json.loads(capsys.readouterr().out)
+    assert (told["losses"], told["seen_steps"], told["total_steps"]) == ("train/loss (training)", 500, 1000)
+    assert told["truth"] == pytest.approx(1.9 + 3 * 1000**-0.5, rel=1e-6)
+    assert abs(told["error_percent"]) < 0.5
+    file.write_bytes(file.read_bytes()[:-9])  # as a writer leaves it that was killed
+    assert command("forecast", file, "--total-steps", "2000", "--schedule", "constant") == 0
+    assert "950 of 2,000" in capsys.readouterr().out

@@ -139,11 +139,13 @@ def test_ten_own_runs_make_it_calibrated() -> None:
         assert not said(seen(runs[11], 0.5), history=history).calibrated
         entry = finished(run)
         assert entry is not None
-        history.add(dataclasses.replace(entry, kind="another"))
+        history.add(dataclasses.replace(entry, drop=None))  # the way of the forecast stays that of theirs
     cold, own = said(seen(runs[11], 0.5)), said(seen(runs[11], 0.5), history=history)
     assert own.calibrated
     assert own.high - own.low < cold.high - cold.low
     assert own.low <= runs[11].losses[-1] <= own.high
+    others = History([dataclasses.replace(entry, kind="another") for entry in history.runs])
+    assert said(seen(runs[11], 0.5), history=others) == cold, "errors on runs of another kind say nothing of this one"
 
 
 def test_earlier_runs_of_the_kind_tell_the_drop() -> None:

@@ -38,6 +38,39 @@ def test_an_annealed_copy_measures_the_drop_before_the_decay_begins(drop: float)
     assert abs(measured.loss_at(PLAN, 5000) - truth) < abs(guessed.loss_at(PLAN, 5000) - truth) / 3
 
 
+@pytest.mark.parametrize("early", [300, 600])
+def test_an_early_copy_that_showed_less_gives_way_to_a_newer_one(early: int) -> None:
+    seen = STEPS[STEPS <= 1300]
+    curve = LossCurve(seen, true_law(0.3).losses_at(PLAN, seen), PLAN)
+    old = dataclasses.replace(annealed_copy(0.0, early), before=true_law(0.0).loss_at(PLAN, early))
+    new = annealed_copy(0.3)
+    alone, both, older = (
+        law.fit(dataclasses.replace(curve, annealed=copies)) for copies in ((new,), (old, new), (old,))
+    )
+    assert alone is not None
+    assert both is not None
+    assert older is not None
+    assert alone.drop == pytest.approx(0.3, rel=0.1)
+    assert both.drop == pytest.approx(alone.drop, rel=0.1)
+    assert older.drop < 0.05, "alone it counts, however early it was"
+
+
+def test_a_copy_whose_fall_is_within_the_scatter_of_losses_says_little() -> None:
+    """The short copy began at a loss that happened to be low, so that it shows no fall at all."""
+    seen = STEPS[STEPS <= 1300]
+    losses = true_law(0.3).losses_at(PLAN, seen)
+    scatter = 0.03 * np.random.default_rng(1).normal(size=len(seen))
+    long, short = annealed_copy(0.3, 1200, 100), annealed_copy(0.3, 1200, 10)
+    short = dataclasses.replace(short, before=short.loss)
+    drops = []
+    for curve in (LossCurve(seen, losses, PLAN), LossCurve(seen, losses + scatter, PLAN)):
+        fitted = law.fit(dataclasses.replace(curve, annealed=(long, short)))
+        assert fitted is not None
+        drops.append(fitted.drop)
+    smooth, scattered = drops
+    assert scattered > 0.9 * 0.3 > smooth
+
+
 def test_a_short_copy_shows_a_part_of_what_the_decay_is_worth() -> None:
     shares = [law.shown_share(PLAN, steps) for steps in (5, 15, 75, 750, 1500, 3000)]
     assert shares == sorted(shares)

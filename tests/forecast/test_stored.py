@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from foretrain.forecast.forecasting import forecast
 from foretrain.forecast.history import History
 from foretrain.forecast.records import AnnealedPoint, LossCurve, RatePlan
 from foretrain.forecast.stored import (
@@ -27,9 +29,9 @@ def curve(kind: str = "gpt", decay: float = 0.3, total: int = 100) -> LossCurve:
     return LossCurve(steps, 2 + 1 / steps, plan, (AnnealedPoint(50, 5, 2.0, 2.1),), kind)
 
 
-def write(folder: Path, one: LossCurve, reason: str = "finished") -> Path:
+def write(folder: Path, one: LossCurve, reason: str = "finished", way: str = "law") -> Path:
     folder.mkdir(parents=True)
-    finished = {"kind": one.kind, "drop": 0.1, "exponent": 0.5, "residuals": [[0.5, False, "law", 0.3]]}
+    finished = {"kind": one.kind, "drop": 0.1, "exponent": 0.5, "residuals": [[0.5, False, way, 0.3]]}
     summary = {"reason": reason, "loss_forecast": {"curve": curve_to_json(one), "finished": finished}}
     (folder / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
     return folder
@@ -81,7 +83,7 @@ def test_finished_runs_are_found_among_all_that_lies_there(tmp_path: Path) -> No
     (tmp_path / "link" / "summary.json").symlink_to(own / "summary.json")
     found = finished_runs(tmp_path, own)
     assert [Path(run.folder).name for run in found] == ["b", "a"]
-    assert len(history_of(found).runs) == 2
+    assert len(history_of(found, "gpt").runs) == 2
     assert finished_runs(tmp_path / "nowhere") == []
 
 
@@ -105,10 +107,41 @@ def test_siblings_are_of_the_same_kind_and_schedule_and_not_too_many(tmp_path: P
     assert siblings_of(curve(""), runs) == []
 
 
-def test_ten_finished_runs_calibrate(tmp_path: Path) -> None:
+def calibrated(folder: Path, kind: str = "gpt") -> bool:
+    """Whether the forecast of another run of this kind beside those in a folder is calibrated."""
+    runs, whole = finished_runs(folder), curve(kind)
+    seen = dataclasses.replace(whole, steps=whole.steps[:5], losses=whole.losses[:5], annealed=())
+    made = forecast(seen, siblings_of(seen, runs), history=history_of(runs, kind))
+    assert made is not None
+    return made.calibrated
+
+
+@pytest.mark.parametrize("first", ["law", "transfer"])
+def test_ten_finished_runs_of_the_kind_calibrate(tmp_path: Path, first: str) -> None:
+    """The first one had none beside it when it ran: it counts as it would be forecast now."""
     for place in range(10):
-        assert not history_of(finished_runs(tmp_path)).calibrated
-        write(tmp_path / f"run-{place}", curve())
-    history = history_of(finished_runs(tmp_path))
-    assert history.calibrated
+        assert not calibrated(tmp_path)
+        write(tmp_path / f"run-{place}", curve(), way=first if place == 0 else "transfer")
+    assert calibrated(tmp_path)
+    assert not calibrated(tmp_path, kind="mlp")
+    assert not calibrated(tmp_path, kind="")
+    history = history_of(finished_runs(tmp_path), "gpt")
     assert History.from_json(history.to_json()) == history
+
+
+def test_a_run_of_another_schedule_is_not_forecast_once_more(tmp_path: Path) -> None:
+    write(tmp_path / "run", curve(decay=1.0))
+    for place in range(2):
+        write(tmp_path / f"other-{place}", curve())
+    ways = [[one.method for one in run.residuals] for run in history_of(finished_runs(tmp_path), "gpt").runs]
+    assert ways.count(["law"]) == 1
+    assert sum(set(found) == {"transfer"} for found in ways) == 2
+
+
+@pytest.mark.parametrize("odd", [1.0, 1e300, 1e-300, 0.0, -1e29])
+def test_odd_numbers_in_the_files_of_others_end_nothing(tmp_path: Path, odd: float) -> None:
+    for place in range(3):
+        copy = AnnealedPoint(50, 5, 1e300, 2.0)
+        write(tmp_path / f"run-{place}", dataclasses.replace(curve(), losses=np.full(10, odd), annealed=(copy,)))
+    history = history_of(finished_runs(tmp_path), "gpt")
+    assert len(history.runs) == 3

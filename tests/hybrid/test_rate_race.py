@@ -18,7 +18,7 @@ from foretrain import HybridTrainer
 from foretrain.config import changed, from_mapping
 from foretrain.config.schema import FIRST_RATE
 from foretrain.errors import ConfigError
-from foretrain.events import Event, Notice, RateTrial, RateTried
+from foretrain.events import Event, Notice, RatesToTry, RateTrial, RateTried
 from foretrain.hybrid import rate_race
 from foretrain.hybrid.rate_plan import (
     at_length,
@@ -119,6 +119,9 @@ def test_the_run_goes_on_from_the_best_rate_before_it_was_annealed(scale: float,
     assert list(dict.fromkeys(event.learning_rate for event in trials)) == [event.learning_rate for event in told]
     others = len(race.tried) - 1
     cost = others * PLAN.length + PLAN.anneal + (PLAN.anneal if best else 0)
+    price = RatesToTry(0, PLAN.length, 2 * PLAN.length + PLAN.anneal, 2 * (PLAN.length + PLAN.anneal), STEPS)
+    assert next(event for event in events if isinstance(event, (RatesToTry, RateTrial))) == price
+    assert price.least <= cost <= price.most
     summary = trainer.summary()
     assert summary["learning_rate"]["extra_steps"] == cost == trainer.backward_passes - STEPS
     assert summary["backward_passes"] == STEPS + cost
@@ -140,6 +143,79 @@ def test_a_trial_is_judged_when_its_rate_has_fallen_to_nothing() -> None:
     train(annealed, 0.01, last=PLAN.length)
     assert trainer.race is not None
     assert trainer.race.tried[0] == pytest.approx(annealed.engine.probe_all(probe(0.01)), rel=1e-5)
+
+
+@pytest.mark.parametrize("max_steps", [8, 80, 300, 1000, 100_000])
+@pytest.mark.parametrize("adapters", [False, True])
+def test_the_price_that_is_told_is_that_of_the_rates_that_are_allowed(max_steps: int, adapters: bool) -> None:
+    """The fewest and the most trials there are, wherever the best rate lies."""
+    plan = plan_of(max_steps, adapters)
+    prices = []
+    for lowest in range(-plan.reach, plan.reach + 1):
+        tried, spent, best = [0], plan.anneal, 0
+        while plan.allows(len(tried), spent) and (exponent := next_exponent(plan, tried, best)) is not None:
+            tried.append(exponent)
+            spent += plan.length
+            best = min(tried, key=lambda one: abs(one - lowest))
+        prices.append(spent + (plan.anneal if best else 0))
+    assert (min(prices), max(prices)) == plan.cost
+    assert adapters or max_steps < 1000 or max(prices) <= 0.15 * max_steps
+
+
+def test_what_a_race_costs_is_said_before_it_begins(capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = make(0.1)
+    summary = trainer.fit(batches(0.1), probe(0.1), table=False)
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("learning rate: ")]
+    least, most = PLAN.cost
+    assert lines[0] == (
+        f"learning rate: looking for it takes {least} to {most} steps beside the run, {100 * least / STEPS:.0f} to "
+        f"{100 * most / STEPS:.0f} % of its {STEPS}; each rate is tried on the first {PLAN.length}"
+    )
+    assert lines[1].startswith("learning rate: trying 0.001 first")
+    assert least <= summary["learning_rate"]["extra_steps"] <= most
+
+
+@pytest.mark.parametrize(
+    ("rows", "changes", "warned"),
+    [
+        (4, {}, True),
+        (40, {}, False),
+        (4, {"evaluation.early_stopping_patience": 50}, False),
+    ],
+    ids=["20 passes", "2 passes", "20 passes that may end early"],
+)
+def test_a_run_that_passes_over_its_data_often_is_warned_of_overfitting(
+    rows: int, changes: dict[str, Any], warned: bool
+) -> None:
+    trainer, told = make(0.1, **changes), list[Event]()
+    trainer.bus.subscribe(told.append)
+    summary = trainer.fit(batches(0.1)[:rows], probe(0.1), progress=False)
+    passes = STEPS / rows
+    assert summary["learning_rate"]["passes"] == passes
+    said = [event for event in told if isinstance(event, Notice) and "overfit" in event.message]
+    assert [event.level for event in said] == ["warning"] * warned
+    if warned:
+        (message,) = [event.message for event in said]
+        assert message.startswith(f"the run passes over its training data {passes:.0f} times")
+        assert f"on the first {PLAN.length / rows:.2g}: " in message
+        assert "load_best=True" in message
+        assert "evaluation.early_stopping_patience" in message
+
+
+def test_a_run_that_ends_with_its_best_weights_is_not_warned(tmp_path: Path) -> None:
+    trainer, told = make(0.1), list[Event]()
+    trainer.bus.subscribe(told.append)
+    trainer.fit(batches(0.1)[:4], probe(0.1), progress=False, out=tmp_path / "run", load_best=True)
+    assert not trainer.racing
+    assert not [event for event in told if isinstance(event, Notice) and "overfit" in event.message]
+
+
+def test_where_nobody_knows_the_passes_nothing_is_said() -> None:
+    trainer, told = make(0.1), list[Event]()
+    trainer.bus.subscribe(told.append)
+    summary = trainer.fit(iter(batches(0.1)), probe(0.1), progress=False)
+    assert summary["learning_rate"]["passes"] is None
+    assert not [event for event in told if isinstance(event, Notice) and "overfit" in event.message]
 
 
 @pytest.mark.parametrize("stop", [3, PLAN.steps, PLAN.steps + 1, PLAN.length, PLAN.length + 1, 60])

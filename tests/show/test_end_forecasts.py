@@ -101,11 +101,11 @@ def test_the_table_says_how_good_the_forecasts_were() -> None:
     plain = SUMMARY | {"skipped_steps": 0, "unit": "tokens"}
     text = shown(plain | {"loss_forecast": FOUND})
     assert "step 50: 1.20 [1.15, 1.25], -4.00 %, held" in text
-    assert "80 % intervals, not calibrated yet (3 finished runs beside it)" in text
+    assert "80 % intervals, not calibrated yet (3 finished runs of its kind beside it)" in text
     stopped = shown(plain | {"loss_forecast": FOUND | {"checks": [], "ended": False}})
     assert "forecast for step 100" in stopped
     assert (
-        "1.20 [1.15, 1.25], made at step 90; 80 % interval, not calibrated yet (3 finished runs beside it)" in stopped
+        "1.20 [1.15, 1.25], made at step 90; 80 % interval, not calibrated yet (3 finished runs of its kind" in stopped
     )
     assert "of the end" not in shown(plain | {"loss_forecast": None})
     ended = shown(plain | {"loss_forecast": FOUND | {"checks": []}})  # at another step than that of its forecasts

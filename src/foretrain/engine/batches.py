@@ -20,14 +20,21 @@ _LOOK_AT_ALL = 100
 """Batches after which it is looked at again whether a loader draws from generators that are slow to read."""
 
 
+def batches_in(loader: Iterable[Any]) -> float | None:
+    """Return the batches of one pass over a loader; None for one that does not say."""
+    try:
+        return getattr(loader, "batches_per_epoch", None) or len(loader)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
 def steps_in(epochs: float, loader: Iterable[Any]) -> int:
     """Batches of so many passes over a loader."""
-    try:
-        per_epoch = getattr(loader, "batches_per_epoch", None) or len(loader)  # type: ignore[arg-type]
-    except TypeError:
+    per_epoch = batches_in(loader)
+    if per_epoch is None:
         raise InputError(
             "epochs needs a loader that says how many batches it has, by len(loader); give max_steps instead"
-        ) from None
+        )
     if not epochs > 0:
         raise InputError(f"epochs = {epochs}: it must be above 0")
     return max(1, math.ceil(epochs * per_epoch - 1e-6))

@@ -24,6 +24,8 @@ from foretrain.forecast.transfer import transferred
 
 FEWEST = 3
 """Losses after the first step that must have been seen before anything is said."""
+TRANSFER = "transfer"
+"""The way of a forecast that was made from a finished run with the same plan."""
 _SKIPPED = 0.1
 _LINE_SHARE = 0.25
 """How much the line through the latest losses counts before the rate falls, if the size of its drop is not known."""
@@ -80,7 +82,8 @@ def forecast(
         point = point_forecast(curve, siblings, history, step, plan)
     if point is None:
         return None
-    low, high, calibrated = intervals.around(point.loss, point.situation, level, history)
+    own = history.of_kind(curve.kind) if history is not None else []
+    low, high, calibrated = intervals.around(point.loss, point.situation, level, own)
     if point.situation.positive and high > _WIDEST * low:
         return None
     return LossForecast(step, point.loss, low, high, level, point.method, calibrated, point.baselines)
@@ -112,7 +115,7 @@ def point_forecast(
         doubt = math.hypot(_LAW_DOUBT * (loss - last), fitted.error, line.noise)
         trust = doubt**2 / max(doubt**2 + moved.spread**2, 1e-300)
         loss, spread = trust * moved.loss + (1 - trust) * loss, math.sqrt(trust) * moved.spread
-        way, method = "transfer", "a finished run with the same rates"
+        way, method = TRANSFER, "a finished run with the same rates"
     level = law.loss_level(losses)
     if not math.isfinite(loss) or abs(loss - last) > 100 * level:
         return None

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 CALIBRATED_FROM = 10
-"""Finished runs from which on an interval is called calibrated."""
+"""Finished runs of a kind from which on an interval of another such run is called calibrated."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,6 @@ class History:
     """Own finished runs, oldest first."""
 
     runs: list[FinishedRun] = field(default_factory=list)
-
-    @property
-    def calibrated(self) -> bool:
-        return len(self.runs) >= CALIBRATED_FROM
 
     def add(self, run: FinishedRun) -> None:
         self.runs.append(run)

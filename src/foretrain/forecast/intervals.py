@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from foretrain.forecast.history import CALIBRATED_FROM, History
+from foretrain.forecast.history import CALIBRATED_FROM, FinishedRun
 from foretrain.forecast.table import QUANTILES
 
 _MOVE = {"transfer": 0.02}
@@ -61,10 +62,11 @@ def normalised(truth: float, loss: float, situation: ForecastSituation) -> float
 
 
 def around(
-    loss: float, situation: ForecastSituation, level: float, history: History | None
+    loss: float, situation: ForecastSituation, level: float, runs: Sequence[FinishedRun] = ()
 ) -> tuple[float, float, bool]:
-    """Return the ends of the interval, and whether it is made from enough own runs."""
-    own = _own_errors(situation, history) if history is not None else []
+    """Return the ends of the interval, and whether it is made from enough own runs. runs: finished ones of the same
+    kind; how wrong forecasts of others were says nothing of this one."""
+    own = _own_errors(situation, runs)
     if len(own) >= CALIBRATED_FROM:
         return (*_ends(loss, situation, *_conformal(own, level)), True)
     tail = (1 - level) / 2
@@ -87,11 +89,11 @@ def bin_of(progress: float) -> int:
     return int(np.searchsorted(_EDGES, progress))
 
 
-def _own_errors(situation: ForecastSituation, history: History) -> list[float]:
+def _own_errors(situation: ForecastSituation, runs: Sequence[FinishedRun]) -> list[float]:
     """Return one error of each own run: of the forecast whose progress is nearest to this, if it is near enough."""
     errors = []
     falling = situation.phase == "falling"
-    for run in history.runs:
+    for run in runs:
         alike = [r for r in run.residuals if r.method == situation.way and r.decaying == falling and r.progress > 0]
         near = min(alike, key=lambda r: abs(math.log(r.progress / max(situation.progress, 1e-9))), default=None)
         if near is not None and abs(math.log(near.progress / max(situation.progress, 1e-9))) < math.log(_NEAR):

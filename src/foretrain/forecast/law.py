@@ -17,7 +17,7 @@ import numpy as np
 
 from foretrain.forecast import plans
 from foretrain.forecast.points import MOST, cleaned, tail
-from foretrain.forecast.records import LossCurve, Numbers, RatePlan
+from foretrain.forecast.records import AnnealedPoint, LossCurve, Numbers, RatePlan
 
 _LEARNED_POWER = 0.6
 _LAG = 250.0
@@ -35,7 +35,11 @@ _MISFIT = 0.1
 _FLOOR, _FLOOR_SPREAD = -0.05, 0.2
 """The floor of the power law seen from the last loss, in shares of it, before anything is fitted."""
 _ANNEALED_SPREAD = 0.1
-"""How wrong the law may be on the fall of an annealed copy, as a share of it."""
+"""How wrong the law may be on the fall of an annealed copy, as a share of it. Of copies that have newer ones beside
+them this grows by the logarithm of how much earlier they were: early ones show less than the drop at the end."""
+_ANNEALED_NOISE = 0.5
+"""How wrong chance makes the fall of a copy, by how far single losses of the run scatter: a copy of few steps falls by
+hardly more than that. Chosen on copies of 10 to 100 steps in 16 own runs, checked on others (docs/forecast.md)."""
 _SETTLING = 30.0
 """Steps in which half of the benefit of a lower rate comes, however long the run is: a copy of few steps shows a part
 of what a long decay is worth. Fitted on copies of 10 to 100 steps of own runs of 480 and 1,000 (docs/forecast.md)."""
@@ -130,8 +134,8 @@ def fit(curve: LossCurve, prior: LawPrior = PUBLIC) -> FittedLaw | None:
     level = loss_level(losses)
     learned = max(float(plans.area(curve.plan, steps[-1:], _LEARNED_POWER)[0]), 1e-9)
     grown = _grown(curve.plan, steps, learned)
-    slope = tail(steps, losses).slope / level
-    noise = float(np.hypot(_NOISE, _MISFIT * slope**2))
+    line = tail(steps, losses)
+    noise = float(np.hypot(_NOISE, _MISFIT * (line.slope / level) ** 2))
     weight = (steps / max(steps[-1], 1e-9)) ** _RECENT
     weight = np.sqrt(weight * len(steps) / weight.sum()) / noise
     powers = grown[None, :] ** -_EXPONENTS[:, None]
@@ -141,7 +145,7 @@ def fit(curve: LossCurve, prior: LawPrior = PUBLIC) -> FittedLaw | None:
     targets = (losses - losses[-1]) / level
     blocks = [columns * weight[None, :, None]]
     values = [targets * weight]
-    for row, value in _annealed_rows(curve, learned, level):
+    for row, value in _annealed_rows(curve, learned, level, line.noise / level):
         blocks.append(row)
         values.append(np.array([value]))
     before = np.zeros((len(_EXPONENTS), 2, 3))
@@ -177,23 +181,35 @@ def _grown(plan: RatePlan, steps: Numbers, learned: float) -> Numbers:
     return np.maximum(plans.area(plan, steps, _LEARNED_POWER) / learned, 1e-3)
 
 
-def _annealed_rows(curve: LossCurve, learned: float, level: float) -> list[tuple[Numbers, float]]:
-    """Return what annealed copies say of scale and drop, as rows of the least squares."""
-    rows = []
-    for point in curve.annealed:
-        fall = (point.loss - point.before) / level
-        if not (np.isfinite(fall) and point.steps > 0 and point.step > 0):
-            continue
-        bent = plans.decaying_from(curve.plan, point.step, point.steps)
-        at, end = np.array([float(point.step)]), np.array([float(bent.total_steps)])
-        before, after = _grown(curve.plan, at, learned)[0], _grown(bent, end, learned)[0]
-        row = np.zeros((len(_EXPONENTS), 1, 3))
-        row[:, 0, 1] = after**-_EXPONENTS - before**-_EXPONENTS
-        fallen = annealing(curve.plan, at)[0] - annealing(bent, end)[0]
-        row[:, 0, 2] = shown_share(curve.plan, point.steps) * fallen
-        sure = 1 / float(np.hypot(1e-3, _ANNEALED_SPREAD * fall))
-        rows.append((row * sure, fall * sure))
-    return rows
+def _annealed_rows(curve: LossCurve, learned: float, level: float, noise: float) -> list[tuple[Numbers, float]]:
+    """Return what annealed copies say of scale and drop, as rows of the least squares. noise: of single losses."""
+    falls = [(point, (point.loss - point.before) / level) for point in curve.annealed]
+    usable = [(point, fall) for point, fall in falls if np.isfinite(fall) and point.steps > 0 and point.step > 0]
+    if not usable:
+        return []
+    newest = max(point.step for point, _ in usable)
+    rows = np.stack([_annealed_row(curve, point, learned) for point, _ in usable])
+    values = np.array([fall for _, fall in usable])
+    share = abs(float(values.sum())) / max(abs(float(rows[:, 0, 2].sum())), 1e-12)
+    found = []
+    for (point, fall), row in zip(usable, rows, strict=True):
+        usual = share * float(row[0, 2])  # by its own fall, one that fell too little by chance would count the most
+        doubt = usual * np.hypot(_ANNEALED_SPREAD, np.log(newest / point.step))
+        sure = 1 / float(np.linalg.norm([1e-3, doubt, _ANNEALED_NOISE * noise]))
+        found.append((row[:, None, :] * sure, fall * sure))
+    return found
+
+
+def _annealed_row(curve: LossCurve, point: AnnealedPoint, learned: float) -> Numbers:
+    """Return how much of scale and drop the fall of a copy shows, for each exponent."""
+    bent = plans.decaying_from(curve.plan, point.step, point.steps)
+    at, end = np.array([float(point.step)]), np.array([float(bent.total_steps)])
+    before, after = _grown(curve.plan, at, learned)[0], _grown(bent, end, learned)[0]
+    fallen = annealing(curve.plan, at)[0] - annealing(bent, end)[0]
+    row = np.zeros((len(_EXPONENTS), 3))
+    row[:, 1] = after**-_EXPONENTS - before**-_EXPONENTS
+    row[:, 2] = shown_share(curve.plan, point.steps) * fallen
+    return row
 
 
 def shown_share(plan: RatePlan, steps: int) -> float:

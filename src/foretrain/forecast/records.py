@@ -74,6 +74,6 @@ class LossForecast:
     method: str
     """Which way it was made, in words a user understands."""
     calibrated: bool
-    """The interval is made from enough own finished runs; else from those of others, and wider."""
+    """The interval is made from enough own finished runs of this kind; else from those of others, and wider."""
     baselines: dict[str, float] = field(default_factory=dict)
     """What simpler rules say: the last value, and a power law."""

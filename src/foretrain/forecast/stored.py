@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from foretrain.forecast.forecasting import TRANSFER, finished
 from foretrain.forecast.history import FinishedRun, History
 from foretrain.forecast.records import AnnealedPoint, LossCurve, RatePlan
 from foretrain.persist.files import from_json
@@ -28,6 +29,8 @@ _FOLDERS = 200
 _LARGEST = 2**22
 """... unless their summary has more bytes than this."""
 _SIBLINGS = 4
+_AGAIN = 20
+"""So many of the newest runs may be forecast once more, each in some 20 ms."""
 _SHAPE = np.linspace(0.0, 1.0, 33)
 _ALIKE = 0.1
 """Two schedules have one shape where their multipliers differ by less than this anywhere."""
@@ -133,9 +136,29 @@ def siblings_of(curve: LossCurve, runs: list[StoredRun]) -> list[LossCurve]:
     return alike[-_SIBLINGS:]
 
 
-def history_of(runs: list[StoredRun]) -> History:
-    """Return what the finished runs say of later forecasts."""
-    return History([run.finished for run in runs if run.finished is not None])
+def history_of(runs: list[StoredRun], kind: str) -> History:
+    """Return what the finished runs of this kind say of later forecasts. Those that had no finished run beside them,
+    as the first one, are forecast once more from the others, as all later ones are."""
+    told = []
+    alike = [run for run in runs if kind and run.curve.kind == kind]
+    for place, run in enumerate(alike):
+        known = run.finished
+        if (
+            known is not None
+            and len(alike) - place <= _AGAIN
+            and not any(r.method == TRANSFER for r in known.residuals)
+        ):
+            others = siblings_of(run.curve, [other for other in alike if other is not run])
+            known = (_once_more(run.curve, others) if others else None) or known
+        told += [known] if known is not None else []
+    return History(told)
+
+
+def _once_more(curve: LossCurve, others: list[LossCurve]) -> FinishedRun | None:
+    """Forecast a finished run as if the others had been there; None where its numbers, from a file, allow none."""
+    with suppress(ArithmeticError, ValueError, LookupError, np.linalg.LinAlgError), np.errstate(all="ignore"):
+        return finished(curve, others)
+    return None
 
 
 def _one_shape(one: LossCurve, other: LossCurve) -> bool:

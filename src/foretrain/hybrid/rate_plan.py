@@ -68,6 +68,15 @@ class RacePlan:
         """Steps of warm-up, unless they are set: a trial must see more than that."""
         return self.steps // 2
 
+    @property
+    def cost(self) -> tuple[int, int]:
+        """Steps beside the run that all trials take together, at the least and at the most: of two other rates, or of
+        as many as budget and reach allow, all on one side of the first but one. The first rate falls on a copy, and the
+        run may have to follow the best."""
+        allowed = (self.budget - 2 * self.anneal) // self.length
+        most = min(max(2, allowed), self.reach + 1)
+        return 2 * self.length + self.anneal, most * self.length + 2 * self.anneal
+
     def allows(self, tried: int, spent: int) -> bool:
         """Tell whether another rate may be tried. The run may have to make the last steps of a trial again."""
         return tried < 3 or spent + self.length + self.anneal <= self.budget

@@ -17,7 +17,7 @@ from foretrain.engine.engine import Engine
 from foretrain.engine.fence import OwnCodeError
 from foretrain.engine.rates import ScheduledRates
 from foretrain.errors import ConfigError
-from foretrain.events import Event, Notice, RateTrial, RateTried
+from foretrain.events import Event, Notice, RatesToTry, RateTrial, RateTried
 from foretrain.hybrid.moves.lookahead import LookAhead
 from foretrain.hybrid.rate_plan import (
     FoundRate,
@@ -35,6 +35,9 @@ from foretrain.persist.stateful import Stateful
 _LOOKS = 8
 """How often a trial says how far it is, and is looked at whether it has failed. Chosen: each look waits for the device,
 and a rate that fails costs an eighth of a trial at the least."""
+_MANY_PASSES = 10.0
+"""A run that passes over its data so often may overfit where no trial sees it. Chosen: small tables were best after 4
+to 27 passes (docs/learning-rate.md#many-passes-over-the-data)."""
 _FAR_ABOVE = 3.0
 """A trial has failed when its mean loss between two looks is so many times that before the first one. Chosen: no rate
 that learns comes near."""
@@ -111,6 +114,10 @@ class RateRace(Stateful):
         """Steps of all trials, without those that were left: the same rates are tried however often a run stops."""
         self.interrupted: Interrupted = lambda: False
         """Set by `fit`."""
+        self.per_pass: float | None = None
+        """Batches of one pass over the training data, set by `fit`; None where nobody knows."""
+        self.may_overfit = True
+        """Set by `fit`: the run ends neither early nor with its best weights."""
         self._at_work: float | None = None
         """Factor of the rate of the trial that runs now."""
         self._told = False
@@ -164,6 +171,11 @@ class RateRace(Stateful):
         """What the scheduled rate is to be multiplied with."""
         return self.rate / FIRST_RATE if self._at_work is None else self._at_work
 
+    @property
+    def passes(self) -> float | None:
+        """How often the whole run passes over its training data; None where nobody knows."""
+        return self.engine.config.max_steps / self.per_pass if self.per_pass and self.engine.has_end else None
+
     def use(self, held_out: list[Any], length: int) -> None:
         """Judge by these batches, of sequences of so many tokens."""
         self.held_out = held_out
@@ -207,6 +219,8 @@ class RateRace(Stateful):
             return
         if not self._told:
             self._told = True
+            if not self.tried:
+                self._announce()
             self._tell(0, self.replay.noted, 2 * self.plan.length)
         if self.replay.noted >= self.plan.length:
             self._race(batch)
@@ -366,6 +380,8 @@ class RateRace(Stateful):
         self._close()
         self.engine.rate.used = self.engine.schedule(max(0, self.engine.progress.global_step - 1)) * self.rate_factor
         self.emit(Notice(self._in_words(self.found), level="info"))
+        if self.may_overfit and self.passes is not None and self.passes >= _MANY_PASSES:
+            self.emit(Notice(self._of_many_passes(self.passes)))
 
     def _found(self, plan: RacePlan) -> FoundRate:
         """Return the rate that follows, as rank 0 computes it."""
@@ -379,6 +395,11 @@ class RateRace(Stateful):
     def _rate_of(self, exponent: int) -> float:
         return float(self.centre * self.plan.factor**exponent)
 
+    def _announce(self) -> None:
+        """Say what trials will cost, before the first one is over."""
+        step, total = self.engine.progress.global_step, self.engine.config.max_steps
+        self.emit(RatesToTry(step, self.plan.length, *self.plan.cost, total))
+
     def _tell(self, exponent: int, done: int, others: int = 0) -> None:
         step = self.engine.progress.global_step if exponent == 0 else self.replay.step + self.plan.length
         self.emit(RateTrial(step, self._rate_of(exponent), done, self.plan.length, others))
@@ -390,6 +411,15 @@ class RateRace(Stateful):
         elif self.plan.refined:
             edge = "; the best was the last that could be tried, so a better one may lie beyond it"
         return f"the run goes on with a learning rate of {found.rate:.3g}, by {len(self.tried)} that were tried{edge}"
+
+    def _of_many_passes(self, passes: float) -> str:
+        seen = passes * self.plan.length / self.engine.config.max_steps
+        return (
+            f"the run passes over its training data {passes:.0f} times, and learning rates were tried on the first "
+            f"{seen:.2g}: one that is best there may overfit later, which no trial sees. Let the run end with its best "
+            "weights (load_best=True in fit; a run folder keeps them as best-step-...), or early "
+            "(evaluation.early_stopping_patience)"
+        )
 
     def summary(self) -> dict[str, Any]:
         """What was tried, what was chosen, and what it took."""
@@ -405,4 +435,5 @@ class RateRace(Stateful):
             "steps": self.plan.length,
             "extra_steps": self.extra,
             "cost": round(self.extra / self.engine.config.max_steps, 4),
+            "passes": None if self.passes is None else round(self.passes, 2),
         }

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from foretrain.config import Config
 from foretrain.config.schema import Level
-from foretrain.engine.batches import steps_in
+from foretrain.engine.batches import batches_in, steps_in
 from foretrain.engine.gathered import gathered
 from foretrain.engine.own import Measure, as_tensors, check_metrics
 from foretrain.engine.rates import FollowedRates, Rates
@@ -109,6 +109,8 @@ def fit(
     if trainer.race is not None:
         trainer.race.held_out = trainer.race.held_out or held
         trainer.race.check()
+        trainer.race.per_pass = batches_in(loader)
+        trainer.race.may_overfit = not (options.load_best or engine.config.evaluation.early_stopping_patience)
     engine.forward.measure(held[:1], options.metrics)  # a metric that fails does so before anything is trained
     restore_random_state(random)
     config, bus, group = engine.config, trainer.bus, current_group()

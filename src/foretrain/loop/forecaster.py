@@ -84,7 +84,7 @@ class LossForecaster(Stateful):
         if not self.looked and folder is not None:
             runs = finished_runs(folder.resolve().parent, folder.resolve())
             self.siblings = siblings_of(LossCurve(np.empty(0), np.empty(0), plan, kind=kind), runs)
-            self.history = history_of(runs)
+            self.history = history_of(runs, kind)
         self.looked = True
 
     def _planned_now(self) -> RatePlan:
@@ -192,7 +192,7 @@ class LossForecaster(Stateful):
             "method": None if self.last is None else self.last.method,
             "calibrated": None if self.last is None else self.last.calibrated,
             "baselines": None if self.last is None else self.last.baselines,
-            "own_finished_runs": len(self.history.runs),
+            "own_finished_runs": len(self.history.of_kind(self.kind)),
             "siblings": len(self.siblings),
             "checks": self._checks(self.evaluations[-1][1], plan.total_steps) if ended else [],
             "made": [list(one) for one in self.made],

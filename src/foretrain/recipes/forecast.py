@@ -42,9 +42,10 @@ class EndForecast:
         if self.run.losses_of != "held-out loss":
             notes.append(f"these are losses of {self.run.losses_of}")
         if self.run.own and not self.made.calibrated:
-            runs = counted(len(self.run.history.runs), "own finished run")
+            runs = counted(len(self.run.history.runs), "finished run")
             notes.append(
-                f"the interval is not calibrated by own runs: it takes ten forecast in the same way (found: {runs})"
+                "the interval is not calibrated by own runs: it takes ten of its kind that were forecast in the same "
+                f"way (found beside it: {runs} of its kind)"
             )
         return notes
 

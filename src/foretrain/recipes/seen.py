@@ -107,7 +107,7 @@ def _own(folder: Path, record: RunRecord, request: ForecastRequest) -> SeenRun:
         own=True,
         finished=points[-1][0] >= _FINISHED * total,
         siblings=tuple(siblings_of(curve, runs)),
-        history=history_of(runs),
+        history=history_of(runs, curve.kind),
         notes=_notes(plan),
     )
 

@@ -23,6 +23,7 @@ from foretrain.events import (
     PhaseChanged,
     Planned,
     RatesPlanned,
+    RatesToTry,
     RateTrial,
     RateTried,
     Recovered,
@@ -74,6 +75,8 @@ def line(event: Event, verbose: bool = False) -> str | None:
             return f"step {event.step}: [bold]{event.phase.upper()}[/] ({escape(event.reason)})"
         case Moved():
             return _move(event, verbose)
+        case RatesToTry():
+            return _price_of_rates(event)
         case RateTrial():
             which = (
                 f"first, for {event.steps} steps, then others" if event.others else f"on the same {event.steps} steps"
@@ -114,6 +117,17 @@ def line(event: Event, verbose: bool = False) -> str | None:
         case OwnCodeFailed():
             return escape(event.traceback.rstrip()) or None
     return None
+
+
+def _price_of_rates(event: RatesToTry) -> str:
+    """Say what looking for a learning rate will cost, before it begins."""
+    shares = [f"{100 * steps / max(1, event.max_steps):.0f}" for steps in (event.least, event.most)]
+    steps = f"{event.least:,}" if event.least == event.most else f"{event.least:,} to {event.most:,}"
+    share = " to ".join(dict.fromkeys(shares))
+    return (
+        f"learning rate: looking for it takes {steps} steps beside the run, {share} % of its {event.max_steps:,}; "
+        f"each rate is tried on the first {event.steps:,}"
+    )
 
 
 def _is_bad(event: Planned) -> bool:

@@ -87,7 +87,7 @@ def _end_forecast(found: Mapping[str, Any]) -> dict[str, str | None]:
 
 def _calibrated(found: Mapping[str, Any]) -> str:
     runs = counted(found["own_finished_runs"], "finished run")
-    return f"{'calibrated' if found['calibrated'] else 'not calibrated yet'} ({runs} beside it)"
+    return f"{'calibrated' if found['calibrated'] else 'not calibrated yet'} ({runs} of its kind beside it)"
 
 
 def _found_rate(found: Mapping[str, Any] | None) -> str | None:
