@@ -29,7 +29,7 @@ PLAIN: dict[str, Any] = {
     "log.interval": 1,
     "forecast.enabled": False,
 }
-TO_A_LOSS = {"until_loss": 0.8, "max_steps": 300, "optimizer.learning_rate": 0.02}
+TO_A_LOSS = {"until_loss": 0.6, "max_steps": 300, "optimizer.learning_rate": 0.02}
 IN_TIME = {"max_time": 150, "optimizer.learning_rate": 0.05}
 PAUSE = 50
 GOAL = torch.tensor([[1.0], [-2.0], [0.5], [1.5]])
