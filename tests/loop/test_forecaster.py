@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.optim import lr_scheduler
 from foretrain import Bus, HybridTrainer, supervised
 from foretrain.config import from_mapping
 from foretrain.events import Evaluated, Event, LossForecasted, Notice, RatesPlanned
+from foretrain.forecast.records import LossForecast
 from foretrain.forecast.stored import run_from_summary
 from foretrain.loop.forecaster import kind_of
 
@@ -109,7 +111,24 @@ def test_a_summary_tells_no_plan() -> None:
 
 def test_few_evaluations_are_helped_by_training_losses() -> None:
     _, events = run({"evaluation.interval": 6, "log.interval": 1})
-    assert of(events, LossForecasted)[0].step == 6
+    assert of(events, LossForecasted)[0].step == 12  # three evaluations are not there; that of step 6 is too wide
+
+
+def test_an_interval_that_could_be_anywhere_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may reach above the highest loss by what all losses lie apart, and no farther."""
+    made, events = trainer({"max_steps": 100})
+    forecaster = made.forecaster
+    assert forecaster is not None
+    forecaster.begin("kind", None)
+    told = LossForecast(100, 1.0, 0.2, 7.9, 0.8, "law", calibrated=False)
+    monkeypatch.setattr("foretrain.loop.forecaster.forecast", lambda *_, **__: told)
+    for step, loss in ((20, 5.0), (40, 2.0), (60, 1.5), (80, 1.4)):
+        made.engine.progress.global_step = step
+        if step == 80:
+            told = replace(told, high=8.7)  # above 5.0 and the 3.6 between 5.0 and 1.4
+        forecaster.evaluated(loss)
+    assert [event.step for event in of(events, LossForecasted)] == [40, 60]
+    assert forecaster.last is None
 
 
 def test_a_run_with_two_evaluations_is_of_use_to_later_ones_too() -> None:

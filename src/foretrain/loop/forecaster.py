@@ -149,7 +149,8 @@ class LossForecaster(Stateful):
         self._tell_plan()
         curve = self.curve()
         with self._never_ending_a_run():
-            self.last = forecast(curve, self.siblings, self.level, self.history)
+            found = forecast(curve, self.siblings, self.level, self.history)
+            self.last = found if found is not None and _tells_something(found, curve) else None
             if self.last is not None:
                 self._tell(step, self.last, self._way(curve, step, self.last))
 
@@ -275,3 +276,10 @@ def kind_of(engine: Engine, title: str, fingerprint: str, held_out: Sequence[Any
     texts += [f"grows from {config.growth.stages}"] if config.growth.stages else []
     texts += [f"averaged by {config.evaluation.ema_decay:g}"] if config.evaluation.ema_decay else []
     return "; ".join([*texts, f"data {fingerprint[:12]}", f"held out {data}"])
+
+
+def _tells_something(found: LossForecast, curve: LossCurve) -> bool:
+    """Return whether an interval is one that a user can do something with: not one that reaches as far above the
+    highest loss seen as all losses seen lie apart."""
+    highest, lowest = float(np.max(curve.losses)), float(np.min(curve.losses))
+    return found.high <= highest + (highest - lowest)
