@@ -226,8 +226,12 @@ class Growth(StepHook, Stateful):
         self._tell("undone", after, self.off)
 
     def _use(self, blocks: Iterable[int]) -> None:
-        self.depth.use(blocks)
+        self._show(blocks)
         self.engine.follow_trained()
+
+    def _show(self, blocks: Iterable[int]) -> None:
+        self.depth.use(blocks)
+        self.engine.recomputing.follow()
 
     def _mean_loss(self) -> tuple[float, float]:
         """Return the mean over the last steps whose loss was a number, and its standard error."""
@@ -260,10 +264,10 @@ class Growth(StepHook, Stateful):
             return
         used, random, buffers = self.depth.active, random_state(), [buffer.clone() for buffer in step.buffers]
         for stage in range(self.stage + 1, len(self.stages) + 1):
-            self.depth.use(self._blocks_of(stage))
+            self._show(self._blocks_of(stage))
             step.gradient(engine.to_device(batch))
         engine.optimizer.zero_grad(set_to_none=True)
-        self.depth.use(used)
+        self._show(used)
         restore_random_state(random)
         with torch.no_grad():
             for buffer, before in zip(step.buffers, buffers, strict=True):
