@@ -7,10 +7,12 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests run side by side; before torch is imported
 
 import gc
+import getpass
 import itertools
 import random
 import shutil
 import signal
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +20,10 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+COMPILED = Path(tempfile.gettempdir()) / f"foretrain-tests-compiled-{getpass.getuser()}"
+"""Compiled code is kept here, since homes of tests are new for each of them."""
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(COMPILED))
 
 settings.register_profile(
     "foretrain",

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from foretrain.config import Config
 from foretrain.config.schema import Level
+from foretrain.engine.compile_cache import Compilation
 from foretrain.engine.composed import ComposedState, Part
 from foretrain.engine.engine import Engine
 from foretrain.engine.explain import KnownLength, first_failure, first_words
@@ -92,6 +93,7 @@ class HybridTrainer:
             check_predictor(predictor)
         config, decided = with_growth(config, trained_sizes(inside_replicas(model), config.growth.blocks), None)
         self._to_tell = first_words(model, config, decided)
+        self._compilation: Compilation | None = Compilation()
         check_rates(config)
         self.engine = engine = Engine(model, optimizer, loss_fn, config, scheduler, world)
         config, adapters = engine.config, trains_adapters(engine.model)  # before growth hides a part of it
@@ -258,6 +260,9 @@ class HybridTrainer:
             self.copies.end()
         engine.fence.obey()
         engine.world.step_done()
+        if self._compilation is not None:  # all that steps need is compiled with the first one
+            self._compilation.tell(self.bus.emit)
+            self._compilation = None
         back = position + 1 - engine.progress.position
         return result if back <= 0 else replace(result, rewound=back)
 

@@ -260,7 +260,9 @@ class EngineConfig(Section):
     """`torch.compile`. `auto`: on a CUDA GPU, if the run is long enough to save more seconds than compiling takes, as
     reckoned from the model's size, the tokens of a step and `max_steps`; `foretrain train` and `finetune` write `true`
     or `false` into the run's config.toml. On a CUDA GPU always, where these are not known: in modules of your own, and
-    in Python without `max_steps` or `batch_size`. A loss that takes derivatives itself is run as it is."""
+    in Python without `max_steps` or `batch_size`. A loss that takes derivatives itself is run as it is. Compiled code
+    is kept in `~/.cache/foretrain/compiled` (under `XDG_CACHE_HOME` if that is set) for the next run of the same model;
+    the environment variable `TORCHINDUCTOR_CACHE_DIR` names another folder."""
     cuda_graph: Switch = "auto"
     """Record the whole step as one CUDA graph. `auto`: where launching kernels takes longer than running them."""
     fused_loss: Switch = "auto"

@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
 
 from foretrain.engine.batch import part_counts, part_weights, rows_of, split
+from foretrain.engine.compile_cache import keep_compiled
 from foretrain.engine.hooks import StepHook
 from foretrain.engine.optim.build import supports_device_skip
 from foretrain.engine.optim.in_backward import UpdatesInBackward
@@ -266,6 +267,7 @@ def _compiled(model: nn.Module, loss_function: LossFunction, by_block: bool) -> 
     def loss(batch: Any) -> Tensor:
         return one_number(loss_function(model, batch))
 
+    keep_compiled()
     blocks = getattr(model, "blocks", None)
     if by_block and isinstance(blocks, nn.ModuleList):
         for block in blocks:
