@@ -230,6 +230,16 @@ def moves_on_both_sides(run: Run) -> None:
     assert any(event.verdict in ("kept", "shrunk") and event.step > kept for event in moves)
 
 
+def chains_on_both_sides(run: Run) -> None:
+    """A chain of leaps ends where the model is to grow, and another one follows after the trial."""
+    chains = [event for event in run.events if isinstance(event, Moved) and event.chained and event.verdict == "kept"]
+    (made, kept) = (step for _, step in run.verdicts)
+    assert chains[0].step == 20
+    assert chains[0].horizon > 1
+    assert made == 20 + 4, "the losses that growth is judged by are those since the chain"
+    assert chains[1].step > kept
+
+
 def scales_losses(run: Run) -> None:
     precision = run.trainer.engine.precision
     assert precision.scaled
@@ -275,9 +285,20 @@ OTHERS: dict[str, Other] = {
             "hybrid__mode": "leap",
             "hybrid__max_predict_steps": 4,
             "max_steps": 80,
-            "growth__at": 0.25,
+            "growth__at": 0.4,
         },
         moves_on_both_sides,
+        batch=lambda position: batch(0),
+    ),
+    "chains of leaps": Other(
+        {
+            **MOVING,
+            "hybrid__mode": "leap",
+            "optimizer__weight_decay": 0.0,
+            "max_steps": 80,
+            "growth__at": 0.25,
+        },
+        chains_on_both_sides,
         batch=lambda position: batch(0),
     ),
     "a rollout before it": Other(
@@ -287,6 +308,7 @@ OTHERS: dict[str, Other] = {
             "hybrid__max_predict_steps": 4,
             "audit__time_budget": 1.0,
             "audit__steps": 4,
+            "max_steps": 60,
         },
         moves_before,
     ),
@@ -300,6 +322,7 @@ OTHERS: dict[str, Other] = {
             "audit__time_budget": 0.3,
             "optimizer__type": "adamw",
             "schedule__type": "constant",
+            "max_steps": 60,
         },
         moves_before,
     ),
@@ -314,11 +337,13 @@ def test_resumed_around_the_moment_of_growth_to_the_bit(name: str, monkeypatch: 
     other = OTHERS[name]
     whole = other.run()
     whole.count(monkeypatch)
-    states, moving = {}, 0
-    while (step := whole.trainer.global_step) < whole.trainer.config.max_steps:
+    config, states, moving = whole.trainer.config, {}, 0
+    due = [round(at * config.max_steps) for _, at in config.growth.stages]
+    around = {at + more for at in due for more in (-8, -1, 0, 1, 5, 8, 9, 15)}
+    while whole.trainer.global_step < config.max_steps:
         other.advance(whole)
         step, moving = whole.trainer.global_step, moving + whole.trainer.judging
-        if step in (12, 13, 19, 20, 21, 25, 28, 29, 35) or (whole.trainer.judging and moving % 3 == 1):
+        if step in around or (whole.trainer.judging and moving % 3 == 1):
             states[step, whole.trainer.position] = put_together(snapshot(whole.trainer.state_dict()))
     assert whole.layers == 4
     other.met(whole)
@@ -358,6 +383,69 @@ def test_a_growth_whose_loss_does_not_return_is_undone_and_leaves_no_bit(monkeyp
     run.to(40)
     assert run.layers == 2
     assert math.isfinite(run.trainer.evaluate([batch(800)]))
+
+
+def test_a_growth_after_a_chain_is_judged_by_the_losses_since_the_chain() -> None:
+    """The chain has led far below what was noted before it, and the grown model does not return to there."""
+    run = Run(**MOVING, hybrid__mode="leap", optimizer__weight_decay=0.0, max_steps=100)
+    while len(run.verdicts) < 2:
+        run.trainer.step(batch(0))
+    chain = next(event for event in run.events if isinstance(event, Moved))
+    (made, undone) = (event for event in run.events if isinstance(event, Grown))
+    assert (chain.chained, chain.step) == (True, 50)
+    assert (made.verdict, made.step, undone.verdict) == ("made", 54, "undone")
+    assert made.loss_before is not None
+    assert made.loss_before < 1.1 * chain.loss < 0.5 * chain.anchor
+    assert run.layers == 2
+
+
+@pytest.mark.parametrize(
+    ("losses", "verdict"),
+    [
+        ([2.05, 2.15, 2.05, 2.15], "kept"),  # within 1 % and two standard errors of 2
+        ([2.15, 2.25, 2.15, 2.25], "undone"),
+        ([2.1, 2.1, 2.1, 2.1], "kept"),
+        ([2.0, 2.0, 2.0, 9.0], "undone"),  # one that explodes is no noise
+        ([math.nan, 2.0, math.nan, 2.0], "kept"),
+        ([math.nan, 3.0, math.nan, 3.0], "undone"),
+        ([math.nan] * 4, "undone"),
+    ],
+)
+def test_what_counts_as_returned(losses: list[float], verdict: str) -> None:
+    """The loss before was 2.00, with a standard error of 0.05."""
+    run = Run().to(20)
+    growth = run.trainer.growth
+    assert growth is not None
+    growth.follow(batch(20))
+    assert growth.on_trial
+    growth.before, growth.error_before, growth.losses = 2.0, 0.05, losses
+    growth.end()
+    assert [one for one, _ in run.verdicts] == ["made", verdict]
+    growth.end()
+    assert len(run.verdicts) == 2, "it is judged once"
+    assert growth.anchor is None
+
+
+def test_without_a_loss_before_it_growth_is_kept() -> None:
+    run = Run().to(20)
+    growth = run.trainer.growth
+    assert growth is not None
+    growth.follow(batch(20))
+    growth.before = math.nan
+    run.to(28)
+    growth.follow(batch(28))
+    assert [verdict for verdict, _ in run.verdicts] == ["made", "kept"]
+
+
+def test_a_run_that_ends_in_the_trial_is_judged_by_losses_since_growth_alone() -> None:
+    run = Run().to(20)
+    growth = run.trainer.growth
+    assert growth is not None
+    seen = [run.trainer.step(batch(run.trainer.position)).loss for _ in range(2)]
+    growth.end()
+    judged = run.events[-1]
+    assert isinstance(judged, Grown)
+    assert judged.loss == pytest.approx(sum(seen) / 2)
 
 
 @pytest.mark.parametrize("mode", ["off", "leap"])

@@ -144,6 +144,8 @@ class Engine:
         self.first_trained: Callable[[dict[str, nn.Parameter]], None] = lambda weights: None
         """Called with weights that are about to be trained for the first time in this run, which nobody saved so far.
         Set by `fit`."""
+        self.awaited: Callable[[], float] = lambda: math.inf
+        """The step from which on something has to be done between two full steps: moves are over by then."""
         self.on_cover: list[Callable[[], None]] = []
         """Called when other weights are trained than before."""
         self.on_length: list[Callable[[int], None]] = []

@@ -74,6 +74,7 @@ class Growth(StepHook, Stateful):
         self.depth.silence()
         engine.follow_trained()
         engine.add_hook(self)
+        engine.awaited = self._awaited
 
     def _check(self) -> None:
         total, layers = self.depth.total, [layers for layers, _ in self.stages]
@@ -140,6 +141,15 @@ class Growth(StepHook, Stateful):
     def _to_come(self) -> bool:
         """Whether a stage is left that will end."""
         return self.stage < len(self.stages) and not self.off
+
+    def _awaited(self) -> float:
+        """Return the step at which no move may be open: it grows there."""
+        waits = self._to_come and self.grown_at is None and not self.racing()
+        return self._moments.due(self.stage) if waits else math.inf
+
+    def forget_losses(self) -> None:
+        """A chain of leaps has led to another loss: what was before it is nothing to judge a growth by."""
+        self._recent.clear()
 
     @property
     def _may_grow(self) -> bool:

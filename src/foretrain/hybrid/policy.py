@@ -44,6 +44,9 @@ class Policy(Deliberation):
         """The open one."""
         self.end_loss: float | None = None
         """Loss of the training batch, where a move led the run to a lower point at its end."""
+        self.new_level: Callable[[], None] = lambda: None
+        """Called when a chain of leaps was kept: losses of before it say nothing of where the run is. Set by the
+        trainer."""
         self._predictor_harmed = False
         """The open move led to numbers that are not finite."""
 
@@ -161,6 +164,8 @@ class Policy(Deliberation):
             self.score.kept(move)
             self.tools.count(self.score.audited_credit(move, judgement))
             self.observer.restart(new_level=move.chained)
+            if move.chained:
+                self.new_level()
         else:
             self.score.counts.moves["rolled_back"] += 1
             if judgement.stands_at_fork:
