@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from tests import ranked
+from tests.gloo import results
 from torch import Tensor, nn
 
 from foretrain import HybridTrainer
@@ -326,3 +328,43 @@ def test_it_is_advised_where_blocks_can_be_recomputed() -> None:
     for model, possible in ((Own(), True), (nn.Linear(1, 1), False), (TwoLists(), False)):
         assert can_recompute(model, config) is possible
         assert ("engine.activation_checkpointing = true" in advice(config, model)) is possible
+
+
+# --- on several ranks ------------------------------------------------------------------------------------------------
+
+
+def on_ranks(rank: int) -> dict[str, Any]:
+    """Calls of blocks and last weights of models of somebody's own, replicated and sharded, with all blocks kept and
+    with all of them computed again."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    told: dict[str, Any] = {}
+    for kind in ("ddp", "fsdp2"):
+        for share in (False, True):
+            torch.manual_seed(3)
+            model = Own()
+            blocks = list(model.stack)  # type: ignore[call-overload]
+            given: nn.Module = model
+            if kind == "ddp":
+                given = nn.parallel.DistributedDataParallel(model)
+            else:
+                mesh = init_device_mesh("cpu", (2,))
+                for block in blocks:
+                    fully_shard(block, mesh=mesh)
+                fully_shard(model, mesh=mesh)
+            trainer = trainer_of(given, engine__activation_checkpointing=share)
+            draw = torch.Generator().manual_seed(rank)
+            for _ in range(STEPS):
+                x = torch.randn(8, 4, generator=draw)
+                trainer.step((x, x[:, :1] * x[:, 1:2]))
+            told[f"{kind} {share}"] = {"calls": called(model), "weights": ranked.digest(trainer)}
+    return told
+
+
+def test_replicas_and_shards_compute_blocks_again_to_the_same_bits() -> None:
+    for told in results(2, on_ranks):
+        for kind in ("ddp", "fsdp2"):
+            plain, again = told[f"{kind} False"], told[f"{kind} True"]
+            assert (plain["calls"], again["calls"]) == (4 * STEPS, 8 * STEPS)
+            assert plain["weights"] == again["weights"]

@@ -465,6 +465,18 @@ def test_weights_after_an_undone_growth_are_those_before_it(mode: str, monkeypat
     assert same(before, other.weights()), "also where it is resumed in between"
 
 
+def test_steps_that_a_growth_takes_back_are_told_to_what_predicts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(growths, "_RETURNED", -10.0)
+    run = Run(hybrid__mode="leap").to(28)
+    hybrid, growth = run.trainer.hybrid, run.trainer.growth
+    assert hybrid is not None
+    assert growth is not None
+    before = hybrid.policy.score.counts.undone_steps
+    growth.follow(batch(run.trainer.position))
+    assert run.verdicts[-1] == ("undone", 20)
+    assert hybrid.policy.score.counts.undone_steps - before == 8
+
+
 def test_without_memory_the_run_goes_on_shallow(monkeypatch: pytest.MonkeyPatch) -> None:
     def short(*arguments: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
