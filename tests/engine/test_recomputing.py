@@ -16,7 +16,7 @@ from foretrain import HybridTrainer
 from foretrain.config import from_mapping
 from foretrain.engine.execution import Execution
 from foretrain.engine.recomputing import can_recompute
-from foretrain.errors import ConfigError
+from foretrain.errors import ConfigError, OutOfMemory
 from foretrain.health.shortage import advice
 from foretrain.models import gpt2
 
@@ -328,6 +328,40 @@ def test_it_is_advised_where_blocks_can_be_recomputed() -> None:
     for model, possible in ((Own(), True), (nn.Linear(1, 1), False), (TwoLists(), False)):
         assert can_recompute(model, config) is possible
         assert ("engine.activation_checkpointing = true" in advice(config, model)) is possible
+
+
+class Short:
+    """A loss for which memory runs out as long as every block keeps what it computed."""
+
+    def __init__(self) -> None:
+        self.failed = 0
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        if isinstance(model, Own) and type(model.listed[0]) is Block:
+            self.failed += 1
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        inputs, targets = batch
+        return nn.functional.mse_loss(model(inputs), targets)
+
+
+@pytest.mark.parametrize("model", [Own, TwoLists])
+def test_a_run_that_is_short_of_memory_goes_on_with_recomputed_blocks_where_there_are_some(
+    model: Callable[[], Own],
+) -> None:
+    given = {"max_steps": 4, "device": "cpu", "hybrid.mode": "off", "batch_size": 1}
+    config = from_mapping(given | {"memory.on_out_of_memory": "retry"})
+    loss = Short()
+    trainer = HybridTrainer(model(), "adamw", loss, config)
+    batch = torch.ones(1, 4), torch.ones(1, 1)
+    if model is TwoLists:
+        with pytest.raises(OutOfMemory, match="nothing smaller is left to try"):
+            trainer.step(batch)
+        return
+    trainer.step(batch)
+    trainer.step(batch)
+    assert loss.failed == 1
+    assert trainer.engine.recomputing.share is True
+    assert trainer.summary()["out_of_memory"]["settings"] == {"engine.activation_checkpointing": True}
 
 
 # --- on several ranks ------------------------------------------------------------------------------------------------

@@ -474,6 +474,7 @@ def test_steps_that_a_growth_takes_back_are_told_to_what_predicts(monkeypatch: p
     before = hybrid.policy.score.counts.undone_steps
     growth.follow(batch(run.trainer.position))
     assert run.verdicts[-1] == ("undone", 20)
+    assert growth.losses == [], "those of steps that are undone are forgotten"
     assert hybrid.policy.score.counts.undone_steps - before == 8
 
 
