@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from foretrain import HybridTrainer
 from foretrain.config import from_mapping
+from foretrain.engine import recomputing
 from foretrain.engine.execution import Execution
 from foretrain.engine.recomputing import can_recompute
 from foretrain.errors import ConfigError, OutOfMemory
@@ -154,7 +155,11 @@ def test_what_cannot_be_recomputed_is_refused_before_the_first_step(
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
-def test_blocks_that_are_not_called_are_refused_before_the_first_update(in_backward: bool) -> None:
+def test_blocks_that_are_not_called_are_refused_before_the_first_update(
+    in_backward: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not where something was compiled, as by tests before this one: calls in compiled code are not seen."""
+    monkeypatch.setattr(recomputing, "anything_compiled", lambda: False)
     model = Inlined()
     before = copy.deepcopy(model)
     more = {"engine__update_in_backward": True, "optimizer__gradient_clip_norm": 0.0} if in_backward else {}
@@ -163,6 +168,8 @@ def test_blocks_that_are_not_called_are_refused_before_the_first_update(in_backw
         trainer.step((torch.ones(2, 4), torch.ones(2, 1)))
     assert same(model, before)
     trainer_of(model).step((torch.ones(2, 4), torch.ones(2, 1)))
+    monkeypatch.setattr(recomputing, "anything_compiled", lambda: True)
+    trainer_of(model, engine__activation_checkpointing=0.5, **more).step((torch.ones(2, 4), torch.ones(2, 1)))
 
 
 def test_evaluation_and_frozen_modes_compute_once() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo import lookup_backend
 
 from foretrain import Config, HybridTrainer
 from foretrain.config import from_mapping
@@ -551,6 +552,54 @@ def own_trainer(**changes: Any) -> HybridTrainer:
     return HybridTrainer(model, optimizer, nn.MSELoss(), from_mapping(given | changes))
 
 
+class Restless(nn.Module):
+    """A block that draws random numbers, and has running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(torch.tanh(self.norm(self.linear(x))), 0.2, self.training)
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_compiling_ahead_leaves_no_trace(share: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither in random numbers nor in running statistics, and nothing is compiled in the middle of the run."""
+    graphs = 0
+
+    def counting(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        nonlocal graphs
+        graphs += 1
+        return lookup_backend("aot_eager")(graph, inputs)
+
+    def made(compiled: bool) -> tuple[nn.Module, int, list[str]]:
+        torch.manual_seed(5)
+        model = Own()
+        model.stack = nn.ModuleList(Restless() for _ in range(4))
+        given = {"max_steps": 40, "growth.layers": 2, "growth.blocks": "stack", "hybrid.mode": "off", "device": "cpu"}
+        given |= {"engine.compile": compiled, "engine.activation_checkpointing": share}
+        trainer = HybridTrainer(model, torch.optim.AdamW(model.parameters()), nn.MSELoss(), from_mapping(given))
+        draw = torch.Generator().manual_seed(0)
+        x = torch.randn(16, 4, generator=draw)
+        trainer.step((x, x[:, :1]))
+        ahead = graphs
+        while trainer.global_step < 22:
+            trainer.step((x, x[:, :1]))
+        assert trainer.growth is not None
+        return model, ahead, [move["verdict"] for move in trainer.growth.told]
+
+    eager, _, _ = made(compiled=False)
+    plain = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda loss, dynamic: plain(loss, dynamic=dynamic, backend=counting))
+    torch._dynamo.reset()
+    compiled, ahead, verdicts = made(compiled=True)
+    assert verdicts == ["made"]
+    assert graphs == ahead >= 2
+    for (name, one), other in zip(eager.state_dict().items(), compiled.state_dict().values(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6, msg=name)
+
+
 @pytest.mark.parametrize("returned", [0.01, -10.0], ids=["kept", "undone"])
 @pytest.mark.parametrize("share", [False, True])
 def test_a_module_of_ones_own_is_resumed_on_both_sides_of_the_moment(
@@ -711,18 +760,22 @@ def test_a_run_that_is_stopped_in_the_trial_is_judged_and_keeps_the_best_of_befo
     assert run.trainer.growth.anchor is None
 
 
-def test_evaluations_in_the_trial_use_up_no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("after", "reason"), [(0, "finished"), (1, "finished"), (2, "stopped early")])
+def test_evaluations_in_the_trial_use_up_no_patience(after: int, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """after: evaluations after the trial that are worse than the best one, of which two are borne."""
     run = Run(evaluation__interval=1, evaluation__early_stopping_patience=2)
     engine = run.trainer.engine
     plain = type(engine.forward).evaluate
 
     def worse(forward: Any, *arguments: Any) -> Any:
-        loss = plain(forward, *arguments)
-        return loss + 5.0 if run.trainer.growth.on_trial else loss  # type: ignore[union-attr]
+        loss, on_trial = plain(forward, *arguments), run.trainer.growth.on_trial  # type: ignore[union-attr]
+        kept = next((event.step for event in run.events if isinstance(event, Grown) and event.verdict == "kept"), 99)
+        return loss + 5.0 if on_trial or 0 < run.trainer.global_step - kept <= after else loss
 
     monkeypatch.setattr(type(engine.forward), "evaluate", worse)
     summary = run.trainer.fit([batch(position) for position in range(60)], [batch(800)], progress=False)
-    assert (summary["reason"], summary["global_step"]) == ("finished", 40)
+    assert [verdict for verdict, _ in run.verdicts] == ["made", "kept"]
+    assert (summary["reason"], summary["global_step"]) == (reason, 40 if reason == "finished" else 30)
 
 
 def test_hidden_blocks_of_ones_own_module_are_not_taken_for_trained_ones(tmp_path: Path) -> None:

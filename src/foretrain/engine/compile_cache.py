@@ -67,6 +67,11 @@ class Compilation:
             emit(Notice(words, level="info"))
 
 
+def anything_compiled() -> bool:
+    """Return whether torch has compiled anything in this process."""
+    return _counted()[0] > 0
+
+
 def _counted() -> tuple[float, float, float]:
     """Return the seconds, and how often compiled code was found and not found. Parts of torch that compile are not
     loaded for it, as that takes a second."""

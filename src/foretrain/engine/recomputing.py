@@ -9,6 +9,7 @@ from torch import nn
 
 from foretrain.config import Config, given
 from foretrain.config.paths import value_of
+from foretrain.engine.compile_cache import anything_compiled
 from foretrain.engine.described import unwrapped
 from foretrain.errors import ConfigError
 from foretrain.models.recomputing import (
@@ -92,8 +93,8 @@ class Recomputing:
 
     def check_calls(self) -> None:
         """Refuse a model that does not call its blocks as modules: nothing would be recomputed. To be asked between the
-        first forward pass and the first update."""
-        if self._checked:
+        first forward pass and the first update. What compiled code calls is not seen."""
+        if self._checked or anything_compiled():
             return
         self._checked = True
         name, blocks, _ = _of_list(self.model, self.named)

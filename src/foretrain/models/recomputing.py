@@ -39,11 +39,12 @@ class Recomputed(nn.Module):
     resting: bool
     """Computed once all the same, while somebody watches what happens inside."""
     used: bool
-    """It was asked to compute something that has gradients."""
+    """It was asked to compute something that has gradients, as far as code that is not compiled can tell."""
 
     def forward(self, *given: Any, **named: Any) -> Any:
         plain = super().forward
-        self.used = self.used or torch.is_grad_enabled()
+        if not torch.compiler.is_compiling() and torch.is_grad_enabled():
+            self.used = True  # compiled code would be compiled anew when this changes
         if self.resting or not (self.training and torch.is_grad_enabled()):
             return plain(*given, **named)
         return _checkpointed(partial(_called, plain, len(given), tuple(named)), (*given, *named.values()), self)
