@@ -563,8 +563,8 @@ class Restless(nn.Module):
         return nn.functional.dropout(torch.tanh(self.norm(self.linear(x))), 0.2, self.training)
 
 
-@pytest.mark.parametrize("share", [False, True])
-def test_compiling_ahead_leaves_no_trace(share: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("share", [False, 0.5, True])
+def test_compiling_ahead_leaves_no_trace(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither in random numbers nor in running statistics, and nothing is compiled in the middle of the run."""
     graphs = 0
 
