@@ -10,10 +10,12 @@ os.environ.setdefault(
 )  # what asks a Hub, asks one on loopback; before huggingface_hub is imported
 
 import gc
+import getpass
 import itertools
 import random
 import shutil
 import signal
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +23,10 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+COMPILED = Path(tempfile.gettempdir()) / f"foretrain-tests-compiled-{getpass.getuser()}"
+"""Compiled code is kept here, since homes of tests are new for each of them."""
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(COMPILED))
 
 settings.register_profile(
     "foretrain",

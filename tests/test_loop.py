@@ -71,7 +71,7 @@ def batches(count: int = 5, rows: int = 4) -> list[tuple[torch.Tensor, torch.Ten
 
 
 @pytest.fixture
-def make_trainer(make_config: Make) -> Callable[..., tuple[HybridTrainer, list[Event]]]:
+def make_trainer() -> Callable[..., tuple[HybridTrainer, list[Event]]]:
     """make_trainer({"max_steps": 3}) gives a trainer of a small module, and its events as they come."""
 
     def make(
@@ -80,7 +80,9 @@ def make_trainer(make_config: Make) -> Callable[..., tuple[HybridTrainer, list[E
         events: list[Event] = []
         bus = Bus()
         bus.subscribe(events.append)
-        config = make_config({"schedule.type": "constant", "optimizer.learning_rate": 0.02, **(changes or {})})
+        given = {"max_steps": 6, "batch_size": 4, "device": "cpu", "log.interval": 1}
+        given |= {"schedule.type": "constant", "optimizer.learning_rate": 0.02}
+        config = from_mapping({**given, **(changes or {})})
         return HybridTrainer(model or Small(), None, loss or supervised(F.mse_loss), config, bus=bus), events
 
     return make

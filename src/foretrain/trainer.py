@@ -15,9 +15,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from foretrain.config import Config
 from foretrain.config.schema import Level
+from foretrain.engine.compile_cache import Compilation
 from foretrain.engine.composed import ComposedState, Part
 from foretrain.engine.engine import Engine
-from foretrain.engine.explain import KnownLength, first_failure
+from foretrain.engine.explain import KnownLength, first_failure, first_words
 from foretrain.engine.growing import trained_sizes, with_growth
 from foretrain.engine.memory.usage import MemoryMeter
 from foretrain.engine.objective import ResidualFunction, objective_given
@@ -28,7 +29,7 @@ from foretrain.engine.state import as_checkpoint_error
 from foretrain.engine.syncing import inside_replicas
 from foretrain.engine.world import World
 from foretrain.errors import CheckpointError
-from foretrain.events import Bus, Listener, Notice, Phase
+from foretrain.events import Bus, Listener, Phase
 from foretrain.health.checkup import Checkup
 from foretrain.health.rescue import Rescue
 from foretrain.hybrid import summary as summaries
@@ -90,7 +91,9 @@ class HybridTrainer:
         loss_fn = objective_given(loss_fn, residuals, weights)
         if predictor is not None:
             check_predictor(predictor)
-        config, self._decided = with_growth(config, trained_sizes(inside_replicas(model), config.growth.blocks), None)
+        config, decided = with_growth(config, trained_sizes(inside_replicas(model), config.growth.blocks), None)
+        self._to_tell = first_words(model, config, decided)
+        self._compilation: Compilation | None = Compilation()
         check_rates(config)
         self.engine = engine = Engine(model, optimizer, loss_fn, config, scheduler, world)
         config, adapters = engine.config, trains_adapters(engine.model)  # before growth hides a part of it
@@ -234,9 +237,8 @@ class HybridTrainer:
         Where memory runs out, `memory.on_out_of_memory` decides what follows.
         """
         engine, position, before = self.engine, self.engine.progress.position, self.engine.progress.global_step
-        if self._decided:  # told here, when those who listen are there
-            self.bus.emit(Notice(f"growth: {self._decided}", level="info"))
-            self._decided = ""
+        while self._to_tell:  # here, when those who listen are there
+            self.bus.emit(self._to_tell.pop(0))
         self._length.check(self.judging)
         if self.targets is not None:
             self.targets.check()
@@ -258,6 +260,9 @@ class HybridTrainer:
             self.copies.end()
         engine.fence.obey()
         engine.world.step_done()
+        if self._compilation is not None:  # all that steps need is compiled with the first one
+            self._compilation.tell(self.bus.emit)
+            self._compilation = None
         back = position + 1 - engine.progress.position
         return result if back <= 0 else replace(result, rewound=back)
 

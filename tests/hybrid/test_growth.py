@@ -3,29 +3,32 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo import lookup_backend
 
 from foretrain import Config, HybridTrainer
 from foretrain.config import from_mapping
 from foretrain.engine import depth as depths
 from foretrain.errors import CheckpointError, ConfigError
-from foretrain.events import Event, Grown, Notice, RunStarted
+from foretrain.events import Event, Grown, Moved, Notice, RunStarted
 from foretrain.hybrid import growth as growths
 from foretrain.hybrid import new_blocks
-from foretrain.models.gpt2 import GPT2, GPT2Shape
+from foretrain.models.gpt2 import GPT2, Block, GPT2Shape
 from foretrain.persist.codec import put_together, snapshot
 
 PLAIN: dict[str, Any] = {"max_steps": 40, "hybrid.mode": "off", "optimizer.learning_rate": 3e-3, "device": "cpu"}
 TEXT = torch.randint(32, (70_000,), generator=torch.Generator().manual_seed(0)) // 2
 
 
-def model_of(layers: int = 4, **changes: Any) -> GPT2:
-    return GPT2(GPT2Shape(layers=layers, heads=2, width=16, context=16, vocab_size=32, **changes), seed=1)
+def model_of(layers: int = 4, width: int = 16, **changes: Any) -> GPT2:
+    return GPT2(GPT2Shape(layers=layers, heads=2, width=width, context=16, vocab_size=32, **changes), seed=1)
 
 
 def batch(position: int) -> tuple[Tensor, Tensor]:
@@ -44,6 +47,31 @@ class Run:
         self.trainer = HybridTrainer(model or model_of(), optimizer, config=config_of(**changes))
         self.events: list[Event] = []
         self.trainer.bus.subscribe(self.events.append)
+        self.calls: list[int] = []
+        """Of blocks, in each step; from `count` on."""
+        self.passes: list[int] = []
+        """Of the whole model."""
+
+    def count(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Count forward passes from now on, step by step."""
+        block, model, step = Block.forward, GPT2.forward, self.trainer.step
+
+        def of_block(one: Any, x: Tensor) -> Tensor:
+            self.calls[-1] += 1
+            return block(one, x)
+
+        def of_model(one: Any, *arguments: Any) -> Tensor:
+            self.passes[-1] += 1
+            return model(one, *arguments)
+
+        def counting(batch: Any) -> Any:
+            self.calls.append(0)
+            self.passes.append(0)
+            return step(batch)
+
+        monkeypatch.setattr(Block, "forward", of_block)
+        monkeypatch.setattr(GPT2, "forward", of_model)
+        monkeypatch.setattr(self.trainer, "step", counting)
 
     def to(self, step: int) -> Run:
         while self.trainer.global_step < step:
@@ -122,47 +150,213 @@ def test_several_stages() -> None:
     assert seen == [1, 2, 2, 4, 4]
 
 
-OTHERS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "adamw": {"optimizer__type": "adamw"},
-    "8-bit states": {"optimizer__type": "adamw", "optimizer__state_type": "8bit"},
-    "average": {"evaluation__ema_decay": 0.9},
-    "accumulation": {"accumulation_steps": 2, "batch_size": 4},
-    "recomputed blocks": {"engine__activation_checkpointing": True},
-    "updates in the backward pass": {"engine__update_in_backward": True, "optimizer__gradient_clip_norm": 0.0},
-    "prediction": {"hybrid__mode": "leap"},
-    "a leap before it": {
-        "hybrid__mode": "leap",
-        "hybrid__warmup_steps": 5,
-        "hybrid__full_steps": 5,
-        "hybrid__window_steps": 5,
-        "hybrid__correct_steps": 5,
-        "audit__time_budget": 0.3,
-        "optimizer__type": "adamw",
-        "schedule__type": "constant",
-    },
-    "fp16": {"precision__type": "fp16"},
-    "two stages": {"growth__layers": [1, 2], "growth__at": [0.3, 0.5]},
-    "a depth that does not divide": {"growth__layers": 3},
+Met = Callable[[Run], None]
+"""Asserts after a run that it really was what its name says."""
+
+
+@dataclass(frozen=True)
+class Other:
+    """Something that growth has to go together with."""
+
+    changes: dict[str, Any]
+    met: Met
+    model: Callable[[], nn.Module] = model_of
+    batch: Callable[[int], tuple[Tensor, Tensor]] = batch
+
+    def run(self) -> Run:
+        return Run(self.model(), **self.changes)
+
+    def advance(self, run: Run) -> None:
+        run.trainer.step(self.batch(run.trainer.position))
+
+
+def state_of(run: Run, name: str) -> dict[str, Any]:
+    """The optimizer's state of a weight."""
+    named = dict(run.trainer.model.named_parameters())
+    return run.trainer.optimizer.state[named[name]]
+
+
+def uses_adamw(run: Run) -> None:
+    assert {"exp_avg", "exp_avg_sq"} <= set(state_of(run, "blocks.1.attention.qkv.weight"))
+
+
+def uses_muon(run: Run) -> None:
+    assert "exp_avg_sq" not in state_of(run, "blocks.1.attention.qkv.weight")
+
+
+def has_8_bit_states(run: Run) -> None:
+    for number in range(4):
+        for layer in ("attention.qkv", "attention.out", "feed_forward.up", "feed_forward.down"):
+            state = state_of(run, f"blocks.{number}.{layer}.weight")
+            assert (state["exp_avg"].dtype, state["exp_avg_sq"].dtype) == (torch.int8, torch.uint8)
+
+
+def has_an_average(run: Run) -> None:
+    average, named = run.trainer.engine.average, dict(run.trainer.model.named_parameters())
+    assert average is not None
+    kept = dict(zip(average.names, average.average, strict=True))
+    assert all(f"blocks.{number}.attention.qkv.weight" in kept for number in range(4))
+    assert not torch.equal(kept["blocks.1.attention.qkv.weight"], named["blocks.1.attention.qkv.weight"])
+
+
+def adds_up_parts(run: Run) -> None:
+    assert run.passes == [2] * 40, "forward passes of the whole model per step"
+
+
+def computes_blocks_twice(run: Run) -> None:
+    assert run.calls == [4] * 20 + [8] * 20, "calls of blocks per step"
+
+
+def computes_some_blocks_twice(run: Run) -> None:
+    assert run.calls == [3] * 20 + [6] * 20
+
+
+def updates_on_the_way(run: Run) -> None:
+    assert run.trainer.engine.full_step.in_backward is not None
+    assert all(p.grad is None for p in run.trainer.model.parameters())
+
+
+def moves_before(run: Run) -> None:
+    """A move that was kept, before the growth."""
+    made = next(step for verdict, step in run.verdicts if verdict == "made")
+    moves = [event for event in run.events if isinstance(event, Moved)]
+    assert any(event.verdict == "kept" and event.step <= made and event.horizon > 0 for event in moves)
+
+
+def moves_on_both_sides(run: Run) -> None:
+    """Moves that were kept, in part or whole: before the growth and after its trial."""
+    moves_before(run)
+    kept = next(step for verdict, step in run.verdicts if verdict == "kept")
+    moves = [event for event in run.events if isinstance(event, Moved)]
+    assert any(event.verdict in ("kept", "shrunk") and event.step > kept for event in moves)
+
+
+def chains_on_both_sides(run: Run) -> None:
+    """A chain of leaps ends where the model is to grow, and another one follows after the trial."""
+    chains = [event for event in run.events if isinstance(event, Moved) and event.chained and event.verdict == "kept"]
+    (made, kept) = (step for _, step in run.verdicts)
+    assert chains[0].step == 20
+    assert chains[0].horizon > 1
+    assert made == 20 + 4, "the losses that growth is judged by are those since the chain"
+    assert chains[1].step > kept
+
+
+def scales_losses(run: Run) -> None:
+    precision = run.trainer.engine.precision
+    assert precision.scaled
+    assert float(precision.scale) > 1
+    assert precision.forward == "fp16"
+
+
+def grows_twice(run: Run) -> None:
+    assert [event.layers for event in run.events if isinstance(event, Grown) and event.verdict == "made"] == [2, 4]
+
+
+def grows_from_three(run: Run) -> None:
+    assert [event.layers for event in run.events if isinstance(event, Grown) and event.verdict == "made"] == [4]
+    assert set(run.calls) == {3, 4}
+
+
+MOVING: dict[str, Any] = {
+    "hybrid__warmup_steps": 5,
+    "hybrid__full_steps": 3,
+    "hybrid__window_steps": 2,
+    "hybrid__correct_steps": 2,
+    "optimizer__type": "adamw",
+    "schedule__type": "constant",
+}
+OTHERS: dict[str, Other] = {
+    "plain": Other({}, uses_muon),
+    "adamw": Other({"optimizer__type": "adamw"}, uses_adamw),
+    "8-bit states": Other(
+        {"optimizer__type": "adamw", "optimizer__state_type": "8bit"}, has_8_bit_states, lambda: model_of(width=64)
+    ),
+    "average": Other({"evaluation__ema_decay": 0.9}, has_an_average),
+    "accumulation": Other({"accumulation_steps": 2, "batch_size": 4}, adds_up_parts),
+    "recomputed blocks": Other(
+        {"engine__activation_checkpointing": True}, computes_blocks_twice, lambda: model_of(dropout=0.1)
+    ),
+    "half of the blocks recomputed": Other({"engine__activation_checkpointing": 0.5}, computes_some_blocks_twice),
+    "updates in the backward pass": Other(
+        {"engine__update_in_backward": True, "optimizer__gradient_clip_norm": 0.0}, updates_on_the_way
+    ),
+    "prediction": Other(
+        {
+            **MOVING,
+            "hybrid__mode": "leap",
+            "hybrid__max_predict_steps": 4,
+            "max_steps": 80,
+            "growth__at": 0.4,
+        },
+        moves_on_both_sides,
+        batch=lambda position: batch(0),
+    ),
+    "chains of leaps": Other(
+        {
+            **MOVING,
+            "hybrid__mode": "leap",
+            "optimizer__weight_decay": 0.0,
+            "max_steps": 80,
+            "growth__at": 0.25,
+        },
+        chains_on_both_sides,
+        batch=lambda position: batch(0),
+    ),
+    "a rollout before it": Other(
+        {
+            **MOVING,
+            "hybrid__mode": "rollout",
+            "hybrid__max_predict_steps": 4,
+            "audit__time_budget": 1.0,
+            "audit__steps": 4,
+            "max_steps": 60,
+        },
+        moves_before,
+    ),
+    "a leap before it": Other(
+        {
+            "hybrid__mode": "leap",
+            "hybrid__warmup_steps": 5,
+            "hybrid__full_steps": 5,
+            "hybrid__window_steps": 5,
+            "hybrid__correct_steps": 5,
+            "audit__time_budget": 0.3,
+            "optimizer__type": "adamw",
+            "schedule__type": "constant",
+            "max_steps": 60,
+        },
+        moves_before,
+    ),
+    "fp16": Other({"precision__type": "fp16"}, scales_losses),
+    "two stages": Other({"growth__layers": [1, 2], "growth__at": [0.3, 0.5]}, grows_twice),
+    "a depth that does not divide": Other({"growth__layers": 3}, grows_from_three),
 }
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_resumed_around_the_moment_of_growth_to_the_bit(name: str) -> None:
-    whole = Run(**OTHERS[name])
-    states = {}
-    for step in range(1, 41):
-        whole.to(step)
-        if step in (12, 13, 19, 20, 21, 25, 28, 29, 35):
-            states[step] = put_together(snapshot(whole.trainer.state_dict()))
+def test_resumed_around_the_moment_of_growth_to_the_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = OTHERS[name]
+    whole = other.run()
+    whole.count(monkeypatch)
+    config, states, moving = whole.trainer.config, {}, 0
+    due = [round(at * config.max_steps) for _, at in config.growth.stages]
+    around = {at + more for at in due for more in (-8, -1, 0, 1, 5, 8, 9, 15)}
+    while whole.trainer.global_step < config.max_steps:
+        other.advance(whole)
+        step, moving = whole.trainer.global_step, moving + whole.trainer.judging
+        if step in around or (whole.trainer.judging and moving % 3 == 1):
+            states[step, whole.trainer.position] = put_together(snapshot(whole.trainer.state_dict()))
     assert whole.layers == 4
-    for step, state in states.items():
-        other = Run(**OTHERS[name])
-        other.trainer.load_state_dict(state)
-        assert other.trainer.global_step == step
-        other.to(40)
-        assert same(whole.weights(), other.weights()), f"resumed at step {step}"
-        assert other.layers == 4
+    other.met(whole)
+    monkeypatch.undo()
+    for at, state in states.items():
+        resumed = other.run()
+        resumed.trainer.load_state_dict(state)
+        assert (resumed.trainer.global_step, resumed.trainer.position) == at
+        while resumed.trainer.global_step < resumed.trainer.config.max_steps:
+            other.advance(resumed)
+        assert same(whole.weights(), resumed.weights()), f"resumed at step {at[0]}"
+        assert resumed.layers == 4
 
 
 def test_a_growth_whose_loss_does_not_return_is_undone_and_leaves_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,6 +386,69 @@ def test_a_growth_whose_loss_does_not_return_is_undone_and_leaves_no_bit(monkeyp
     assert math.isfinite(run.trainer.evaluate([batch(800)]))
 
 
+def test_a_growth_after_a_chain_is_judged_by_the_losses_since_the_chain() -> None:
+    """The chain has led far below what was noted before it, and the grown model does not return to there."""
+    run = Run(**MOVING, hybrid__mode="leap", optimizer__weight_decay=0.0, max_steps=100)
+    while len(run.verdicts) < 2:
+        run.trainer.step(batch(0))
+    chain = next(event for event in run.events if isinstance(event, Moved))
+    (made, undone) = (event for event in run.events if isinstance(event, Grown))
+    assert (chain.chained, chain.step) == (True, 50)
+    assert (made.verdict, made.step, undone.verdict) == ("made", 54, "undone")
+    assert made.loss_before is not None
+    assert made.loss_before < 1.1 * chain.loss < 0.5 * chain.anchor
+    assert run.layers == 2
+
+
+@pytest.mark.parametrize(
+    ("losses", "verdict"),
+    [
+        ([2.05, 2.15, 2.05, 2.15], "kept"),  # within 1 % and two standard errors of 2
+        ([2.15, 2.25, 2.15, 2.25], "undone"),
+        ([2.1, 2.1, 2.1, 2.1], "kept"),
+        ([2.0, 2.0, 2.0, 9.0], "undone"),  # one that explodes is no noise
+        ([math.nan, 2.0, math.nan, 2.0], "kept"),
+        ([math.nan, 3.0, math.nan, 3.0], "undone"),
+        ([math.nan] * 4, "undone"),
+    ],
+)
+def test_what_counts_as_returned(losses: list[float], verdict: str) -> None:
+    """The loss before was 2.00, with a standard error of 0.05."""
+    run = Run().to(20)
+    growth = run.trainer.growth
+    assert growth is not None
+    growth.follow(batch(20))
+    assert growth.on_trial
+    growth.before, growth.error_before, growth.losses = 2.0, 0.05, losses
+    growth.end()
+    assert [one for one, _ in run.verdicts] == ["made", verdict]
+    growth.end()
+    assert len(run.verdicts) == 2, "it is judged once"
+    assert growth.anchor is None
+
+
+def test_without_a_loss_before_it_growth_is_kept() -> None:
+    run = Run().to(20)
+    growth = run.trainer.growth
+    assert growth is not None
+    growth.follow(batch(20))
+    growth.before = math.nan
+    run.to(28)
+    growth.follow(batch(28))
+    assert [verdict for verdict, _ in run.verdicts] == ["made", "kept"]
+
+
+def test_a_run_that_ends_in_the_trial_is_judged_by_losses_since_growth_alone() -> None:
+    run = Run().to(20)
+    growth = run.trainer.growth
+    assert growth is not None
+    seen = [run.trainer.step(batch(run.trainer.position)).loss for _ in range(2)]
+    growth.end()
+    judged = run.events[-1]
+    assert isinstance(judged, Grown)
+    assert judged.loss == pytest.approx(sum(seen) / 2)
+
+
 @pytest.mark.parametrize("mode", ["off", "leap"])
 def test_weights_after_an_undone_growth_are_those_before_it(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(growths, "_RETURNED", -10.0)
@@ -207,6 +464,19 @@ def test_weights_after_an_undone_growth_are_those_before_it(mode: str, monkeypat
     other.trainer.load_state_dict(state)
     other.trainer.growth.follow(batch(0))  # type: ignore[union-attr]
     assert same(before, other.weights()), "also where it is resumed in between"
+
+
+def test_steps_that_a_growth_takes_back_are_told_to_what_predicts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(growths, "_RETURNED", -10.0)
+    run = Run(hybrid__mode="leap").to(28)
+    hybrid, growth = run.trainer.hybrid, run.trainer.growth
+    assert hybrid is not None
+    assert growth is not None
+    before = hybrid.policy.score.counts.undone_steps
+    growth.follow(batch(run.trainer.position))
+    assert run.verdicts[-1] == ("undone", 20)
+    assert growth.losses == [], "those of steps that are undone are forgotten"
+    assert hybrid.policy.score.counts.undone_steps - before == 8
 
 
 def test_without_memory_the_run_goes_on_shallow(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,6 +542,89 @@ def test_a_module_of_ones_own_with_ones_own_optimizer() -> None:
     assert trainer.growth is not None
     assert trainer.growth.depth.layers == 4
     assert losses[-1] < losses[0]
+
+
+def own_trainer(**changes: Any) -> HybridTrainer:
+    torch.manual_seed(5)
+    model = Own()
+    given = {"max_steps": 60, "growth.layers": 2, "growth.blocks": "stack", "hybrid.mode": "off", "device": "cpu"}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return HybridTrainer(model, optimizer, nn.MSELoss(), from_mapping(given | changes))
+
+
+class Restless(nn.Module):
+    """A block that draws random numbers, and has running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(torch.tanh(self.norm(self.linear(x))), 0.2, self.training)
+
+
+@pytest.mark.parametrize("share", [False, 0.5, True])
+def test_compiling_ahead_leaves_no_trace(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither in random numbers nor in running statistics, and nothing is compiled in the middle of the run."""
+    graphs = 0
+
+    def counting(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        nonlocal graphs
+        graphs += 1
+        return lookup_backend("aot_eager")(graph, inputs)
+
+    def made(compiled: bool) -> tuple[nn.Module, int, list[str]]:
+        torch.manual_seed(5)
+        model = Own()
+        model.stack = nn.ModuleList(Restless() for _ in range(4))
+        given = {"max_steps": 40, "growth.layers": 2, "growth.blocks": "stack", "hybrid.mode": "off", "device": "cpu"}
+        given |= {"engine.compile": compiled, "engine.activation_checkpointing": share}
+        trainer = HybridTrainer(model, torch.optim.AdamW(model.parameters()), nn.MSELoss(), from_mapping(given))
+        draw = torch.Generator().manual_seed(0)
+        x = torch.randn(16, 4, generator=draw)
+        trainer.step((x, x[:, :1]))
+        ahead = graphs
+        while trainer.global_step < 22:
+            trainer.step((x, x[:, :1]))
+        assert trainer.growth is not None
+        return model, ahead, [move["verdict"] for move in trainer.growth.told]
+
+    eager, _, _ = made(compiled=False)
+    plain = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda loss, dynamic: plain(loss, dynamic=dynamic, backend=counting))
+    torch._dynamo.reset()
+    compiled, ahead, verdicts = made(compiled=True)
+    assert verdicts == ["made"]
+    assert graphs == ahead >= 2
+    for (name, one), other in zip(eager.state_dict().items(), compiled.state_dict().values(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("returned", [0.01, -10.0], ids=["kept", "undone"])
+@pytest.mark.parametrize("share", [False, True])
+def test_a_module_of_ones_own_is_resumed_on_both_sides_of_the_moment(
+    share: bool, returned: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From checkpoints in a run folder: before the growth, at it, in its trial, and after the verdict."""
+    monkeypatch.setattr(growths, "_RETURNED", returned)
+    draw = torch.Generator().manual_seed(0)
+    data = [(x, x[:, :1] * x[:, 1:2]) for x in (torch.randn(16, 4, generator=draw) for _ in range(80))]
+    changes = {"engine.activation_checkpointing": share}
+    whole = own_trainer(**changes)
+    summary = whole.fit(data, out=tmp_path / "whole", progress=False)
+    verdict = "kept" if returned > 0 else "undone"
+    assert [move["verdict"] for move in summary["growth"]["moves"]] == ["made", verdict]
+    last = [p.detach().clone() for p in whole.model.parameters()]
+    layers = {29: 2, 30: 2, 31: 4, 35: 4, 45: 4 if returned > 0 else 2}
+    for at, used in layers.items():
+        out = tmp_path / str(at)
+        first = own_trainer(**changes)
+        assert first.fit(data, out=out, progress=False, pause_at=at)["global_step"] == at
+        assert len(first.model.stack) == used  # type: ignore[arg-type]
+        second = own_trainer(**changes)
+        resumed = second.fit(data, out=out, resume=True, progress=False)
+        assert resumed["growth"] == summary["growth"]
+        assert same(last, list(second.model.parameters())), f"resumed at step {at}"
 
 
 @pytest.mark.parametrize(
@@ -407,18 +760,22 @@ def test_a_run_that_is_stopped_in_the_trial_is_judged_and_keeps_the_best_of_befo
     assert run.trainer.growth.anchor is None
 
 
-def test_evaluations_in_the_trial_use_up_no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("after", "reason"), [(0, "finished"), (1, "finished"), (2, "stopped early")])
+def test_evaluations_in_the_trial_use_up_no_patience(after: int, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """after: evaluations after the trial that are worse than the best one, of which two are borne."""
     run = Run(evaluation__interval=1, evaluation__early_stopping_patience=2)
     engine = run.trainer.engine
     plain = type(engine.forward).evaluate
 
     def worse(forward: Any, *arguments: Any) -> Any:
-        loss = plain(forward, *arguments)
-        return loss + 5.0 if run.trainer.growth.on_trial else loss  # type: ignore[union-attr]
+        loss, on_trial = plain(forward, *arguments), run.trainer.growth.on_trial  # type: ignore[union-attr]
+        kept = next((event.step for event in run.events if isinstance(event, Grown) and event.verdict == "kept"), 99)
+        return loss + 5.0 if on_trial or 0 < run.trainer.global_step - kept <= after else loss
 
     monkeypatch.setattr(type(engine.forward), "evaluate", worse)
     summary = run.trainer.fit([batch(position) for position in range(60)], [batch(800)], progress=False)
-    assert (summary["reason"], summary["global_step"]) == ("finished", 40)
+    assert [verdict for verdict, _ in run.verdicts] == ["made", "kept"]
+    assert (summary["reason"], summary["global_step"]) == (reason, 40 if reason == "finished" else 30)
 
 
 def test_hidden_blocks_of_ones_own_module_are_not_taken_for_trained_ones(tmp_path: Path) -> None:

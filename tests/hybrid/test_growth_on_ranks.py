@@ -27,12 +27,13 @@ from foretrain.hybrid import new_blocks
 pytestmark = pytest.mark.xdist_group("growth on ranks")  # what is below is made once
 
 KINDS = ("ddp", "fsdp2")
-GROWS_AT, END = 20, 40
+GROWS_AT, END = 27, 40
 IN_MOVE, AFTER_MOVE, IN_TRIAL = 21, 27, 30
 """Steps of a run that also predicts: a leap comes first, then it grows."""
 SETTINGS = {
     "max_steps": END,
     "growth.layers": 1,
+    "growth.at": GROWS_AT / END,
     "optimizer.learning_rate": 3e-3,
     "evaluation.ema_decay": 0.9,
     "evaluation.interval": 0,

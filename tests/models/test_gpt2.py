@@ -15,8 +15,9 @@ from torch.nn import functional as F
 from foretrain.config import ModelConfig, OptimizerConfig
 from foretrain.engine.optim import build as optim
 from foretrain.errors import ConfigError
-from foretrain.models.gpt2 import GPT2, SIZES, GPT2Shape, recomputed_blocks, shape_from_config
+from foretrain.models.gpt2 import GPT2, SIZES, GPT2Shape, shape_from_config
 from foretrain.models.lora import LoraSettings, attach
+from foretrain.models.recomputing import recomputed_blocks
 
 Make = Callable[..., Any]
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
+import re
 import signal
 import subprocess
 import sys
@@ -22,11 +24,12 @@ from foretrain import config as configuration
 from foretrain.errors import InputError, OutOfMemory, SaveError
 from foretrain.events import Evaluated
 from foretrain.recipes import train as recipe
+from foretrain.show.sweep import SweepConsole
 from foretrain.sweep import study as study_module
 from foretrain.sweep import worker as workers
-from foretrain.sweep.place import SPACE_FILE, SweepFolder
-from foretrain.sweep.records import TrialRecord
-from foretrain.sweep.run import open_sweep
+from foretrain.sweep.place import PAGE, SPACE_FILE, SUMMARY, SweepFolder
+from foretrain.sweep.records import Standing, TrialRecord
+from foretrain.sweep.run import SweepRun, open_sweep
 from foretrain.sweep.study import SweepStudy
 from foretrain.sweep.worker import Worker
 
@@ -489,6 +492,62 @@ def test_optunas_own_tools_can_read_the_study(begin: Begin) -> None:
     )
     assert isinstance(SweepStudy(worker.space, worker.folder.path).importances(), dict)
     assert (SweepFolder(worker.folder.path).path / SPACE_FILE).is_file()
+
+
+THREE_SETTINGS = SPACE.replace(
+    "[sweep]",
+    """"optimizer.weight_decay" = {{low = 0.0, high = 0.3}}
+"optimizer.nesterov" = [true, false]
+[sweep]""",
+)
+
+
+@pytest.mark.parametrize("matters", ["optimizer.learning_rate", "optimizer.weight_decay", "optimizer.nesterov"])
+def test_importances_on_the_page_name_the_setting_that_matters(
+    matters: str, begin: Begin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The losses of forty trials follow from one of three settings. Half of them have ended, of the others there is a
+    score."""
+    worker = begin(trials=40, space=THREE_SETTINGS, more="seed = 1")
+    draw = random.Random(3)  # noqa: S311 - no secret
+    records = []
+    for number in range(40):
+        place = {name: draw.random() for name in ("optimizer.learning_rate", "optimizer.weight_decay")}
+        place["optimizer.nesterov"] = draw.randrange(2)
+        values = {
+            "optimizer.learning_rate": 10 ** (3 * place["optimizer.learning_rate"] - 4),
+            "optimizer.weight_decay": 0.3 * place["optimizer.weight_decay"],
+            "optimizer.nesterov": bool(place["optimizer.nesterov"]),
+        }
+        loss = 2.0 + (place[matters] - 0.2) ** 2
+        done = {"total_steps": 16, "step": 16, "state": "finished", "final": loss, "rung": 1}
+        stopped = {"total_steps": 16, "step": 8, "state": "paused", "rung": 0, "standings": {0: Standing(loss)}}
+        records.append(TrialRecord(number, values, **(done if number % 2 else stopped)))
+    monkeypatch.setattr(SweepStudy, "_read", lambda study: (records, {}))
+    found = worker.study.importances()
+    others = set(found) - {matters}
+    assert len(others) == 2
+    assert sum(found.values()) == pytest.approx(1.0)
+    assert found[matters] > 0.7
+    assert all(0 <= found[name] < 0.2 for name in others), "of forty trials: some of it is chance"
+    sweep = SweepRun(worker.folder, worker.space, 1, SweepConsole("quiet"))
+    sweep._finish("")
+    summary = json.loads((worker.folder.path / SUMMARY).read_text())
+    assert summary["importances"] == pytest.approx(found)
+    page = (worker.folder.path / PAGE).read_text()
+    row = r'<code>([a-z_.]+)</code></td>.*?width: (\d+)%.*?<td class="number">(\d+)</td>'
+    shown = re.findall(row, page[page.index("Which settings mattered") : page.index("Who was stopped")])
+    expected = [(name, f"{100 * share:.0f}") for name, share in sorted(found.items(), key=lambda one: -one[1])]
+    assert [(name, number) for name, _, number in shown] == expected
+    assert [width for _, width, _ in shown] == [number for _, _, number in shown], "bars are as long as the numbers say"
+
+
+def test_few_trials_say_nothing_of_importance(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = begin(trials=40, space=THREE_SETTINGS)
+    values = {"optimizer.learning_rate": 1e-3, "optimizer.weight_decay": 0.1, "optimizer.nesterov": True}
+    records = [TrialRecord(number, values, final=2.0 + number) for number in range(3)]
+    monkeypatch.setattr(SweepStudy, "_read", lambda study: (records, {}))
+    assert worker.study.importances() == {}
 
 
 def test_a_held_out_loss_of_nothing_is_a_loss(begin: Begin) -> None:

@@ -51,7 +51,8 @@ class Section(BaseModel):
 
 
 class ModelConfig(Section):
-    """What is trained: a GPT-2 of a named size; single numbers can be changed."""
+    """What `foretrain train` trains: a GPT-2 of a named size; single numbers can be changed. `HybridTrainer` trains the
+    model that it is handed."""
 
     type: Literal["gpt2-tiny", "gpt2-small", "gpt2-medium", "gpt2-large", "gpt2-xl"] = "gpt2-tiny"
     """Size: tiny 0.8M, small 124M, medium 355M, large 774M, xl 1558M parameters."""
@@ -81,7 +82,7 @@ class ModelConfig(Section):
 
 
 class DataConfig(Section):
-    """What it is trained on, and what is held out."""
+    """What `foretrain train` and `finetune` train on, and what is held out. In Python you hand in batches."""
 
     path: str | list[str] = ""
     """File, folder or glob, or a list of them: text, .jsonl, .parquet, .bin/.npy tokens (also .gz/.xz for text and
@@ -242,8 +243,8 @@ class PrecisionConfig(Section):
     """Format of the forward passes that probe a move. `same`: that of training. Another one shifts their losses a
     little against those of training, and quasi-Newton leaps, which want the same loss to five digits, may not begin."""
     narrow_residual: bool = True
-    """With bf16 or fp16: keep the sum that runs through the blocks in that format too. Less memory, faster. A base of
-    another family is held in bf16 or fp16 where its files are, or, with `false`, in fp32."""
+    """Language models, with bf16 or fp16: keep the sum that runs through the blocks in that format too. Less memory,
+    faster. A base of another family is held in bf16 or fp16 where its files are, or, with `false`, in fp32."""
     tf32: Switch = "auto"
     """Let fp32 matrix products on the GPU use TF32. `auto`: unless the loss is made of `residuals=`."""
     loss_scale: Positive = 65536.0
@@ -259,18 +260,22 @@ class EngineConfig(Section):
     """`torch.compile`. `auto`: on a CUDA GPU, if the run is long enough to save more seconds than compiling takes, as
     reckoned from the model's size, the tokens of a step and `max_steps`; `foretrain train` and `finetune` write `true`
     or `false` into the run's config.toml. On a CUDA GPU always, where these are not known: in modules of your own, and
-    in Python without `max_steps` or `batch_size`. A loss that takes derivatives itself is run as it is."""
+    in Python without `max_steps` or `batch_size`. A loss that takes derivatives itself is run as it is. Compiled code
+    is kept in `~/.cache/foretrain/compiled` (under `XDG_CACHE_HOME` if that is set) for the next run of the same model;
+    the environment variable `TORCHINDUCTOR_CACHE_DIR` names another folder."""
     cuda_graph: Switch = "auto"
     """Record the whole step as one CUDA graph. `auto`: where launching kernels takes longer than running them."""
     fused_loss: Switch = "auto"
-    """Output layer and cross-entropy in slices, so that all logits never exist at once. `auto`: when they would take
-    more than 256 MB on a CUDA GPU (where it is also faster) or 1 GB elsewhere."""
+    """Language models: output layer and cross-entropy in slices, so that all logits never exist at once. `auto`:
+    when they would take more than 256 MB on a CUDA GPU (where it is also faster) or 1 GB elsewhere."""
     loss_rows: Count | Literal["auto"] = "auto"
-    """Tokens per slice of the fused loss: fewer take less memory, and a little longer. `auto`: 16384 on a CUDA GPU
-    (4096 without gradients), 1024 elsewhere."""
+    """Language models: tokens per slice of the fused loss: fewer take less memory, and a little longer. `auto`:
+    16384 on a CUDA GPU (4096 without gradients), 1024 elsewhere."""
     activation_checkpointing: Share = False
     """Recompute blocks in the backward pass instead of keeping their activations: all (`true`), none, or a share, such
-    as 0.5, at least one block, evenly spread. Same bits, dropout included. For GPT-2 and models of transformers."""
+    as 0.5, at least one block, evenly spread. Same bits, dropout included. Of a module of your own: the blocks of the
+    `nn.ModuleList` that `growth.blocks` names, or of the only one it has; they must be called as modules, `block(x)`,
+    and change nothing but their buffers. A module without such a list is refused."""
     update_in_backward: bool = False
     """Update parameters soon after their gradients are complete, some at a time, and free the gradients: they never all
     exist at once. Same bits, except for the rounding of `muon` and of compiled models. Needs
@@ -321,7 +326,8 @@ class EvaluationConfig(Section):
     interval: CountOrZero | None = None
     """Steps between evaluations. Unset: ten per run. 0: only at the end."""
     batches: Count = 40
-    """Held-out batches per evaluation, always the same ones; all of them if there are fewer."""
+    """`foretrain train` and `finetune`: held-out batches per evaluation, always the same ones; all of them if there are
+    fewer. `HybridTrainer.fit` evaluates all that it is given."""
     ema_decay: Fraction = 0.0
     """Evaluate (and export) an exponential moving average of the weights with this decay. 0: the weights themselves."""
     early_stopping_patience: CountOrZero = 0
@@ -524,7 +530,8 @@ class GrowthConfig(Section):
     """Share of the run at which it goes on with all blocks; or the end of each stage, such as [0.25, 0.5]. New blocks
     learn best before the learning rate decays."""
     blocks: str = "blocks"
-    """Name of the `nn.ModuleList` of blocks in a module of your own, such as "transformer.h"."""
+    """Name of the `nn.ModuleList` of blocks in a module of your own, such as "transformer.h"; also of those that
+    `engine.activation_checkpointing` recomputes."""
 
     @property
     def stages(self) -> list[tuple[int, float]]:
@@ -554,21 +561,23 @@ class DistributedConfig(Section):
     """How several processes, started by torchrun, share a run. One process alone has no use for it."""
 
     type: Literal["auto", "off", "ddp", "fsdp2"] = "auto"
-    """`ddp`: each process holds the whole model and computes its rows of a batch; `fsdp2`: each holds a shard of every
-    weight as well, and of the optimizer's state. `auto`: `ddp` where a process has the memory for it, else `fsdp2`; it
-    is said which. `off`: several processes are refused."""
+    """`foretrain train` and `finetune`; in Python you wrap the model yourself. `ddp`: each process holds the whole
+    model and computes its rows of a batch; `fsdp2`: each holds a shard of every weight as well, and of the optimizer's
+    state. `auto`: `ddp` where a process has the memory for it, else `fsdp2`; it is said which. `off`: several processes
+    are refused."""
     shard: CountOrZero = 0
-    """Processes that share one copy of the weights under `fsdp2`. 0: all, or what `replicate` leaves."""
+    """`foretrain train` and `finetune`: processes that share one copy of the weights under `fsdp2`. 0: all, or what
+    `replicate` leaves."""
     replicate: CountOrZero = 0
-    """Copies of the weights under `fsdp2`, one per machine for example: shards are sent within a copy only. 0: one, or
-    what `shard` leaves."""
+    """`foretrain train` and `finetune`: copies of the weights under `fsdp2`, one per machine for example: shards are
+    sent within a copy only. 0: one, or what `shard` leaves."""
     basis: Literal["auto", "sharded", "replicated"] = "auto"
     """Where the directions of replicated weights (`ddp`) are that moves are made of. `replicated`: each process has all
     of them; `sharded`: each has its part, and a move gathers 4 bytes per weight; `auto`: `sharded` from 32 million
     trained parameters on. Shards (`fsdp2`) have the directions of what they hold."""
     timeout_seconds: Annotated[float, Field(ge=1, le=86400)] = 600.0
-    """Seconds that a process waits for the others in the middle of a step; then the one that hangs is named, and the
-    launcher may start all of them again."""
+    """`foretrain train` and `finetune`: seconds that a process waits for the others in the middle of a step; then the
+    one that hangs is named, and the launcher may start all of them again."""
 
 
 class ForecastConfig(Section):

@@ -8,12 +8,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from foretrain.config import Config, to_mapping
+from foretrain.config.reach import OF_COMMANDS, OF_LANGUAGE_MODELS
 from foretrain.engine.rates import FollowedRates, Rates
 from foretrain.models.language_model import LanguageModel
 
 _OF_MODEL = ("model", "data", "lora")
-_OF_TEXT = frozenset({"batches", "answers", "final_answer", "fused_loss", "loss_rows", "narrow_residual"})
-"""Settings of other sections that only language models of ours and their data go by."""
 _OF_PREDICTION = ("predictor", "correction", "audit")
 _HIDDEN = frozenset({"params", "peak_lr", "initial_lr", "foreach", "fused", "capturable", "differentiable", "maximize"})
 
@@ -87,8 +86,9 @@ def settings_of_run(
         for section in _OF_MODEL:
             values.pop(section, None)
         values.pop("batch_size", None)
-        for section in ("evaluation", "engine", "precision"):
-            values[section] = {name: value for name, value in values[section].items() if name not in _OF_TEXT}
+        for setting in OF_COMMANDS | OF_LANGUAGE_MODELS:
+            section, _, name = setting.rpartition(".")
+            values.get(section, {}).pop(name, None)
         values["model"] = {"type": full_name(unwrapped(model))}
         if rows:
             values["batch_size"] = rows

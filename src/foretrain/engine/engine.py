@@ -30,6 +30,7 @@ from foretrain.engine.precision import Precision, choose_device
 from foretrain.engine.progress import RunProgress
 from foretrain.engine.ranks_limits import check_ranks, device_of_rank, seed_of_rank, shares_directions
 from foretrain.engine.rates import FollowedRates, Rates, RateSource, ScheduledRates, check_scheduler
+from foretrain.engine.recomputing import Recomputing
 from foretrain.engine.result import StepResult
 from foretrain.engine.schedule import DecayPlan
 from foretrain.engine.sparse import check_sparse
@@ -94,6 +95,7 @@ class Engine:
             self.clip = 0.0
         self.named = inside_replicas(self.model)
         """The module whose names weights have: a state says nothing of DistributedDataParallel around it."""
+        self.recomputing = Recomputing(self.named, config)
         self.trained = TrainedWeights(self.named, self.optimizer)
         self.average = WeightAverage(self.named, config.evaluation.ema_decay) if config.evaluation.ema_decay else None
         self.full_step = FullStep(
@@ -107,6 +109,7 @@ class Engine:
             compile_loss=switch(config.engine.compile, auto=not physical and self._compiling_pays()),
             update_in_backward=config.engine.update_in_backward,
             parameters=self.trained.parameters,
+            recomputing=self.recomputing,
             world=self.world,
         )
         self.away: OptimizerParking | None = None
@@ -141,6 +144,8 @@ class Engine:
         self.first_trained: Callable[[dict[str, nn.Parameter]], None] = lambda weights: None
         """Called with weights that are about to be trained for the first time in this run, which nobody saved so far.
         Set by `fit`."""
+        self.awaited: Callable[[], float] = lambda: math.inf
+        """The step from which on something has to be done between two full steps: moves are over by then."""
         self.on_cover: list[Callable[[], None]] = []
         """Called when other weights are trained than before."""
         self.on_length: list[Callable[[int], None]] = []
@@ -187,6 +192,7 @@ class Engine:
     def cover_trained(self) -> None:
         """All that knows what is trained learns it anew."""
         self.full_step.syncing.follow_trained()
+        self.recomputing.follow()
         if self.average is not None:
             self.average.cover(self.trained.ever, self.trained.names)
         if self.full_step.in_backward is not None:
@@ -368,8 +374,7 @@ class Engine:
         """Go on with other settings of how a step is executed."""
         self.full_step.accumulation = settings.accumulation_steps
         self.execution.cuda_graph = settings.engine.cuda_graph
-        if hasattr(self.model, "activation_checkpointing"):
-            setattr(self.model, "activation_checkpointing", settings.engine.activation_checkpointing)  # noqa: B010
+        self.recomputing.use(settings.engine.activation_checkpointing)
         self.execution.forget()
 
     # --- forward passes that moves ask for ---------------------------------------------------------------------------

@@ -92,14 +92,16 @@ class Execution:
 
     def check(self) -> bool:
         """Whether a step can be recorded as a CUDA graph; refuses where it cannot, and must."""
-        draws_again = getattr(self.full_step.model, "draws_again", False)
+        recomputing = self.full_step.recomputing
+        draws_again = recomputing is not None and recomputing.draws_again
         possible = self.device.type == "cuda" and self.full_step.device_skip and not draws_again
         possible = possible and self.recordable
         if self.cuda_graph is True and not possible:
             raise ConfigError(
                 "engine.cuda_graph = true needs a CUDA GPU, a fused optimizer (adamw, adam, sgd or muon; one of your "
                 "own with lr=torch.tensor(...) on the GPU and capturable=True), no dropout in blocks that "
-                "engine.activation_checkpointing recomputes, and memory.offload = false; use 'auto'"
+                "engine.activation_checkpointing recomputes, none recomputed in a module of your own, and "
+                "memory.offload = false; use 'auto'"
             )
         return possible
 

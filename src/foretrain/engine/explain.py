@@ -7,6 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+
+from foretrain.config import Config
+from foretrain.config.reach import without_effect
 from foretrain.engine import described
 from foretrain.engine.engine import Engine, own_loss
 from foretrain.engine.own import explain_first_failure
@@ -14,6 +18,19 @@ from foretrain.engine.rates import FollowedRates
 from foretrain.engine.trained import Change
 from foretrain.errors import ConfigError, ForetrainError
 from foretrain.events import Event, Notice
+
+
+def first_words(model: nn.Module, config: Config, growth: str) -> list[Notice]:
+    """What there is to say of the configuration before the first step. growth: what was decided of it."""
+    words = [Notice(f"growth: {growth}", level="info")] if growth else []
+    unused = [] if described.is_configured(model) else without_effect(config)
+    if unused:
+        text = (
+            f"no effect on {type(described.unwrapped(model)).__name__}, which HybridTrainer was handed: "
+            f"{', '.join(unused)}; `foretrain train`, `finetune` and language models of foretrain's go by that"
+        )
+        words.append(Notice(text))
+    return words
 
 
 def first_failure(error: Exception, engine: Engine) -> ForetrainError | None:

@@ -13,11 +13,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
 
 from foretrain.engine.batch import part_counts, part_weights, rows_of, split
+from foretrain.engine.compile_cache import keep_compiled
 from foretrain.engine.hooks import StepHook
 from foretrain.engine.optim.build import supports_device_skip
 from foretrain.engine.optim.in_backward import UpdatesInBackward
 from foretrain.engine.own import one_number
 from foretrain.engine.precision import Precision
+from foretrain.engine.recomputing import Recomputing
 from foretrain.engine.syncing import Syncing
 from foretrain.engine.world import ALONE, World
 from foretrain.models.blocks import blocks_of
@@ -56,13 +58,16 @@ class FullStep:
         compile_loss: bool = False,
         update_in_backward: bool = False,
         parameters: list[nn.Parameter] | None = None,
+        recomputing: Recomputing | None = None,
         world: World = ALONE,
     ) -> None:
-        """parameters: what is trained; None: all that require gradients."""
+        """parameters: what is trained; None: all that require gradients. recomputing: what of the model is computed
+        again in the backward pass."""
         self.model = model
         self.optimizer = optimizer
         self.precision = precision
         self.world = world
+        self.recomputing = recomputing
         self.clip = clip
         self.accumulation = accumulation
         self.nan_check = nan_check
@@ -93,13 +98,17 @@ class FullStep:
         return self._compiled is not None
 
     @property
+    def _recomputes(self) -> bool:
+        return self.recomputing is not None and bool(self.recomputing.share)
+
+    @property
     def loss_function(self) -> Any:
         """The loss as it was handed in, or as it was compiled."""
         return self._loss_function
 
     def loss(self, batch: Any) -> Tensor:
         """The forward pass alone, in the precision of training."""
-        with self._attention(), self.precision.autocast(cache=not getattr(self.model, "recomputed", ())):
+        with self._attention(), self.precision.autocast(cache=not self._recomputes):
             if self._compiled is not None:
                 return self._compiled(batch)
             return one_number(self._loss_function(self.model, batch))
@@ -173,6 +182,8 @@ class FullStep:
         return StepOutput(loss, norm, bad if self.nan_check else self._always_good, norms)
 
     def _backward(self, loss: Tensor) -> None:
+        if self.recomputing is not None:
+            self.recomputing.check_calls()
         scaled = loss * self.precision.scale if self.precision.scaled else loss
         with self._attention():  # blocks that are recomputed must choose the same kernels again
             scaled.backward()  # type: ignore[no-untyped-call]
@@ -257,6 +268,7 @@ def _compiled(model: nn.Module, loss_function: LossFunction, by_block: bool) -> 
     def loss(batch: Any) -> Tensor:
         return one_number(loss_function(model, batch))
 
+    keep_compiled()
     blocks = blocks_of(model) if by_block else []
     for block in blocks:
         block.compile(dynamic=False)

@@ -23,6 +23,7 @@ from foretrain.config.paths import value_of
 from foretrain.engine.engine import Engine
 from foretrain.engine.fence import Failure, OwnCodeError
 from foretrain.engine.memory.usage import MemoryMeter
+from foretrain.engine.recomputing import can_recompute
 from foretrain.errors import ForetrainError, InputError, OutOfMemory
 from foretrain.events import Event, Notice, Phase, Recovered
 from foretrain.health import shortage as shortages
@@ -285,9 +286,9 @@ class Rescue:
             self.tell(f"memory ran out in an earlier attempt; this one goes on with {in_words(changes)}")
 
     def _changes(self, before: Config, after: Config) -> dict[str, Any]:
-        """The changes that are possible in mid-run: parts of a batch always, blocks of a model only if it is ours."""
-        ours = hasattr(self.engine.model, "activation_checkpointing")
-        names = [name for name in _KEPT if ours or name != "engine.activation_checkpointing"]
+        """The changes that are possible in mid-run: parts of a batch always, blocks where they can be recomputed."""
+        possible = can_recompute(self.engine.model, self.engine.config)
+        names = [name for name in _KEPT if possible or name != "engine.activation_checkpointing"]
         return {name: value_of(after, name) for name in names if value_of(before, name) != value_of(after, name)}
 
     def _count_failed_move(self, text: str) -> None:

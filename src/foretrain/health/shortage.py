@@ -13,6 +13,7 @@ from torch import nn
 from foretrain.config import Config, changed
 from foretrain.config.paths import value_of
 from foretrain.config.units import format_size
+from foretrain.engine.recomputing import can_recompute
 from foretrain.errors import ConfigError, root_of_shortage
 
 _PARTS = {
@@ -147,8 +148,10 @@ def advice(config: Config, model: nn.Module) -> str:
         section, _, key = name.rpartition(".")
         if any(name in text for text in found):
             continue
-        if name in ("engine.fused_loss", "engine.activation_checkpointing") and not hasattr(model, key):
-            continue  # a model of one's own: these switches are GPT-2's
+        if name == "engine.fused_loss" and not hasattr(model, key):
+            continue  # a model of one's own: this switch is of language models of ours
+        if name == "engine.activation_checkpointing" and not can_recompute(model, config):
+            continue
         if section == "memory" and config.hybrid.mode == "off":
             continue  # there are neither snapshots nor directions
         if name == "accumulation_steps":

@@ -74,6 +74,7 @@ class Growth(StepHook, Stateful):
         self.depth.silence()
         engine.follow_trained()
         engine.add_hook(self)
+        engine.awaited = self._awaited
 
     def _check(self) -> None:
         total, layers = self.depth.total, [layers for layers, _ in self.stages]
@@ -140,6 +141,15 @@ class Growth(StepHook, Stateful):
     def _to_come(self) -> bool:
         """Whether a stage is left that will end."""
         return self.stage < len(self.stages) and not self.off
+
+    def _awaited(self) -> float:
+        """Return the step at which no move may be open: it grows there."""
+        waits = self._to_come and self.grown_at is None and not self.racing()
+        return self._moments.due(self.stage) if waits else math.inf
+
+    def forget_losses(self) -> None:
+        """A chain of leaps has led to another loss: what was before it is nothing to judge a growth by."""
+        self._recent.clear()
 
     @property
     def _may_grow(self) -> bool:
@@ -226,8 +236,12 @@ class Growth(StepHook, Stateful):
         self._tell("undone", after, self.off)
 
     def _use(self, blocks: Iterable[int]) -> None:
-        self.depth.use(blocks)
+        self._show(blocks)
         self.engine.follow_trained()
+
+    def _show(self, blocks: Iterable[int]) -> None:
+        self.depth.use(blocks)
+        self.engine.recomputing.follow()
 
     def _mean_loss(self) -> tuple[float, float]:
         """Return the mean over the last steps whose loss was a number, and its standard error."""
@@ -260,10 +274,10 @@ class Growth(StepHook, Stateful):
             return
         used, random, buffers = self.depth.active, random_state(), [buffer.clone() for buffer in step.buffers]
         for stage in range(self.stage + 1, len(self.stages) + 1):
-            self.depth.use(self._blocks_of(stage))
+            self._show(self._blocks_of(stage))
             step.gradient(engine.to_device(batch))
         engine.optimizer.zero_grad(set_to_none=True)
-        self.depth.use(used)
+        self._show(used)
         restore_random_state(random)
         with torch.no_grad():
             for buffer, before in zip(step.buffers, buffers, strict=True):

@@ -214,6 +214,8 @@ class Hybrid:
         if self.carry_out(actions):
             return
         policy.keep_safe()
+        if engine.progress.global_step >= engine.awaited():
+            return  # what waits for moves to be over comes first
         before, step, planned = policy.cycle.phase, engine.progress.global_step, engine.planned_steps
         if before is Phase.WARMUP:
             policy.prepare()

@@ -46,6 +46,9 @@ class Policy(Deliberation):
         """Loss of the training batch, where a move led the run to a lower point at its end."""
         self.left_out: Callable[[], KeptOff | str] = lambda: ""
         """Tells of moves whose kind is not among those that this run can make."""
+        self.new_level: Callable[[], None] = lambda: None
+        """Called when a chain of leaps was kept: losses of before it say nothing of where the run is. Set by the
+        trainer."""
         self._predictor_harmed = False
         """The open move led to numbers that are not finite."""
 
@@ -163,6 +166,8 @@ class Policy(Deliberation):
             self.score.kept(move)
             self.tools.count(self.score.audited_credit(move, judgement))
             self.observer.restart(new_level=move.chained)
+            if move.chained:
+                self.new_level()
         else:
             self.score.counts.moves["rolled_back"] += 1
             if judgement.stands_at_fork:

@@ -40,6 +40,7 @@ class Companions:
             growth.racing = lambda: self.racing
         if growth is not None and hybrid is not None:
             growth.rest, growth.undone, growth.healthy = hybrid.rest, hybrid.taken_back, hybrid.is_usual
+            hybrid.policy.new_level = growth.forget_losses
         if hybrid is not None:
             hybrid.racing = lambda: self.racing
         if targets is not None:

@@ -17,9 +17,10 @@ from torch.utils.checkpoint import checkpoint
 
 from foretrain.errors import ConfigError, InputError
 from foretrain.models.causal_shape import CausalShape
-from foretrain.models.gpt2 import FUSED_LOSS_ELSEWHERE, FUSED_LOSS_FROM_BYTES, recomputed_blocks
+from foretrain.models.gpt2 import FUSED_LOSS_ELSEWHERE, FUSED_LOSS_FROM_BYTES
 from foretrain.models.language_model import LanguageModel
 from foretrain.models.loss import IGNORED, linear_cross_entropy, logits_bytes
+from foretrain.models.recomputing import of_transformers, recomputed_blocks
 
 PREFIX = "inner."
 """What stands before the names that transformers gives to modules and weights."""
@@ -29,11 +30,6 @@ def _draws(block: nn.Module) -> bool:
     """Return whether a block draws random numbers while training: its own dropout, or that of an adapter in it."""
     rates = (rate for module in block.modules() for name, rate in vars(module).items() if "drop" in name or name == "p")
     return any(isinstance(rate, float) and rate > 0 for rate in rates)
-
-
-def _can_be_recomputed(module: nn.Module) -> bool:
-    """Return whether it is a block as transformers marks them."""
-    return any(kind.__name__ == "GradientCheckpointingLayer" for kind in type(module).__mro__)
 
 
 def _recompute(block: nn.Module, function: Any, *given: Any) -> Any:
@@ -160,7 +156,7 @@ class CausalLM(LanguageModel):
     @activation_checkpointing.setter
     def activation_checkpointing(self, share: bool | float) -> None:
         self._activation_checkpointing = share
-        blocks = [module for module in self.inner.modules() if _can_be_recomputed(module)]
+        blocks = [module for module in self.inner.modules() if of_transformers(module)]
         if share and not blocks:
             raise ConfigError(
                 f"engine.activation_checkpointing = {share}: transformers has no way to recompute the blocks of a "

@@ -17,6 +17,7 @@ from foretrain.errors import ConfigError
 from foretrain.models.cache import KeyValueCache
 from foretrain.models.language_model import LanguageModel
 from foretrain.models.loss import IGNORED, linear_cross_entropy, logits_bytes
+from foretrain.models.recomputing import recomputed_blocks
 
 FUSED_LOSS_FROM_BYTES = {"cuda": 256 * 2**20}
 FUSED_LOSS_ELSEWHERE = 2**30
@@ -163,12 +164,6 @@ class Block(nn.Module):
         x = x + self.attention.decode(self.attention_norm(x), new, keys, values, bias)
         y: Tensor = x + self.feed_forward(self.feed_forward_norm(x))
         return y
-
-
-def recomputed_blocks(layers: int, share: float) -> frozenset[int]:
-    """Return which blocks are computed again in the backward pass: a share of them, at least one, evenly spread."""
-    count = max(1, round(share * layers)) if share > 0 else 0
-    return frozenset(layer for layer in range(layers) if (layer + 1) * count // layers > layer * count // layers)
 
 
 def _draws(block: nn.Module) -> bool:

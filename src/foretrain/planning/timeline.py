@@ -12,7 +12,7 @@ from foretrain.config import OptimizerConfig
 from foretrain.engine.optim.in_backward import waiting_bytes
 from foretrain.engine.optim.muon import iteration_type
 from foretrain.engine.optim.narrow import AT_ONCE
-from foretrain.models.gpt2 import recomputed_blocks
+from foretrain.models.recomputing import recomputed_blocks
 from foretrain.planning.activations import Pass
 from foretrain.planning.parameters import FP32, Parameters
 

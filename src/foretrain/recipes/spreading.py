@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from foretrain.config import Config, changed
 from foretrain.config.units import format_size
+from foretrain.engine.compile_cache import keep_compiled
 from foretrain.engine.precision import choose_device, choose_precision
 from foretrain.errors import ConfigError
 from foretrain.launch.group import Group
@@ -121,6 +122,7 @@ def spread(model: nn.Module, chosen: Spreading, config: Config) -> Loss | None:
     device = choose_device(config.device)
     model.to(device)
     if config.engine.compile is True:
+        keep_compiled()
         for block in blocks_of(model):
             block.compile(dynamic=False)
     if chosen.kind == "ddp":

@@ -13,6 +13,7 @@ from foretrain.hybrid.linearised.grid import Grid
 from foretrain.hybrid.linearised.matrix import Factor, RowMatrix, as_rows, spans
 from foretrain.hybrid.linearised.taps import Call, Taps
 from foretrain.hybrid.linearised.way import PartWay, Table, Way
+from foretrain.models.recomputing import computed_once
 
 TOGETHER = 16
 """Outputs that are taken one by one, but by one batched backward pass. Chosen: each takes the memory of a backward pass
@@ -40,7 +41,7 @@ class Linearisation:
     ) -> None:
         """with_taps: else outputs are cheaper, and rows can only be taken one by one."""
         self.model, self.objective, self.parameters, self.batch = model, objective, parameters, batch
-        with torch.enable_grad(), Taps(model, parameters if with_taps else ()) as taps:
+        with torch.enable_grad(), computed_once(model), Taps(model, parameters if with_taps else ()) as taps:
             self.parts: list[OutputPart] = objective.parts(model, batch)
         if not self.parts:
             raise UnknownForm("no block has a row that counts")

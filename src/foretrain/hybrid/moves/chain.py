@@ -94,7 +94,8 @@ class Chain(JudgedMove):
     def room(self) -> int:
         """Steps that are left for leaps."""
         engine = self.tools.engine
-        return engine.planned_steps - engine.progress.global_step - self.plan.correct_steps
+        end = int(min(engine.planned_steps, engine.awaited()))
+        return end - engine.progress.global_step - self.plan.correct_steps
 
     def _look_and_end(self, exhausted: bool) -> int:
         """End the chain if it is over, or if held-out data says so. Returns how many leaps that undid."""
