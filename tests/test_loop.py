@@ -315,7 +315,7 @@ def test_a_loader_that_has_to_be_read_past_says_so(make_trainer: Make, tmp_path:
     make_trainer({"max_steps": 3})[0].fit(batches(), out=tmp_path / "run", progress=False)
     trainer, events = make_trainer({"max_steps": 5})
     trainer.fit(batches(), out=tmp_path / "run", resume=True, progress=False)
-    assert any("reading past 3 batches" in event.message for event in of(events, Notice))
+    assert any("reading 3 batches again" in event.message for event in of(events, Notice))
 
 
 def test_gpt2_on_token_windows(make_model: Make, make_config: Make, make_batch: Make, tmp_path: Path) -> None:

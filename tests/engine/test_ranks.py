@@ -251,21 +251,21 @@ def accumulated(kind: str) -> Found:
 
 
 def optimizers(kind: str) -> Found:
-    """Losses after 30 steps with each optimizer, and each format of its moments."""
+    """Losses after 16 steps with each optimizer, and each format of its moments."""
     found = {}
     for name in ("adamw", "adam", "sgd", "muon", "own"):
-        settings = {**SETTINGS, "max_steps": 40, "optimizer.learning_rate": 1e-3, "optimizer.type": name}
+        settings = {**SETTINGS, "max_steps": 20, "optimizer.learning_rate": 1e-3, "optimizer.type": name}
         model = in_kind(curve(), kind)
         own = torch.optim.RMSprop(model.parameters(), 1e-3) if name == "own" else None
         config = from_mapping({n: v for n, v in settings.items() if own is None or not n.startswith("optimizer.")})
         made = HybridTrainer(model, own, supervised(nn.functional.mse_loss), config)
-        found[name] = run(made, 30, points)["loss"]
+        found[name] = run(made, 16, points)["loss"]
     for name in ("adamw", "muon"):
         for state_type in ("bf16", "8bit"):
             settings = {**SETTINGS, "optimizer.learning_rate": 1e-3, "optimizer.type": name}
-            config = from_mapping({**settings, "max_steps": 40, "optimizer.state_type": state_type})
+            config = from_mapping({**settings, "max_steps": 20, "optimizer.state_type": state_type})
             made = HybridTrainer(in_kind(wide(), kind), None, supervised(nn.functional.mse_loss), config)
-            found[f"{name} {state_type}"] = run(made, 30, points)["loss"]
+            found[f"{name} {state_type}"] = run(made, 16, points)["loss"]
     fused = trainer(kind, True, {"max_steps": 20, "optimizer.type": "muon", "optimizer.learning_rate": 1e-2})
     return found | {"muon on fused matrices": run(fused, 6, words)["loss"]}
 

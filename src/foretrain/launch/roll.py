@@ -68,7 +68,7 @@ class Roll:
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
         self._prefix = ""
-        """Of this run's words in the store: a process may make several runs, one after the other."""
+        """What this run's words in the store begin with: a process may make several runs, one after the other."""
 
     def __enter__(self) -> Roll:
         if not self.group.alone:
