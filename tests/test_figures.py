@@ -222,6 +222,18 @@ def test_growth_over_the_adamw_of_november(readme: str) -> None:
     assert "and growth {} and {} over the same AdamW".format(*sorted(grown)) in readme
 
 
+def test_the_plan_for_a_time_was_checked_by_training() -> None:
+    page = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
+    found = raw("2026-11-19-plan-time-cpu")
+    lowest = min(row["losses"][0] for row in found["rows"])
+    for row in found["rows"]:
+        shape = f"{row['layers']} | {row['width']} | {row['batch']} | {row['steps']:,} | {row['losses'][0]:.4f}"
+        assert f"| {row['name']} | {shape} |" in page
+    planned, default = (next(r["losses"][0] for r in found["rows"] if r["name"] == n) for n in ("planned", "default"))
+    assert f"The planned one ended {100 * (planned / lowest - 1):.1f} % above the lowest" in page
+    assert f"the default model ended {100 * (default / lowest - 1):.1f} % above it" in page
+
+
 def test_what_transformers_and_peft_read_back() -> None:
     page = " ".join((ROOT / "docs" / "finetune.md").read_text(encoding="utf-8").split())
     found = raw("2026-11-19-smollm2-readback")
