@@ -42,7 +42,7 @@ lint: .venv/.test ## style, types and the import layers
 	$(BIN)/lint-imports
 
 test: lint ## lint, then every test
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadgroup # compiled modules are kept: some 200 processes start
 
 bench: .venv/.core ## the CPU benchmarks behind the published figures
 	$(BIN)/foretrain bench run
