@@ -58,6 +58,10 @@ def test_what_is_refused_leaves_no_folder(
     assert "--workers -1: at least 1" in capsys.readouterr().err
     assert command("sweep", write_space(tmp_path, tmp_path / "none.txt"), "--out", out) == 2
     assert "none.txt does not exist; name a file" in capsys.readouterr().err
+    file = write_space(tmp_path, text_file)
+    file.write_text(file.read_text().replace("[base]", '[base]\ndata.validation_path = "gone.txt"'))
+    assert command("sweep", file, "--out", out) == 2
+    assert "data.validation_path: gone.txt does not exist" in capsys.readouterr().err
     assert not out.exists()
 
 

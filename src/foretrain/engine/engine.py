@@ -21,6 +21,7 @@ from foretrain.engine.described import is_configured
 from foretrain.engine.execution import Execution, switch
 from foretrain.engine.fence import Fence
 from foretrain.engine.forward import Forward
+from foretrain.engine.handing_over import hand_over
 from foretrain.engine.hooks import StepHook
 from foretrain.engine.memory.offload import OptimizerParking
 from foretrain.engine.meters import StepMeter, Stopwatch
@@ -95,6 +96,7 @@ class Engine:
             self.clip = 0.0
         self.named = inside_replicas(self.model)
         """The module whose names weights have: a state says nothing of DistributedDataParallel around it."""
+        hand_over(self.named, config)
         self.recomputing = Recomputing(self.named, config)
         self.trained = TrainedWeights(self.named, self.optimizer)
         self.average = WeightAverage(self.named, config.evaluation.ema_decay) if config.evaluation.ema_decay else None

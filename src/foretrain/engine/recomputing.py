@@ -3,12 +3,9 @@ to be computed again."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import nn
 
 from foretrain.config import Config, given
-from foretrain.config.paths import value_of
 from foretrain.engine.compile_cache import anything_compiled
 from foretrain.engine.described import unwrapped
 from foretrain.errors import ConfigError
@@ -20,17 +17,6 @@ from foretrain.models.recomputing import (
 )
 
 _SETTING = "engine.activation_checkpointing"
-_SWITCHES = (_SETTING, "engine.fused_loss", "engine.loss_rows", "precision.narrow_residual")
-"""Settings that a language model of ours carries out itself, by an attribute of the same name."""
-
-
-def hand_over(model: nn.Module, config: Config) -> None:
-    """Tell a language model of ours what the configuration names. What it does not name stays as the model was made."""
-    for setting in _SWITCHES:
-        name = setting.rpartition(".")[2]
-        if setting in given(config) and hasattr(model, name):
-            value: Any = value_of(config, setting)
-            setattr(model, name, None if name == "loss_rows" and value == "auto" else value)
 
 
 class Recomputing:
@@ -44,7 +30,6 @@ class Recomputing:
         self._share: bool | float = False
         self._checked = True
         if self.ours:
-            hand_over(self.model, config)
             return
         for block in [module for module in self.model.modules() if isinstance(module, Recomputed)]:
             recompute(block, wanted=False)  # of a trainer before this one

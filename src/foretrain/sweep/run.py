@@ -89,6 +89,8 @@ def _check_data(space: Space) -> None:
     """Refuse data that is not there before anything is made, where all trials read the same."""
     if not any(one.name.startswith("data.") for one in space.ranges):
         documents.find(space.base.data.path)
+        if held_out := space.base.data.validation_path:
+            documents.find(held_out, "data.validation_path")
 
 
 class SweepRun:
