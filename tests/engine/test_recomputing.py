@@ -306,18 +306,6 @@ def test_a_gpt2_that_is_handed_in_does_as_the_configuration_says(
     assert same(weights[0], weights[2])
 
 
-def test_what_the_configuration_does_not_name_stays_as_the_model_was_made(make_model: Callable[..., Any]) -> None:
-    made = {"activation_checkpointing": 0.5, "fused_loss": True, "loss_rows": 7, "narrow_residual": False}
-    kept = HybridTrainer(make_model(options=made), config=from_mapping({"device": "cpu"})).model
-    assert {name: getattr(kept, name) for name in made} == made
-    named = {"engine.activation_checkpointing": False, "engine.fused_loss": False, "engine.loss_rows": "auto"}
-    named |= {"precision.narrow_residual": True, "device": "cpu"}
-    changed = HybridTrainer(make_model(options=made), config=from_mapping(named)).model
-    assert [getattr(changed, name) for name in made] == [False, False, None, True]
-    named["engine.loss_rows"] = 5
-    assert HybridTrainer(make_model(options=made), config=from_mapping(named)).model.loss_rows == 5
-
-
 # --- what depends on it ----------------------------------------------------------------------------------------------
 
 
