@@ -394,7 +394,10 @@ def main() -> None:
         print(f"undisturbed: exit {whole.code}, step {whole.step}, hash {whole.hash}, {whole.seconds} s", flush=True)
         if whole.code:
             sys.exit(whole.printed[-9000:])
-        for name, check in checks(bench, whole).items():
+        known = checks(bench, whole)
+        if unknown := [one for one in chosen.only if not any(name.startswith(one) for name in known)]:
+            sys.exit(f"--only {' '.join(unknown)}: no check is called so; there are {', '.join(known)}")
+        for name, check in known.items():
             if not chosen.only or name.startswith(tuple(chosen.only)):
                 rows.append(check())
                 row = rows[-1]
