@@ -4,9 +4,11 @@ runs.
 
 python benchmarks/hf_finetune.py --base FOLDER --data banking77.jsonl --device cpu --steps 8 --batch 4 --length 64
 python benchmarks/hf_finetune.py --base FOLDER --data banking77.jsonl --device cuda --steps 200 --batch 16 --length 128
+python benchmarks/hf_finetune.py --shape smollm2-135m --data banking77.jsonl --device cuda ...    # without its files
 
-Every round runs each arm from the beginning, in turns; its first steps, in which memory is found and kernels are
-chosen, are not timed. On a CPU both compute in fp32, on a GPU in bf16 (weights as the files have them).
+--shape makes a folder with random weights of that shape and a tokenizer trained on the data: times and differences of
+losses need no more. Every round runs each arm from the beginning, in turns; its first steps, in which memory is found
+and kernels are chosen, are not timed. On a CPU both compute in fp32, on a GPU in bf16 (weights as the files have them).
 """
 
 from __future__ import annotations
@@ -37,6 +39,47 @@ from foretrain.trainer import HybridTrainer
 NOT_TIMED = 2
 """Steps at the beginning of each run."""
 RATE, RANK, ALPHA = 1e-3, 8, 16
+SHAPES: dict[str, dict[str, Any]] = {
+    "smollm2-135m": {
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "vocab_size": 49152,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": True,
+    },
+    "tiny": {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 512,
+        "tie_word_embeddings": True,
+    },
+}
+
+
+def random_base(shape: str, data: Path) -> Path:
+    """Return a folder with a Llama of this shape in bf16, its weights random, and a tokenizer of the data."""
+    import tokenizers
+    import transformers
+
+    folder = Path(tempfile.mkdtemp()) / shape
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPES[shape], bos_token_id=0, eos_token_id=0))
+    model.to(torch.bfloat16).save_pretrained(folder)
+    bytes_of = tokenizers.ByteLevelBPETokenizer()
+    bytes_of.train(str(data), vocab_size=SHAPES[shape]["vocab_size"], special_tokens=["<|end|>"], show_progress=False)
+    inner = tokenizers.Tokenizer.from_str(bytes_of.to_str())
+    end = "<|end|>"
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=inner, bos_token=end, eos_token=end, pad_token=end
+    ).save_pretrained(folder)
+    return folder
 
 
 def config_for(options: argparse.Namespace, mode: str) -> Config:
@@ -227,7 +270,9 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--base", type=Path, required=True)
+    base = parser.add_mutually_exclusive_group(required=True)
+    base.add_argument("--base", type=Path)
+    base.add_argument("--shape", choices=SHAPES, help="random weights instead of a base's own")
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--trainer", choices=["trl", "transformers"], default="trl")
@@ -238,6 +283,8 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     options = parser.parse_args()
+    if options.shape:
+        options.base = random_base(options.shape, options.data)
     found = compare(options)
     print(f"\n{'arm':26} {'s per step':>10} {'ratio':>7} {'largest difference of losses':>30}")
     for name, arm in found["arms"].items():
@@ -245,16 +292,17 @@ def main() -> None:
         apart = arm["largest_difference_of_losses"]
         print(f"{name:26} {middle:10.3f} {arm['median_ratio']:7.3f} {apart:30.2e}")
     if options.out:
-        import trl
+        from importlib.metadata import version
+
         from peft import __version__ as peft_version
         from transformers import __version__ as transformers_version
 
-        versions = {"transformers": transformers_version, "peft": peft_version, "trl": trl.__version__}
+        versions = {"transformers": transformers_version, "peft": peft_version, "trl": version("trl")}
         settings = {name: value for name, value in vars(options).items() if name not in ("base", "data", "out")}
         facts = {
             "date": f"{datetime.now().astimezone():%Y-%m-%d}",
             "command": " ".join(["benchmarks/hf_finetune.py", *_shown(sys.argv[1:])]),
-            "base": options.base.name,
+            "base": options.base.name + (", random weights" if options.shape else ""),
             "data": options.data.name,
             "versions": versions,
             "environment": environment.describe(options.device),

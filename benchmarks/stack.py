@@ -7,10 +7,13 @@ python benchmarks/stack.py tune tiny --data FOLDER --out FOLDER --device cpu    
 
 AdamW and Muon are tuned by the same procedure with as many runs each, on held-out data, with seed 1: from the default
 settings on, one setting after the other gets the values of `TUNED`, of which the best stays; a learning rate goes on
-beyond the edge. AdamW's runs are longer (`LENGTHS`), since that is where it is compared. Then
-each seed runs AdamW at three lengths, Muon, and Muon with growth, in turns. The figure is the time that AdamW needs for
-an arm's final loss on the test set, by that seed's own curve over log(steps), over the arm's time. What --out holds is
-not run again. FOLDER of --data is that of `campaign.py`.
+beyond the edge. AdamW's runs are longer (`LENGTHS`), since that is where it is compared. Runs of tuning have a folder
+of their own and are not timed, so that several models can be tuned at once.
+
+Then each seed runs, in turns, AdamW, the arms of `ARMS`, and the best Muon again with prediction as it is by default.
+The figure is the time that AdamW needs for an arm's final loss on the test set over the arm's time: by that seed's run,
+and by the slope over log(steps) between two lengths, the second of which seed 1 has alone. What --out holds is not run
+again. FOLDER of --data is that of `campaign.py`.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -49,13 +53,28 @@ RATES: dict[str, dict[str, tuple[float, ...]]] = {
     "lm124m": {"adamw": (0.5e-3, 1e-3, 2e-3), "muon": (2e-3, 4e-3, 8e-3)},
     "tiny": {"adamw": (2e-3, 4e-3, 8e-3), "muon": (5e-3, 1e-2, 2e-2)},
 }
-TUNED: dict[str, list[tuple[str, tuple[Any, ...]]]] = {
-    "adamw": [("optimizer.beta2", (0.95, 0.98)), ("decay share", (0.6,)), ("optimizer.weight_decay", (0.3,))],
-    "muon": [("optimizer.momentum", (0.85, 0.95)), ("decay share", (0.6,)), ("optimizer.rest_rate_factor", (0.5,))],
+TUNED: dict[str, dict[str, list[tuple[str, tuple[Any, ...]]]]] = {
+    "lm30m": {
+        "adamw": [("optimizer.beta2", (0.95, 0.98)), ("decay share", (0.6,)), ("optimizer.weight_decay", (0.3,))],
+        "muon": [("optimizer.row_beta2", (0.95,)), ("optimizer.momentum", (0.85, 0.95)), ("decay share", (0.6,))],
+    },
+    "lm124m": {
+        "adamw": [("optimizer.beta2", (0.95, 0.98)), ("decay share", (0.6,))],
+        "muon": [("optimizer.row_beta2", (0.95,)), ("optimizer.momentum", (0.95,)), ("decay share", (0.6,))],
+    },
 }
+TUNED["tiny"] = TUNED["lm30m"]
 """Tried beside the default of each setting. "decay share": of the run, in which the learning rate falls."""
-LENGTHS: dict[str, tuple[float, ...]] = {"lm30m": (1.7, 1.4, 2.0), "lm124m": (2.0, 1.7, 2.4), "tiny": (1.5, 1.2, 1.8)}
+LENGTHS: dict[str, tuple[float, float]] = {"lm30m": (1.8, 1.4), "lm124m": (1.8, 2.2), "tiny": (1.5, 1.2)}
 """Of AdamW's runs, as factors on `max_steps`; it is tuned at the first."""
+GROWTH = {"growth.layers": 6, "growth.at": 0.5}
+ARMS: dict[str, dict[str, Settings]] = {
+    "lm30m": {"Muon": {}},
+    "lm124m": {"Muon": {}, "Muon and growth": GROWTH},
+    "tiny": {"Muon": {}, "Muon and growth": GROWTH | {"growth.layers": 1}},
+}
+"""On top of the best settings of Muon. Growth stands where it is known to pay (docs/growth.md)."""
+WATCHED = "Muon, prediction as by default"
 SEEDS = (1, 2, 3)
 
 
@@ -70,8 +89,11 @@ class Stack:
         self.task = TextTask(self.base)
         plan = Options(arms=(), controls=False)
         off = self.base.model_copy(update={"predictor": self.base.predictor.model_copy(update={"beta": 0.3})})
-        self.store = ComparisonRunner(self.task, off, plan, options.out / options.model)
+        folder = options.out / options.model
+        self.timed = ComparisonRunner(self.task, off, plan, folder)
+        self.tuning = ComparisonRunner(self.task, off, plan, folder / "tuning")
         self.lengths, self.rates = LENGTHS[options.model], RATES[options.model]
+        self.tuned, self.arms = TUNED[options.model], ARMS[options.model]
         self.until = time.monotonic() + 60 * options.minutes
         self.warmed: set[str] = set()
         self.found: list[dict[str, Any]] = []
@@ -84,14 +106,16 @@ class Stack:
             settings["schedule.decay_steps"] = round(share * self.base.max_steps)
         return Spec(arm, seed, 1.0, round(length * self.base.max_steps), settings)
 
-    def run(self, arm: str, seed: int, settings: Settings, length: float = 1.0) -> dict[str, Any] | None:
+    def run(
+        self, arm: str, seed: int, settings: Settings, length: float = 1.0, timed: bool = True
+    ) -> dict[str, Any] | None:
         """Return the result of a run; None where there is none, and no time for it."""
-        spec = self.spec(arm, seed, settings, length)
-        result = self.store.find(spec)
+        spec, store = self.spec(arm, seed, settings, length), self.timed if timed else self.tuning
+        result = store.find(spec)
         if result is None and not self.only_read and time.monotonic() < self.until:
-            result = carry_out(self.task, spec, self.store.base, self.warmed)
+            result = carry_out(self.task, spec, store.base, self.warmed)
             check_pairing([*(one for one in self.found if one["loss"] is not None), result])
-            self.store.keep(spec, result)
+            store.keep(spec, result)
             print(_line(spec, result), flush=True)
         if result is not None and result not in self.found:
             self.found.append(result)
@@ -107,14 +131,14 @@ class Stack:
         def loss(settings: Settings) -> float | None:
             key = json.dumps(settings, sort_keys=True)
             if key not in losses:
-                result = self.run(side, SEEDS[0], dict(settings), length)
+                result = self.run(f"tuning {side}", SEEDS[0], dict(settings), length, timed=False)
                 if result is None:
                     return None
                 losses[key] = float("inf") if result["held_out_loss"] is None else result["held_out_loss"]
             return losses[key]
 
         best, complete = _best_rate({"optimizer.type": side}, self.rates[side], loss)
-        for name, values in TUNED[side]:
+        for name, values in self.tuned[side]:
             if not complete:
                 break
             tried = [best, *(best | {name: value} for value in values)]
@@ -130,28 +154,51 @@ class Stack:
         (adamw, tuned), (muon, also) = self.tune("adamw"), self.tune("muon")
         if not (tuned and also):
             print("not everything is tuned yet: give `tune` more minutes")
-        layers = self.task.job(self.base).model.shape.layers
-        arms = {"Muon": muon, "Muon and growth": muon | {"growth.layers": layers // 2, "growth.at": 0.5}}
-        sooner: dict[str, list[float]] = {name: [] for name in arms}
-        outside = dict.fromkeys(arms, 0)
+        arms = {name: muon | settings for name, settings in self.arms.items()}
+        results: dict[str, dict[int, dict[str, Any]]] = {name: {} for name in (*arms, WATCHED, "adamw")}
         for seed in SEEDS:
-            plain = [self.run("adamw", seed, dict(adamw), length) for length in self.lengths]
-            results = {name: self.run(name, seed, dict(settings)) for name, settings in arms.items()}
-            known = [one for one in plain if one is not None and one["loss"] is not None]
-            if len(known) < len(self.lengths):
-                continue
-            curve = Curve([(one["steps"], one["loss"]) for one in known])
-            per_step = sum(one["seconds"] for one in known) / sum(one["steps"] for one in known)
-            for name, result in results.items():
+            for name in ("adamw", *arms, WATCHED):
+                settings = adamw if name == "adamw" else muon | arms.get(name, {"hybrid.mode": "leap"})
+                result = self.run(name, seed, dict(settings), self.lengths[0] if name == "adamw" else 1.0)
                 if result is not None and result["loss"] is not None:
-                    steps, inside = curve.steps(result["loss"])
-                    sooner[name].append(steps * per_step / result["seconds"])
-                    outside[name] += not inside
-        return [
-            {"arm": name, "settings": arms[name], "adamw": adamw, "sooner": values, "outside": outside[name]}
-            | {"in words": _in_words(values, outside[name])}
-            for name, values in sooner.items()
-        ]
+                    results[name][seed] = result
+        other = self.run("adamw", SEEDS[0], dict(adamw), self.lengths[1])
+        if other is None or SEEDS[0] not in results["adamw"]:
+            return []
+        shape = [(one["steps"], one["loss"]) for one in (results["adamw"][SEEDS[0]], other)]
+        rows = [self.row(name, results[name], results["adamw"], shape) for name in arms]
+        rows = [row | {"settings": arms[row["arm"]], "adamw": adamw} for row in rows]
+        return [*rows, self.watched(results[WATCHED], results["Muon"])]
+
+    def row(
+        self,
+        name: str,
+        results: dict[int, dict[str, Any]],
+        adamw: dict[int, dict[str, Any]],
+        shape: list[tuple[int, float]],
+    ) -> dict[str, Any]:
+        """Return how much sooner than AdamW an arm is at its final loss, seed by seed. shape: AdamW's losses by steps,
+        of one seed; those of another one are as far apart."""
+        ratios, outside = [], 0
+        for seed in sorted(set(results) & set(adamw)):
+            result, plain = results[seed], adamw[seed]
+            apart = plain["loss"] - shape[0][1]
+            steps, inside = Curve([(steps, loss + apart) for steps, loss in shape]).steps(result["loss"])
+            ratios.append(steps * plain["seconds"] / plain["steps"] / result["seconds"])
+            outside += not inside
+        return {"arm": name, "sooner": ratios, "outside": outside, "in words": _in_words(ratios, outside)}
+
+    def watched(self, results: dict[int, dict[str, Any]], plain: dict[int, dict[str, Any]]) -> dict[str, Any]:
+        """Return what prediction as it is by default costs: the time of the plain run over that of the same one."""
+        seeds = sorted(set(results) & set(plain))
+        ratios = [plain[seed]["seconds"] / results[seed]["seconds"] for seed in seeds]
+        apart = [results[seed]["loss"] - plain[seed]["loss"] for seed in seeds]
+        words = (
+            f"{statistics.fmean(ratios):.3f}x the speed of plain, loss apart {max(map(abs, apart)):.1g}"
+            if seeds
+            else ""
+        )
+        return {"arm": WATCHED, "speed": ratios, "losses apart": apart, "in words": words or "no seed is complete"}
 
 
 def _best_rate(

@@ -12,7 +12,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from foretrain.trainer import HybridTrainer
 from plain_loop import Size, plain_loop
 
 Train = Callable[[int], None]
+CASES = ["ladder", "ladder-30m", "large", "launches"]
 
 
 def engine(size: Size, batch: int, device: str, data: np.ndarray, **settings: Any) -> Train:
@@ -107,11 +108,12 @@ def table(title: str, results: dict[str, Any], reference: str) -> None:
         print(f"{name:44} {entry['tokens_per_second']:12,.0f} {entry['steps_per_second']:10.2f} {ratio:7.3f}")
 
 
-def cuda(data: np.ndarray, rounds: int, batch: int) -> dict[str, Any]:
-    """The ladder at 124M, then the launch-bound case."""
+def cuda(cases: Sequence[str], data: np.ndarray, rounds: int, batch: int) -> dict[str, Any]:
+    """Two ladders from PyTorch as it comes to our engine, the large case, and one where launches dominate."""
     big = Size(12, 12, 768, 1024, 50257)
     aligned = Size(12, 12, 768, 1024, 50304)
-    small = Size(12, 12, 768, 64, 50257)
+    short = Size(12, 12, 768, 64, 50257)
+    small = Size(6, 6, 384, 256, 50257)
     eager = {"engine.compile": False, "engine.cuda_graph": False}
 
     def plain(size: Size, rows: int, dtype: torch.dtype, compiled: bool, tf32: bool) -> Callable[[], Train]:
@@ -120,47 +122,59 @@ def cuda(data: np.ndarray, rounds: int, batch: int) -> dict[str, Any]:
     def ours(size: Size, rows: int, **settings: Any) -> Callable[[], Train]:
         return lambda: engine(size, rows, "cuda", data, **settings)
 
+    def ladder(size: Size, rows: int, steps: int) -> dict[str, Any]:
+        return measure(
+            {
+                "plain loop, fp32 eager": plain(size, rows, torch.float32, False, False),
+                "plain loop, tf32 eager": plain(size, rows, torch.float32, False, True),
+                "plain loop, bf16 eager": plain(size, rows, torch.bfloat16, False, True),
+                "foretrain": ours(size, rows),
+            },
+            tokens=rows * size.context,
+            steps=steps,
+            warmup=6,
+            rounds=4,
+            device="cuda",
+        )
+
     report = {}
     name = "plain loop, bf16 compiled"
-    few = {"steps": 4, "warmup": 3, "rounds": 2, "device": "cuda"}
-    report["ladder, batch 16"] = measure(
-        {
-            "plain loop, fp32 eager": plain(big, 16, torch.float32, False, False),
-            "plain loop, tf32 eager": plain(big, 16, torch.float32, False, True),
-            "plain loop, bf16 eager": plain(big, 16, torch.bfloat16, False, True),
-        },
-        tokens=16 * 1024,
-        **few,
-    )
-    table("GPT-2 124M, context 1024, batch 16: the ladder", report["ladder, batch 16"], "plain loop, fp32 eager")
-    report[f"batch {batch}"] = measure(
-        {
-            name: plain(big, batch, torch.bfloat16, True, True),
-            "plain loop, bf16 compiled, vocabulary 50304": plain(aligned, batch, torch.bfloat16, True, True),
-            "foretrain": ours(big, batch),
-        },
-        tokens=batch * 1024,
-        steps=20,
-        warmup=6,
-        rounds=rounds,
-        device="cuda",
-    )
-    table(f"GPT-2 124M, context 1024, batch {batch}", report[f"batch {batch}"], name)
-    report["batch 4 x 64"] = measure(
-        {
-            "plain loop, fp32 eager": plain(small, 4, torch.float32, False, False),
-            "plain loop, bf16 eager": plain(small, 4, torch.bfloat16, False, True),
-            "plain loop, bf16 compiled": plain(small, 4, torch.bfloat16, True, True),
-            "foretrain, eager": ours(small, 4, **eager),
-            "foretrain": ours(small, 4),
-        },
-        tokens=4 * 64,
-        steps=100,
-        warmup=10,
-        rounds=rounds,
-        device="cuda",
-    )
-    table("GPT-2 124M, batch 4 x 64 tokens: launches dominate", report["batch 4 x 64"], "plain loop, fp32 eager")
+    if "ladder" in cases:
+        report["ladder, batch 16"] = ladder(big, 16, 4)
+        table("GPT-2 124M, context 1024, batch 16: the ladder", report["ladder, batch 16"], "plain loop, fp32 eager")
+    if "ladder-30m" in cases:
+        found = report["ladder of 30M, batch 64"] = ladder(small, 64, 10)
+        table("30M, context 256, batch 64: the ladder", found, "plain loop, fp32 eager")
+    if "large" in cases:
+        report[f"batch {batch}"] = measure(
+            {
+                name: plain(big, batch, torch.bfloat16, True, True),
+                "plain loop, bf16 compiled, vocabulary 50304": plain(aligned, batch, torch.bfloat16, True, True),
+                "foretrain": ours(big, batch),
+            },
+            tokens=batch * 1024,
+            steps=20,
+            warmup=6,
+            rounds=rounds,
+            device="cuda",
+        )
+        table(f"GPT-2 124M, context 1024, batch {batch}", report[f"batch {batch}"], name)
+    if "launches" in cases:
+        report["batch 4 x 64"] = measure(
+            {
+                "plain loop, fp32 eager": plain(short, 4, torch.float32, False, False),
+                "plain loop, bf16 eager": plain(short, 4, torch.bfloat16, False, True),
+                "plain loop, bf16 compiled": plain(short, 4, torch.bfloat16, True, True),
+                "foretrain, eager": ours(short, 4, **eager),
+                "foretrain": ours(short, 4),
+            },
+            tokens=4 * 64,
+            steps=100,
+            warmup=10,
+            rounds=rounds,
+            device="cuda",
+        )
+        table("GPT-2 124M, batch 4 x 64 tokens: launches dominate", report["batch 4 x 64"], "plain loop, fp32 eager")
     return report
 
 
@@ -188,6 +202,9 @@ def cpu(data: np.ndarray, rounds: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--cases", nargs="+", choices=CASES, default=CASES, metavar="CASE", help="of a GPU: %(choices)s"
+    )
     parser.add_argument("--rounds", type=int, default=10, help="timed rounds per arm")
     parser.add_argument("--batch", type=int, default=64, help="batch size of the large GPU case")
     parser.add_argument("--data", type=Path, help="GPT-2 tokens as little-endian uint16; unset: random tokens")
@@ -199,7 +216,9 @@ def main() -> None:
         else np.random.default_rng(1).integers(0, 50257, 2_000_000).astype(np.uint16)
     )
     report = (
-        cuda(data, arguments.rounds, arguments.batch) if arguments.device == "cuda" else cpu(data, arguments.rounds)
+        cuda(arguments.cases, data, arguments.rounds, arguments.batch)
+        if arguments.device == "cuda"
+        else cpu(data, arguments.rounds)
     )
     if arguments.out:
         record = {

@@ -523,6 +523,12 @@ def _(bench: Bench) -> None:
     assert torch.equal(together, bench.weights_after_steps(**adamw))
 
 
+@effect("optimizer.row_beta2")
+def _(bench: Bench) -> None:
+    bench.changes_training("optimizer__row_beta2", 0.0, 0.95, optimizer__type="muon")
+    bench.changes_training("optimizer__row_beta2", 0.5, 0.95, optimizer__type="muon")
+
+
 @effect("optimizer.state_type")
 def _(bench: Bench) -> None:
     types = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.int8}

@@ -94,6 +94,7 @@ def _build_muon(
         eps=config.epsilon,
         state_type=config.state_type,
         parts=_fused_parts(model, hidden) if config.split_fused else None,
+        row_beta2=config.row_beta2,
     )
 
 

@@ -142,6 +142,7 @@ def muon_momentum(
 def muon_weights(
     weights,
     steps,
+    factors,
     rate,
     found_inf,
     rows,
@@ -152,12 +153,14 @@ def muon_weights(
     ratio,
     weight_decay,
     CHECKED: tl.constexpr,
+    BY_ROW: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """Move ROWS x COLUMNS weights of one part, [rows, columns], of a matrix whose parts lie one above the other.
 
-    Steps have strides of their own: those of tall matrices are transposed. A bad step moves nothing.
+    Steps have strides of their own: those of tall matrices are transposed. BY_ROW: each row of them is multiplied by
+    its number of `factors`, [parts, rows]. A bad step moves nothing.
     """
     good = True
     if CHECKED:
@@ -171,6 +174,8 @@ def muon_weights(
         source = part * part_stride + row * row_stride + column * column_stride
         lr = tl.load(rate).to(tl.float32)
         step = tl.load(steps + source, mask=inside, other=0.0).to(tl.float32)
+        if BY_ROW:
+            step = step * tl.load(factors + part * rows + row, mask=row < rows, other=0.0)
         w = tl.load(weights + place, mask=inside, other=0.0)
         w = w * (1 - lr * weight_decay) - lr * ratio * step
         tl.store(weights + place, w, mask=inside)

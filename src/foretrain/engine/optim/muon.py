@@ -24,6 +24,8 @@ NEWTON_SCHULZ_STEPS = 5
 """Four would do after scaling the rows by their sums in the Gram matrix, but only for random matrices: where singular
 values fall off as 1/i, the result is then at a cosine of 0.87 to U V^T (768 x 768; with these five 0.96)."""
 EPSILON = 1e-7
+ROW_SQUARES = "row_squares"
+"""Name of what the optimizer keeps of each matrix for `row_beta2`: [rows, 1]."""
 SMALL = 64
 """Shorter side of matrices up to which every CPU is faster in fp32: there a product in bf16 has a high fixed cost."""
 
@@ -55,6 +57,15 @@ def orthogonalize(matrices: Tensor) -> Tensor:
     return x.mT if tall else x
 
 
+def row_factors(squares: Tensor, own: Tensor, weight: float | Tensor) -> Tensor:
+    """Take the mean squares of rows, `own`, into the running ones, `squares`, both [matrices, rows]. Return what each
+    row is multiplied by: over time all are of about one size then, and each matrix keeps its own."""
+    squares.lerp_(own, weight)
+    factors = squares.clamp(min=EPSILON**2).rsqrt()
+    before, after = own.sum(1, keepdim=True), (own * factors.square()).sum(1, keepdim=True)
+    return factors.mul_((before / after.clamp(min=EPSILON**2)).sqrt())
+
+
 def step_ratio(scale: str, rows: int, columns: int) -> float:
     """What the step of a matrix of this shape is multiplied by, beside the rate."""
     if scale == "match_rms_adamw":
@@ -66,6 +77,8 @@ class Muon(SkippingOptimizer):
     """Muon for groups with `algorithm = "muon"`, AdamW for groups with `algorithm = "adamw"`.
 
     parts: of how many equal matrices, one above the other, a fused one is made. They are orthogonalised apart.
+    row_beta2: rows of an orthogonalised update are divided by the root of their mean square, averaged so over steps, as
+    NorMuon does; 0: they are not.
     """
 
     _kernels_allowed = True
@@ -83,8 +96,10 @@ class Muon(SkippingOptimizer):
         eps: float = 1e-8,
         state_type: str = "fp32",
         parts: Mapping[Tensor, int] | None = None,
+        row_beta2: float = 0.0,
     ) -> None:
         self.state_type = state_type
+        self.row_beta2 = row_beta2
         self.parts = dict(parts or {})  # it follows from the model and is no part of the state
         defaults = {
             "lr": lr,
@@ -113,6 +128,8 @@ class Muon(SkippingOptimizer):
         for p in params:
             if "momentum_buffer" not in self.state[p]:
                 moments.make_moment(self.state[p], "momentum_buffer", p, self.state_type)
+            if self.row_beta2 and ROW_SQUARES not in self.state[p]:
+                self.state[p][ROW_SQUARES] = torch.zeros(len(p), 1, dtype=torch.float32, device=p.device)
             narrow_momentum, by_kernel = moments.is_narrow(p, self.state_type), self._by_kernel(p)
             batches[self._part_shape(p), narrow_momentum, by_kernel][p.shape].append(p)
         for (_, _, by_kernel), by_shape in batches.items():
@@ -140,7 +157,23 @@ class Muon(SkippingOptimizer):
         momenta = [self.state[p]["momentum_buffer"] for p in params]
         muon_kernels.write_updates(updates, params, momenta, counts, group, self.grad_scale, self.found_inf)
         ratio = step_ratio(group["scale"], *shape)
-        muon_kernels.move_weights(params, orthogonalize(updates), counts, group, ratio, self.found_inf)
+        steps = orthogonalize(updates)
+        del updates
+        muon_kernels.move_weights(params, steps, self._factors(params, steps), counts, group, ratio, self.found_inf)
+
+    def _factors(self, params: list[Tensor], steps: Tensor) -> Tensor | None:
+        """[parts of all, rows]: what each row of orthogonalised updates is multiplied by; None where rows stay."""
+        if not self.row_beta2:
+            return None
+        weight: float | Tensor = 1 - self.row_beta2
+        if self.found_inf is not None:
+            weight = torch.where(self.found_inf > 0, 0.0, weight)
+        kept = [self.state[p][ROW_SQUARES] for p in params]
+        squares = torch.cat(kept).view(steps.shape[:2])
+        own = torch.linalg.vector_norm(steps, dim=2, dtype=torch.float32).square_().div_(steps.shape[2])
+        factors = row_factors(squares, own, weight)
+        torch._foreach_copy_(kept, list(squares.view(-1, 1).split_with_sizes([len(p) for p in params])))
+        return factors
 
     def _muon_batch(self, group: dict[str, Any], same_shaped: list[list[Tensor]]) -> None:
         """Update matrices of several shapes whose parts all have one shape."""
@@ -153,7 +186,11 @@ class Muon(SkippingOptimizer):
         update = torch.cat(updates) if len(updates) > 1 else updates[0]
         del updates  # the iteration needs the room
         params = [p for some in same_shaped for p in some]
-        step = orthogonalize(update).float().mul_(rate * step_ratio(group["scale"], *update.shape[1:]))
+        step = orthogonalize(update).float()
+        factors = self._factors(params, step)
+        step.mul_(rate * step_ratio(group["scale"], *update.shape[1:]))
+        if factors is not None:
+            step.mul_(factors.unsqueeze(2))
         torch._foreach_mul_(params, 1 - rate * group["weight_decay"])
         steps = step.split_with_sizes([self.parts.get(p, 1) for p in params])
         torch._foreach_sub_(params, [parts.flatten(0, 1) for parts in steps])

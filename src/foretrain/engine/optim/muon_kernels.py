@@ -60,20 +60,24 @@ def write_updates(
 def move_weights(
     params: Sequence[Tensor],
     steps: Tensor,
+    factors: Tensor | None,
     counts: Sequence[int],
     group: dict[str, Any],
     ratio: float,
     found_inf: Tensor | None,
 ) -> None:
-    """Let the weights decay and move them by `steps`, [parts of all, rows, columns], of any strides."""
+    """Let the weights decay and move them by `steps`, [parts of all, rows, columns], of any strides. factors: what each
+    row of steps is multiplied by, [parts of all, rows]."""
     kernel = _kernels().muon_weights
     rows, columns = steps.shape[1:]
     rate = _on_device(group["lr"], steps.device)
     with torch.cuda.device_of(steps):  # type: ignore[no-untyped-call]
-        for p, step in zip(params, steps.split_with_sizes(list(counts)), strict=True):
+        of_each = [rate] * len(params) if factors is None else factors.contiguous().split_with_sizes(list(counts))
+        for p, step, factor in zip(params, steps.split_with_sizes(list(counts)), of_each, strict=True):
             kernel[(-(-rows // _SIDE), -(-columns // _SIDE), len(step))](
                 p.detach(),
                 step,
+                factor,
                 rate,
                 rate if found_inf is None else found_inf,
                 rows,
@@ -82,6 +86,7 @@ def move_weights(
                 ratio,
                 float(group["weight_decay"]),
                 CHECKED=found_inf is not None,
+                BY_ROW=factors is not None,
                 ROWS=_SIDE,
                 COLUMNS=_SIDE,
                 num_warps=_WARPS,
