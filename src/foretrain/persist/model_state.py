@@ -12,10 +12,12 @@ from torch.optim import Optimizer
 
 from foretrain.errors import CheckpointError
 from foretrain.persist.codec import copy_all, form_in_words, own_copy, real_view, take_apart
-from foretrain.persist.parts import is_spread, like, local, places_in_whole, total_over_parts
+from foretrain.persist.parts import form_of_spread, is_spread, like, local, places_in_whole, total_over_parts
 
 SCALE = "_scale"
 """The scales of a moment in 8 bits are saved under its name with this ending."""
+ROW_SQUARES = "row_squares"
+"""The name of Muon's mean squares of rows: a number for each row of a matrix, [rows, 1]."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -90,7 +92,7 @@ def restore_model(
 
 _OF_SCHEDULES = {"peak_lr"}
 """What a schedule of the configuration leaves in an optimizer's groups."""
-_TOGETHER = ({"momentum_buffer"}, {"step", "exp_avg", "exp_avg_sq"})
+_TOGETHER = ({"momentum_buffer"}, {"momentum_buffer", ROW_SQUARES}, {"step", "exp_avg", "exp_avg_sq"})
 """Optimizers of this package save these together, beside scales of 8-bit numbers."""
 
 
@@ -159,6 +161,9 @@ def _check_complete(optimizer: Optimizer, saved: Mapping[int, Mapping[str, Any]]
 def _size(name: str, value: Any, parameter: Tensor) -> int:
     """Numbers that a part of an optimizer's state must have; that of a parameter that is spread may be a part of it."""
     whole = not is_spread(parameter) or (isinstance(value, Tensor) and is_spread(value))
+    if name == ROW_SQUARES:
+        form = form_of_spread(parameter)
+        return parameter.shape[0] if whole or form is None or not form.by_rows else local(parameter).shape[0]
     return 1 if name == "step" else parameter.numel() if whole else local(parameter).numel()
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from foretrain.errors import CheckpointError
 from foretrain.persist.codec import OWN, RANDOM, Snapshot, put_together, random_state, take_apart
-from foretrain.persist.model_state import SCALE
+from foretrain.persist.model_state import ROW_SQUARES, SCALE
 from foretrain.persist.parts import FLAT, SpreadForm, form_of_spread, region, spread_as
 from foretrain.persist.shards import (
     RANDOM_MARK,
@@ -52,7 +52,7 @@ class Layouts:
         named = self._by_name.get(own_name)
         if named is not None and named.shape == shape:
             return named
-        if not of_model and name.endswith(SCALE):
+        if not of_model and name.endswith((SCALE, ROW_SQUARES)):
             return self._of_rows(shape) if cut else None
         if not cut and (of_model or not any(f".{start}." in f".{name}" for start in _WEIGHT_LIKE)):
             return None

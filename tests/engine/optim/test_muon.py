@@ -313,6 +313,60 @@ def test_grad_scale_divides_the_gradients(scale: float) -> None:
 # --- the rest ------------------------------------------------------------------------------------------------------
 
 
+def evened(steps: list[Tensor], beta: float) -> list[Tensor]:
+    """Steps of one matrix as NorMuon's rule says it, written again: rows over the root of their mean square, averaged
+    over steps, and the size of the whole as before."""
+    squares, found = torch.zeros(len(steps[0]), dtype=torch.float64), []
+    for step in steps:
+        squares = beta * squares + (1 - beta) * step.double().square().mean(1)
+        rows = step.double() / squares.sqrt().unsqueeze(1)
+        found.append(rows * step.double().norm() / rows.norm())
+    return found
+
+
+@pytest.mark.parametrize("shape", [(24, 8), (8, 24), (16, 16), (1, 5)])
+@pytest.mark.parametrize("beta", [0.5, 0.95])
+def test_rows_are_evened_out_as_the_rule_says(shape: tuple[int, int], beta: float) -> None:
+    gradients = [torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
+    rates = {"lr": 0.1, "weight_decay": 0.0, "momentum": 0.9}
+    moved: dict[float, list[Tensor]] = {}
+    for row_beta2 in (0.0, beta):
+        p = nn.Parameter(torch.zeros(shape))
+        optimizer = Muon([{"params": [p]}], row_beta2=row_beta2, **rates)
+        moved[row_beta2], before = [], torch.zeros(shape)
+        for gradient in gradients:
+            p.grad = gradient
+            optimizer.step()
+            moved[row_beta2].append(p.detach() - before)
+            before = p.detach().clone()
+    for found, expected in zip(moved[beta], evened(moved[0.0], beta), strict=True):
+        torch.testing.assert_close(found.double(), expected, rtol=1e-3, atol=1e-4)
+
+
+def test_parts_of_a_fused_matrix_keep_their_own_size_when_rows_are_evened_out() -> None:
+    p = nn.Parameter(torch.zeros(24, 8))
+    gradient = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
+    p.grad = torch.cat([0 * gradient, gradient, 100 * gradient])
+    optimizer = Muon([{"params": [p]}], lr=0.1, weight_decay=0.0, row_beta2=0.9, parts={p: 3})
+    optimizer.step()
+    sizes = [float(part.norm()) for part in p.detach().chunk(3)]
+    assert sizes[0] == 0.0
+    assert sizes[1] == pytest.approx(sizes[2], rel=1e-2)
+
+
+def test_a_state_without_mean_squares_of_rows_goes_on() -> None:
+    """A run of before has none."""
+    params = [nn.Parameter(torch.ones(6, 4)) for _ in range(2)]
+    old, new = (Muon([{"params": [p]}], row_beta2=beta) for p, beta in zip(params, (0.0, 0.9), strict=True))
+    for optimizer, p in zip((old, new), params, strict=True):
+        p.grad = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+        optimizer.step()
+    new.load_state_dict(old.state_dict())
+    assert set(new.state[params[1]]) == {"momentum_buffer"}
+    new.step()
+    assert new.state[params[1]]["row_squares"].shape == (6, 1)
+
+
 def test_only_matrices_are_taken() -> None:
     with pytest.raises(ValueError, match="matrices only"):
         Muon([{"params": parameters([(3,)])}])

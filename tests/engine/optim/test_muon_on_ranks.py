@@ -35,6 +35,7 @@ CASES: dict[str, Found] = {
     "no nesterov": {"nesterov": False},
     "as AdamW": {"scale": "match_rms_adamw", "lr": torch.tensor(0.03)},
     "narrow": {"state_type": "bf16"},
+    "rows": {"row_beta2": 0.9},
 }
 LAYOUTS = ("shards", "copies", "columns", "both")
 
@@ -91,17 +92,22 @@ def differences(mesh: DeviceMesh, placements: list[Any], settings: Found) -> Fou
         return distribute_tensor(tensor, mesh, placements)
 
     alone = [nn.Parameter(p) for p in drawn(0)]
-    steps(Muon, alone, [drawn(seed) for seed in (1, 2, 3)], settings)
+    one = steps(Muon, alone, [drawn(seed) for seed in (1, 2, 3)], settings)
     ours = [nn.Parameter(spread(p)) for p in drawn(0)]
     gradients = [[spread(one) for one in drawn(seed)] for seed in (1, 2, 3)]
     with pytest.MonkeyPatch.context() as patch, Operations() as seen:
         patch.setattr(muon_parts, "orthogonalize", counted)
-        steps(MuonOnParts, ours, gradients, settings)
+        here = steps(MuonOnParts, ours, gradients, settings)
+    rows = [
+        float((whole(here.state[p]["row_squares"]) / one.state[q]["row_squares"] - 1).abs().max())
+        for p, q in zip(ours, alone, strict=True)
+        if settings.get("row_beta2")
+    ]
     far = [
         float((whole(own) - other).norm() / (other - begun).norm())
         for own, other, begun in zip(ours, alone, drawn(0), strict=True)
     ]
-    return {"far": max(far), "orthogonalised": sum(counts), "calls": seen.calls}
+    return {"far": max(far), "rows": rows, "orthogonalised": sum(counts), "calls": seen.calls}
 
 
 def on_ranks(rank: int) -> Found:
@@ -109,12 +115,13 @@ def on_ranks(rank: int) -> Found:
     for name in LAYOUTS:
         mesh, placements = layout(name)
         for case, settings in CASES.items():
-            if name == "shards" or case == "usual":
+            if name == "shards" or case in ("usual", "rows"):
                 found[f"{name}, {case}"] = differences(mesh, placements, settings)
     with pytest.MonkeyPatch.context() as patch:
         for module in (muon, muon_parts):
             patch.setattr(module, "iteration_type", lambda *_: "bf16")
         found["bf16"] = differences(*layout("shards"), {})
+        found["bf16, rows"] = differences(*layout("shards"), {"row_beta2": 0.9})
     return found
 
 
@@ -124,20 +131,34 @@ def found() -> list[Found]:
     return results(4, on_ranks)
 
 
-@pytest.mark.parametrize("case", [*(f"shards, {case}" for case in CASES), *(f"{name}, usual" for name in LAYOUTS[1:])])
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(f"shards, {case}" for case in CASES),
+        *(f"{name}, {case}" for name in LAYOUTS[1:] for case in ("usual", "rows")),
+    ],
+)
 def test_steps_are_those_of_one_process(case: str, found: list[Found]) -> None:
     for rank in found:
         assert rank[case]["far"] < (5e-3 if "narrow" in case else 1e-5)
 
 
 def test_an_iteration_in_bf16_is_that_of_one_process(found: list[Found]) -> None:
-    assert all(rank["bf16"]["far"] < 2e-2 for rank in found)
-    assert found[0]["bf16"]["calls"] == {"alltoall_base_": 6}
+    for case in ("bf16", "bf16, rows"):
+        assert all(rank[case]["far"] < 2e-2 for rank in found)
+        assert found[0][case]["calls"] == {"alltoall_base_": 6}
+
+
+@pytest.mark.parametrize("case", [f"{name}, rows" for name in LAYOUTS])
+def test_mean_squares_of_rows_are_those_of_one_process(case: str, found: list[Found]) -> None:
+    for rank in found:
+        assert len(rank[case]["rows"]) == len(SHAPES)
+        assert max(rank[case]["rows"]) < 1e-4
 
 
 def test_each_matrix_is_orthogonalised_once_with_two_operations_per_step(found: list[Found]) -> None:
     """Copies of shards, of which there are two, do so each for themselves."""
-    for case, copies in (("shards, usual", 1), ("copies, usual", 2)):
+    for case, copies in (("shards, usual", 1), ("shards, rows", 1), ("copies, usual", 2), ("copies, rows", 2)):
         assert sum(rank[case]["orthogonalised"] for rank in found) == copies * ORTHOGONALISED
         assert max(rank[case]["orthogonalised"] for rank in found) < copies * ORTHOGONALISED
         assert all(rank[case]["calls"] == {"alltoall_base_": 2 * 3} for rank in found)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from foretrain.engine.optim.moments import BLOCK, SMALLEST, decoded, encoded, is_narrow, unroot
-from foretrain.persist.model_state import SCALE
+from foretrain.persist.model_state import ROW_SQUARES, SCALE
 from foretrain.persist.parts import SpreadForm, form_of_spread, like, local, part_for, region, spread_as
 
 _CODES = (torch.int8, torch.uint8)
@@ -36,6 +36,8 @@ def load_as_stored(optimizer: Optimizer, saved: dict[str, Any], state_type: str)
 
 def _as_stored_here(name: str, kept: Mapping[str, Any], p: Tensor, state_type: str) -> dict[str, Tensor]:
     """A moment, with its scales if it has any, in the form that it has in this process."""
+    if name == ROW_SQUARES:
+        return {name: _of_rows(_checked(name, kept[name], torch.float32).to(p.device), p)}
     expected, value = _expected_type(name, p, state_type), kept[name]
     if name == "step":
         return {name: _checked(name, value, expected).to(p.device)}
@@ -78,6 +80,14 @@ def _rows_here(scales: Tensor, form: SpreadForm) -> Tensor:
     sizes, begin = form.with_columns(scales.shape[1]).region()
     here = local(scales)
     return here if tuple(here.shape) == sizes else region(here, begin, sizes).clone()
+
+
+def _of_rows(numbers: Tensor, p: Tensor) -> Tensor:
+    """A number for each row of a weight, or those of the rows that this process holds."""
+    form = form_of_spread(p)
+    if form is None or not form.by_rows:
+        return local(numbers)
+    return spread_as(_rows_here(numbers, form), form.with_columns(1))
 
 
 def _with_scales_of_one(part: Tensor, scales: Tensor, form: SpreadForm) -> Tensor:

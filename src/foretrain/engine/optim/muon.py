@@ -18,14 +18,14 @@ from foretrain.engine import precision
 from foretrain.engine.optim import moments, muon_kernels, narrow
 from foretrain.engine.optim.loading import load_as_stored
 from foretrain.engine.optim.skipping import SkippingOptimizer
+from foretrain.persist.model_state import ROW_SQUARES
+from foretrain.persist.parts import form_of_spread, local, spread_as
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 NEWTON_SCHULZ_STEPS = 5
 """Four would do after scaling the rows by their sums in the Gram matrix, but only for random matrices: where singular
 values fall off as 1/i, the result is then at a cosine of 0.87 to U V^T (768 x 768; with these five 0.96)."""
 EPSILON = 1e-7
-ROW_SQUARES = "row_squares"
-"""Name of what the optimizer keeps of each matrix for `row_beta2`: [rows, 1]."""
 SMALL = 64
 """Shorter side of matrices up to which every CPU is faster in fp32: there a product in bf16 has a high fixed cost."""
 
@@ -57,9 +57,11 @@ def orthogonalize(matrices: Tensor) -> Tensor:
     return x.mT if tall else x
 
 
-def row_factors(squares: Tensor, own: Tensor, weight: float | Tensor) -> Tensor:
-    """Take the mean squares of rows, `own`, into the running ones, `squares`, both [matrices, rows]. Return what each
-    row is multiplied by: over time all are of about one size then, and each matrix keeps its own."""
+def row_factors(squares: Tensor, steps: Tensor, weight: float | Tensor) -> Tensor:
+    """Take the mean squares of the rows of `steps`, [matrices, rows, columns], into the running ones, `squares`,
+    [matrices, rows]. Return what each row is multiplied by: over time all rows are of about one size then, and each
+    matrix keeps its own."""
+    own = torch.linalg.vector_norm(steps, dim=2, dtype=torch.float32).square_().div_(steps.shape[2])
     squares.lerp_(own, weight)
     factors = squares.clamp(min=EPSILON**2).rsqrt()
     before, after = own.sum(1, keepdim=True), (own * factors.square()).sum(1, keepdim=True)
@@ -126,10 +128,7 @@ class Muon(SkippingOptimizer):
     def _muon(self, group: dict[str, Any], params: list[Tensor]) -> None:
         batches: dict[Any, dict[torch.Size, list[Tensor]]] = defaultdict(lambda: defaultdict(list))
         for p in params:
-            if "momentum_buffer" not in self.state[p]:
-                moments.make_moment(self.state[p], "momentum_buffer", p, self.state_type)
-            if self.row_beta2 and ROW_SQUARES not in self.state[p]:
-                self.state[p][ROW_SQUARES] = torch.zeros(len(p), 1, dtype=torch.float32, device=p.device)
+            self._begin(p)
             narrow_momentum, by_kernel = moments.is_narrow(p, self.state_type), self._by_kernel(p)
             batches[self._part_shape(p), narrow_momentum, by_kernel][p.shape].append(p)
         for (_, _, by_kernel), by_shape in batches.items():
@@ -137,6 +136,17 @@ class Muon(SkippingOptimizer):
                 self._muon_batch_by_kernel(group, [p for some in by_shape.values() for p in some])
             else:
                 self._muon_batch(group, list(by_shape.values()))
+
+    def _begin(self, p: Tensor) -> None:
+        """Add what is missing in the state of a matrix."""
+        state = self.state[p]
+        if "momentum_buffer" not in state:
+            moments.make_moment(state, "momentum_buffer", p, self.state_type)
+        if self.row_beta2 and ROW_SQUARES not in state:
+            form = form_of_spread(p)
+            form = None if form is None or not form.by_rows else form.with_columns(1)
+            rows = p.shape[0] if form is None else local(p).shape[0]
+            state[ROW_SQUARES] = spread_as(torch.zeros(rows, 1, dtype=torch.float32, device=local(p).device), form)
 
     def _by_kernel(self, p: Tensor) -> bool:
         if not self._kernels_allowed or moments.is_narrow(p, self.state_type):
@@ -165,15 +175,16 @@ class Muon(SkippingOptimizer):
         """[parts of all, rows]: what each row of orthogonalised updates is multiplied by; None where rows stay."""
         if not self.row_beta2:
             return None
-        weight: float | Tensor = 1 - self.row_beta2
-        if self.found_inf is not None:
-            weight = torch.where(self.found_inf > 0, 0.0, weight)
         kept = [self.state[p][ROW_SQUARES] for p in params]
         squares = torch.cat(kept).view(steps.shape[:2])
-        own = torch.linalg.vector_norm(steps, dim=2, dtype=torch.float32).square_().div_(steps.shape[2])
-        factors = row_factors(squares, own, weight)
+        factors = row_factors(squares, steps, self._row_weight())
         torch._foreach_copy_(kept, list(squares.view(-1, 1).split_with_sizes([len(p) for p in params])))
         return factors
+
+    def _row_weight(self) -> float | Tensor:
+        """The weight of a step among the mean squares of rows; a bad one has none."""
+        weight = 1 - self.row_beta2
+        return weight if self.found_inf is None else torch.where(self.found_inf > 0, 0.0, weight)
 
     def _muon_batch(self, group: dict[str, Any], same_shaped: list[list[Tensor]]) -> None:
         """Update matrices of several shapes whose parts all have one shape."""

@@ -18,11 +18,13 @@ from foretrain.persist.parts import SpreadForm, form_of_spread
 class Owners:
     """Who owns which matrix, and what goes to and fro. All processes come to the same answer by themselves.
 
-    place: this process's among those of the group. shapes: of whole matrices, whose rows the group shares.
+    place: this process's among those of the group. shapes: of whole matrices, whose rows the group shares. more: how
+    many numbers go to and fro with each row, behind its own.
     """
 
-    def __init__(self, group: Any, place: int, size: int, shapes: Sequence[tuple[int, int]]) -> None:
-        self.group, self.place, self.size, self.shapes = group, place, size, list(shapes)
+    def __init__(self, group: Any, place: int, size: int, shapes: Sequence[tuple[int, int]], more: int = 0) -> None:
+        self.group, self.place, self.size = group, place, size
+        self.shapes = [(rows, columns + more) for rows, columns in shapes]
         owners = shared_out(shapes, size)
         self._order = sorted(range(len(owners)), key=owners.__getitem__)
         """All matrices, one owner after the other."""
@@ -68,9 +70,9 @@ class Owners:
         return rows_of(place, rows, self.size) * columns
 
 
-def owners_of(params: Sequence[Tensor]) -> Owners | None:
+def owners_of(params: Sequence[Tensor], more: int = 0) -> Owners | None:
     """Return the owners of matrices whose rows are shared by the same processes, as FSDP2 shares them; None where some
-    are cut in another way."""
+    are cut in another way. more: numbers that go with each row."""
     forms = [form_of_spread(p) for p in params]
     cuts = [None if form is None else _cut(form) for form in forms]
     first = cuts[0]
@@ -78,7 +80,7 @@ def owners_of(params: Sequence[Tensor]) -> Owners | None:
         return None
     mesh, dimension = first
     group, place, size = mesh.get_group(dimension), mesh.get_local_rank(dimension), mesh.size(dimension)
-    return Owners(group, place, size, [(p.shape[0], p.shape[1]) for p in params])
+    return Owners(group, place, size, [(p.shape[0], p.shape[1]) for p in params], more)
 
 
 def _cut(form: SpreadForm) -> tuple[Any, int] | None:
