@@ -118,13 +118,14 @@ class VariedMuon(Muon):
 @dataclass(frozen=True)
 class Part:
     """One addition. settings: of the configuration; optimizer: attributes of `VariedMuon`; momentum: from and to
-    within the first quarter; ramp: what is halved in the first third of the tokens."""
+    within the first quarter; ramp: what is halved in the first `share` of the tokens."""
 
     settings: tuple[tuple[str, Any], ...] = ()
     optimizer: tuple[tuple[str, Any], ...] = ()
     momentum: tuple[float, float] | None = None
     silenced: bool = False
     ramp: str = ""
+    share: float = 1 / 3
 
 
 PARTS: dict[str, Part] = {
@@ -139,12 +140,12 @@ PARTS: dict[str, Part] = {
     "Newton-Schulz, 4 iterations": Part(optimizer=(("orthogonalized", fewer(4)),)),
     "half the context at first": Part(ramp="context"),
     "half the batch at first": Part(ramp="batch"),
+    "half the batch throughout": Part(ramp="batch", share=1.0),
     "rows, cautious, projections at zero": Part(
         settings=(("optimizer.row_beta2", 0.95),), optimizer=(("cautious", True),), silenced=True
     ),
 }
 AVERAGED = "the last tenth averaged"
-RAMP_SHARE = 1 / 3
 
 
 def ramped(batches: Iterator[Any], kind: str, until: int) -> Iterator[Any]:
@@ -164,7 +165,7 @@ def run(model: str, part: Part, options: argparse.Namespace, seed: int) -> dict[
     """Make one whole run, and return its losses on the test set."""
     task, usual = MODELS[model]
     steps = options.steps or usual["max_steps"]
-    ramp = round(RAMP_SHARE * steps)
+    ramp = round(part.share * steps)
     total = steps + (ramp if part.ramp == "batch" else 0)
     changes = usual | dict(part.settings) | {"max_steps": total, "schedule.warmup_steps": steps // 12}
     changes["engine.cuda_graph"] = False

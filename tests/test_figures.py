@@ -205,7 +205,7 @@ def test_the_verdict_on_growth() -> None:
     assert f"where 50 % was {told[1]:.2f}x and {told[3]:.2f}x" in page
 
 
-def test_growth_over_the_adamw_of_november(readme: str) -> None:
+def test_growth_over_the_adamw_of_november() -> None:
     page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
     runs = raw("2026-11-15-campaign-lm124m-adamw")["runs"]
     known = {(run["arm"], run["learning_rate"], run["seed"], run["max_steps"]): run for run in runs}
@@ -219,7 +219,6 @@ def test_growth_over_the_adamw_of_november(readme: str) -> None:
     }
     muon, grown = ([f"{ratio:.2f}x" for ratio in found[arm]] for arm in ("muon", GROWN))
     assert f"| {', '.join(muon)}; **{', '.join(grown)}** |" in page
-    assert "and growth {} and {} over the same AdamW".format(*sorted(grown)) in readme
 
 
 def test_the_plan_for_a_time_was_checked_by_training() -> None:
@@ -246,7 +245,8 @@ def test_what_transformers_and_peft_read_back() -> None:
     assert (len(found["learning_rate"]["tried"]), found["learning_rate"]["cost"]) == (3, 0.25)
 
 
-def test_muon_on_124_million_parameters(readme: str) -> None:
+def test_muon_on_124_million_parameters() -> None:
+    page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
     muon = [
         run
         for run in raw("2026-11-15-campaign-lm124m-muon")["runs"]
@@ -263,7 +263,7 @@ def test_muon_on_124_million_parameters(readme: str) -> None:
         }
         assert theirs[525]["loss"] > mine["loss"], "AdamW needs more than half as many steps again"
         ratios.append(theirs[700]["seconds"] / mine["seconds"])
-    assert "{:.2f}x and {:.2f}x over compiled bf16 AdamW".format(*sorted(ratios)) in readme
+    assert "**Muon is worth {:.2f}x and {:.2f}x in time**".format(*reversed(ratios)) in page
 
 
 def test_the_rate_that_finds_itself(readme: str) -> None:
@@ -364,24 +364,6 @@ def test_what_attack_finds() -> None:
         verdict = arm["verdict"]
         assert f"| {verdict['memory_mb_per_1000_steps']} MB |" in pages
         assert f"| {verdict['log_bytes_per_step']:.0f} bytes |" in pages
-
-
-def test_muon_and_growth_on_124_million_parameters(readme: str) -> None:
-    """AdamW's seconds to the loss of Muon with growth, by the slope between its own budgets of 700 and 850 steps."""
-    now = [run for run in raw("2026-11-18-growth-and-stack-cuda")["runs"] if run["task"] == "lm124m"]
-    budgets = {run["max_steps"]: run["loss"] for run in now if (run["arm"], run["seed"]) == ("adamw", 1)}
-    slope = (budgets[850] - budgets[700]) / math.log(850 / 700)
-    ratios = []
-    for seed in (1, 2):
-        mine = next(run for run in now if (run["arm"], run["seed"]) == ("grown at 50 %", seed))
-        theirs = next(
-            run
-            for run in raw("2026-11-15-campaign-lm124m-adamw")["runs"]
-            if (run["arm"], run["seed"], run["max_steps"]) == ("plain", seed, 700)
-        )
-        longer = math.exp((mine["loss"] - theirs["loss"]) / slope)
-        ratios.append(longer * theirs["seconds"] / mine["seconds"])
-    assert "growth {:.2f}x and {:.2f}x over the same AdamW".format(*sorted(ratios)) in readme
 
 
 LANGUAGE_FAMILIES = ("track_1_short", "track_2_medium", "track_3_optimization", "multipowerlaw")

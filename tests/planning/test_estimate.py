@@ -43,11 +43,12 @@ def test_the_parameters_are_those_of_the_model(shape: GPT2Shape) -> None:
     assert parameters_of(shape).weights == size_of(model.parameters())
 
 
-@pytest.mark.parametrize("kind", ["adamw", "adam", "sgd", "muon", "adamw bf16", "adamw 8bit", "muon 8bit"])
+@pytest.mark.parametrize("kind", ["adamw", "adam", "sgd", "muon", "adamw bf16", "adamw 8bit", "muon 8bit", "muon rows"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_optimizer_state_and_gradients_are_exact(shape: GPT2Shape, kind: str) -> None:
     kind, _, stored = kind.partition(" ")
-    config = OptimizerConfig(type=kind, state_type=stored or "fp32")
+    settings = {"row_beta2": 0.0} if stored == "rows" else {"state_type": stored or "fp32"}
+    config = OptimizerConfig(type=kind, **settings)
     model = GPT2(shape)
     optimizer = optim.build(model, config)
     tokens = torch.zeros(1, shape.context, dtype=torch.long)

@@ -165,7 +165,7 @@ class OptimizerConfig(Section):
     or sqrt(max(1, rows/columns)), which wants about ten times higher ones."""
     split_fused: bool = True
     """Orthogonalise the parts of a fused matrix, such as queries, keys and values, each by itself, in `muon`."""
-    row_beta2: Fraction = 0.0
+    row_beta2: Fraction = 0.95
     """Averaging of the mean square of each row of an orthogonalised update, by whose root it is divided, in `muon`
     (NorMuon). 0: rows are left as they are."""
     gradient_clip_norm: NonNegative = 1.0

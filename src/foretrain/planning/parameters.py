@@ -116,7 +116,7 @@ class Parameters:
 
     def optimizer_state(self, config: OptimizerConfig) -> int:
         """Bytes of the averages of all trained parameters, and of the step counts."""
-        return _state_of_all(self, config.type, config.state_type, config.momentum == 0)
+        return _state_of_all(self, config.type, config.state_type, config.momentum == 0, config.row_beta2 > 0)
 
 
 @lru_cache(maxsize=64)
@@ -190,15 +190,17 @@ def _batches(parameters: Parameters, split_fused: bool) -> tuple[MatrixBatch, ..
 
 
 @lru_cache(maxsize=256)
-def _state_of_all(parameters: Parameters, kind: str, state_type: str, still: bool) -> int:
-    """Return the bytes of all averages. still: without momentum."""
+def _state_of_all(parameters: Parameters, kind: str, state_type: str, still: bool, rows: bool) -> int:
+    """Return the bytes of all averages. still: without momentum; rows: Muon averages a number for each row."""
     total = 0
     for p in parameters.trained:
         one = _average(p.numel, state_type)
         if kind == "sgd":
             total += 0 if still else one
+        elif kind == "muon" and by_muon(p):
+            total += one + (FP32 * p.shape[0] if rows else 0)
         else:
-            total += one if kind == "muon" and by_muon(p) else 2 * one + STEP_BYTES
+            total += 2 * one + STEP_BYTES
     return total
 
 

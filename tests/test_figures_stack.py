@@ -1,0 +1,170 @@
+"""Figures of the whole stack, of one GPU and of additions to Muon are what raw files of benchmarks/results say."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from foretrain.measure.stats import paired_interval
+
+ROOT = Path(__file__).parent.parent
+
+
+def page(name: str) -> str:
+    return " ".join((ROOT / name).read_text("utf-8").split())
+
+
+def raw(name: str) -> Any:
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text("utf-8"))
+
+
+def in_words(ratios: list[float], digits: int = 3) -> str:
+    found = paired_interval([math.log(ratio) for ratio in ratios])
+    assert found.low is not None
+    assert found.high is not None
+    mean, low, high = (f"{math.exp(end):.{digits}f}" for end in (found.mean, found.low, found.high))
+    return f"{mean}x [{low}, {high}]"
+
+
+def stack() -> dict[str, dict[int, dict[str, Any]]]:
+    """Timed runs by arm and seed; AdamW's longer one apart."""
+    found: dict[str, dict[int, dict[str, Any]]] = {}
+    for run in raw("2026-11-19-stack-lm124m-cuda")["runs"]:
+        arm = run["arm"] + (", longer" if run["steps"] == 770 else "")
+        found.setdefault(arm, {})[run["seed"]] = run
+    return found
+
+
+def sooner(arm: str) -> list[float]:
+    """Seconds of AdamW to the final loss of an arm, over that arm's, seed by seed, from the raw runs alone."""
+    runs = stack()
+    adamw, longer = runs["adamw"], runs["adamw, longer"][1]
+    slope = (adamw[1]["loss"] - longer["loss"]) / math.log(longer["steps"] / adamw[1]["steps"])
+    ratios = []
+    for seed, mine in sorted(runs[arm].items()):
+        plain = adamw[seed]
+        steps = steps_of_adamw(plain, mine, slope)
+        ratios.append(steps * plain["seconds"] / plain["steps"] / mine["seconds"])
+    return ratios
+
+
+def steps_of_adamw(plain: dict[str, Any], mine: dict[str, Any], slope: float) -> float:
+    """How many steps AdamW needs to the loss of another run of its seed. slope: by log(steps)."""
+    return float(plain["steps"] * math.exp((plain["loss"] - mine["loss"]) / slope))
+
+
+def test_how_far_adamw_is_extrapolated() -> None:
+    runs = stack()
+    adamw, longer = runs["adamw"], runs["adamw, longer"][1]
+    slope = (adamw[1]["loss"] - longer["loss"]) / math.log(longer["steps"] / adamw[1]["steps"])
+    beyond = {
+        arm: sorted(round(100 * (steps_of_adamw(adamw[seed], runs[arm][seed], slope) / 770 - 1)) for seed in (1, 2, 3))
+        for arm in ("Muon", "Muon and growth")
+    }
+    muon, grown = beyond["Muon"], beyond["Muon and growth"]
+    told = f"extrapolated by {muon[0]} to {muon[2]} %, with growth by up to {grown[2]} %"
+    assert told in page("docs/results.md"), told
+
+
+@pytest.mark.parametrize("arm", ["Muon", "Muon and growth"])
+def test_the_whole_stack_over_adamw(arm: str) -> None:
+    ratios = sooner(arm)
+    (row,) = (row for row in raw("2026-11-19-stack-lm124m-cuda")["rows"] if row["arm"] == arm)
+    assert ratios == pytest.approx(row["sooner"], rel=1e-9)
+    assert len(ratios) == 3
+    assert f"**{in_words(ratios)}**" in page("docs/results.md")
+    assert in_words(ratios, digits=2) in page("README.md")
+    assert f"{statistics.geometric_mean(ratios):.1f}x" in next(
+        line for line in (ROOT / "README.md").read_text("utf-8").splitlines() if "language model to pre-train" in line
+    )
+
+
+def test_growth_and_prediction_beside_muon_alone() -> None:
+    runs, text = stack(), page("docs/results.md")
+    grown = [one / other for one, other in zip(sooner("Muon and growth"), sooner("Muon"), strict=True)]
+    assert f"| Muon without | {in_words(grown)} |" in text
+    watched, plain = runs["Muon, prediction as by default"], runs["Muon"]
+    speed = [plain[seed]["seconds"] / watched[seed]["seconds"] for seed in (1, 2, 3)]
+    assert f"| the same Muon without | {in_words(speed)} (no move was made) |" in text
+    assert min(speed) >= 0.99
+
+
+def test_both_sides_were_tuned_with_as_many_runs() -> None:
+    runs = [run for run in raw("2026-11-19-stack-lm124m-cuda")["runs"] if run["arm"].startswith("tuning")]
+    for side in ("adamw", "muon"):
+        own = [run for run in runs if run["arm"] == f"tuning {side}"]
+        assert len(own) == 6
+        best = min(own, key=lambda run: run["held_out_loss"])
+        (row,) = (row for row in raw("2026-11-19-stack-lm124m-cuda")["rows"] if row["arm"] == "Muon")
+        chosen = row["settings" if side == "muon" else "adamw"]
+        assert {name: best["settings"].get(name) for name in chosen} == chosen
+
+
+def test_the_ladder() -> None:
+    text, whole = page("docs/results.md"), page("README.md")
+    found = raw("2026-11-19-throughput-ladder-cuda")["results"]
+
+    def rung(case: str, below: str, above: str) -> list[float]:
+        seconds = {name: entry["seconds"] for name, entry in found[case].items()}
+        return [one / other for one, other in zip(seconds[below], seconds[above], strict=True)]
+
+    arms = ("plain loop, fp32 eager", "plain loop, bf16 eager", "foretrain")
+    large, small = "ladder, batch 16", "ladder of 30M, batch 64"
+    assert f"| bf16 eager | {in_words(rung(large, *arms[:2]))} |" in text
+    assert f"| {in_words(rung(small, *arms[:2]))} |" in text
+    assert f"AdamW | {in_words(rung(large, *arms[1:]))} |" in text
+    together = statistics.geometric_mean(rung(small, arms[0], arms[2]))
+    assert f"| {in_words(rung(small, *arms[1:]))}, {together:.1f}x together |" in text
+    engine = statistics.geometric_mean(rung(large, arms[0], arms[2]))
+    for arm in ("Muon", "Muon and growth"):
+        assert f"**{engine * statistics.geometric_mean(sooner(arm)):.1f}x**" in text
+        assert f"{engine * statistics.geometric_mean(sooner(arm)):.1f}x" in whole
+    assert f"| {engine:.1f}x |" in text
+
+
+def test_what_tuning_at_30_million_parameters_found() -> None:
+    runs = raw("2026-11-19-stack-lm30m-tuning-cuda")["runs"]
+    lowest = {
+        side: min((run for run in runs if run["arm"] == f"tuning {side}"), key=lambda run: run["held_out_loss"])
+        for side in ("muon", "adamw")
+    }
+    muon, adamw = lowest["muon"], lowest["adamw"]
+    told = f"Muon ends at {muon['loss']:.3f} after {muon['steps']:,} steps and AdamW at {adamw['loss']:.3f} after"
+    assert f"{told} {adamw['steps']:,}, {adamw['steps'] / muon['steps']:.1f} times as many" in page("docs/results.md")
+
+
+def test_fsdp2_on_one_gpu() -> None:
+    found = raw("2026-11-19-ranks-speed-cuda")
+    seconds, text = found["seconds"], page("docs/cluster.md")
+    step = {name: 1000 * statistics.median(values) / 20 for name, values in seconds.items()}
+    ratios = [one / other for one, other in zip(seconds["one process"], seconds["FSDP2, off"], strict=True)]
+    assert f"| foretrain, one process | {step['one process']:.1f} |" in text
+    told = f"{statistics.median(ratios):.3f} of that throughput (rounds: {min(ratios):.3f} to {max(ratios):.3f})"
+    assert f"| foretrain on FSDP2 | {step['FSDP2, off']:.1f} | {told} |" in text
+    for name, row in (("idle", "... with idle prediction"), ("watching", "... watching every window")):
+        longer = found["ratios"][f"{name} over off, both FSDP2"] - 1
+        assert f"| {row} | {step[f'FSDP2, {name}']:.1f} | {longer:.1%} longer".replace("%", " %") in text
+    longer = found["ratios"]["foretrain over a plain loop, both FSDP2"] - 1
+    assert f"| {step['FSDP2, plain loop']:.1f} | foretrain's step is {longer:.0%} longer |".replace("%", " %") in text
+
+
+def test_fine_tuning_beside_trl_on_a_gpu() -> None:
+    found, text = raw("2026-11-19-hf-finetune-shape-cuda"), page("docs/finetune.md")
+    theirs = found["arms"]["theirs"]
+    names = {"ours, hybrid off": '`hybrid.mode = "off"`', "ours, as finetune does": "as `finetune` does"}
+    for arm, name in names.items():
+        own = found["arms"][arm]
+        mean = statistics.fmean(abs(a - b) for a, b in zip(own["losses"], theirs["losses"], strict=True))
+        ratios = own["ratio_to_theirs"]
+        row = (
+            f"| foretrain, {name} | {statistics.median(own['seconds_per_step']):.3f} | {own['median_ratio']:.3f} "
+            f"({min(ratios):.3f} to {max(ratios):.3f}) | {mean:.4f} ({own['largest_difference_of_losses']:.3f}) |"
+        )
+        assert row in text
+    median = found["arms"]["ours, as finetune does"]["median_ratio"]
+    assert f"a model of that shape {median:.2f} of them on an H200" in page("README.md")
