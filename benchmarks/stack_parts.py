@@ -118,7 +118,8 @@ class VariedMuon(Muon):
 @dataclass(frozen=True)
 class Part:
     """One addition. settings: of the configuration; optimizer: attributes of `VariedMuon`; momentum: from and to
-    within the first quarter; ramp: what is halved in the first `share` of the tokens."""
+    within the first quarter; ramp: what is halved in the first `share` of the tokens; frequencies: whether the first
+    output is how frequent each token is."""
 
     settings: tuple[tuple[str, Any], ...] = ()
     optimizer: tuple[tuple[str, Any], ...] = ()
@@ -126,11 +127,13 @@ class Part:
     silenced: bool = False
     ramp: str = ""
     share: float = 1 / 3
+    frequencies: bool = False
 
 
 PARTS: dict[str, Part] = {
     "plain": Part(),
     "output projections begin at zero": Part(silenced=True),
+    "start in closed form": Part(frequencies=True),
     "NorMuon's rows": Part(settings=(("optimizer.row_beta2", 0.95),)),
     "cautious weight decay": Part(optimizer=(("cautious", True),)),
     "momentum from 0.8 to 0.9": Part(momentum=(0.8, 0.9)),
@@ -146,6 +149,8 @@ PARTS: dict[str, Part] = {
     ),
 }
 AVERAGED = "the last tenth averaged"
+COUNTED = 100
+"""Batches whose tokens are counted for a start in closed form."""
 
 
 def ramped(batches: Iterator[Any], kind: str, until: int) -> Iterator[Any]:
@@ -161,6 +166,18 @@ def ramped(batches: Iterator[Any], kind: str, until: int) -> Iterator[Any]:
             yield from zip(x.chunk(2), y.chunk(2), strict=True)
 
 
+@torch.no_grad()
+def begin_with_frequencies(model: Any, batches: Iterator[Any]) -> None:
+    """Set the bias before the output layer so that, by least squares, logits are logarithms of the frequencies."""
+    weight = model.token_embedding.weight
+    counts = torch.ones(len(weight), device=weight.device)
+    for _, (_, targets) in zip(range(COUNTED), batches, strict=False):
+        counts += torch.bincount(targets.flatten().to(weight.device), minlength=len(counts))
+    logarithms = (counts / counts.sum()).log()
+    wanted = (logarithms - logarithms.mean()).unsqueeze(1)
+    model.final_norm.bias.copy_(torch.linalg.lstsq(weight.double(), wanted.double()).solution[:, 0])
+
+
 def run(model: str, part: Part, options: argparse.Namespace, seed: int) -> dict[str, Any]:
     """Make one whole run, and return its losses on the test set."""
     task, usual = MODELS[model]
@@ -174,6 +191,8 @@ def run(model: str, part: Part, options: argparse.Namespace, seed: int) -> dict[
     if part.silenced:
         for block in work.model.blocks:
             block.silence()
+    if part.frequencies:
+        begin_with_frequencies(work.model, iter(task.build(config).loader))
     trainer = HybridTrainer(work.model, loss_fn=work.loss_fn, config=config, probe=work.held_out)
     optimizer = trainer.optimizer
     optimizer.__class__ = VariedMuon
