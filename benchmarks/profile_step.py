@@ -126,7 +126,7 @@ def main() -> None:
             "benchmark": "kernels of a step",
             "command": " ".join(["python", "benchmarks/profile_step.py", *sys.argv[1:]]),
             "date": datetime.now().astimezone().isoformat(timespec="seconds"),
-            "commit": environment.commit_of(Path(__file__).parents[1]),
+            "commit": environment.commit_of(Path(__file__).parents[1] / "src"),
             "environment": environment.describe("cuda"),
             "results": results,
         }

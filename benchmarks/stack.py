@@ -258,7 +258,7 @@ def main() -> None:
         "benchmark": "the whole stack against AdamW tuned as hard",
         "command": " ".join(["python", "benchmarks/stack.py", *sys.argv[1:]]),
         "date": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "commit": environment.commit_of(Path(__file__).parents[1]),
+        "commit": environment.commit_of(Path(__file__).parents[1] / "src"),
         "environment": environment.describe(options.device),
         "rows": rows,
         "runs": [

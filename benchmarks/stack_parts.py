@@ -267,7 +267,7 @@ def main() -> None:
         "benchmark": "additions to Muon's stack, each alone",
         "command": " ".join(["python", "benchmarks/stack_parts.py", *sys.argv[1:]]),
         "date": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "commit": environment.commit_of(Path(__file__).parents[1]),
+        "commit": environment.commit_of(Path(__file__).parents[1] / "src"),
         "environment": environment.describe(options.device),
         "settings": MODELS[options.model][0].settings | MODELS[options.model][1],
     }
