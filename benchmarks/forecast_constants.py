@@ -36,6 +36,7 @@ HARDER = {"deepobs": 3.0, "taskset": 6.0}
 """Families whose losses are noisier: so many times the error is allowed, and they count half."""
 WORST = 12.0
 BEGIN = {
+    "_LONGER": 0.0,
     "_LEARNED_POWER": 1.0, "_LAG": 100.0, "_LAG_POWER": 0.6, "_LEVEL_POWER": 0.64, "_RECENT": 2.0, "_MISFIT": 0.1,
     "_FLOOR": -0.2, "_FLOOR_SPREAD": 0.2, "_ANCHOR": 1.0, "_LINE_SHARE": 0.2,
     "drop": 0.05, "drop_spread": 0.03, "exponent": 0.5, "exponent_spread": 0.6,
@@ -47,9 +48,12 @@ ADDED = {
     "_FLOOR": 0.1,
     "_ANCHOR": 0.25,
     "_LINE_SHARE": 0.05,
+    "_LONGER": 0.5,
 }
 """Steps of constants that are moved by adding; the others are moved by a factor."""
 FACTOR = 1.4
+USUAL_FALL = 0.5
+"""Share of the run over which the rate falls in a usual plan."""
 
 Errors = dict[tuple[str, float], list[float]]
 
@@ -96,8 +100,7 @@ def chosen(runs: Sequence[PublicRun], rounds: int) -> dict[str, float]:
             for sign in (1, -1):
                 moved = False
                 while True:
-                    tried = dict(best)
-                    tried[name] = best[name] + sign * ADDED[name] if name in ADDED else best[name] * FACTOR**sign
+                    tried = moved_by(best, name, sign)
                     reached = score(errors(runs, tried))
                     if reached > lowest - 1e-3:
                         break
@@ -105,6 +108,17 @@ def chosen(runs: Sequence[PublicRun], rounds: int) -> dict[str, float]:
                 if moved:
                     break
     return best
+
+
+def moved_by(constants: dict[str, float], name: str, sign: int) -> dict[str, float]:
+    """Return constants of which one is moved by a step. Where longer falls of the rate come to be worth more, the drop
+    of a usual one stays what it was."""
+    tried = dict(constants)
+    tried[name] = constants[name] + sign * ADDED[name] if name in ADDED else constants[name] * FACTOR**sign
+    if name == "_LONGER":
+        kept = (1 + USUAL_FALL * constants[name]) / max(1 + USUAL_FALL * tried[name], 0.1)
+        tried |= {drop: constants[drop] * kept for drop in ("drop", "drop_spread")}
+    return tried
 
 
 def few(runs: Sequence[PublicRun]) -> list[PublicRun]:

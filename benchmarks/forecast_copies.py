@@ -1,6 +1,8 @@
 """What an annealed copy is worth to the forecast of a run: small language models, forecast with and without copies.
 
 python benchmarks/forecast_copies.py --data ../shared/data --out results.json    # eight runs, some minutes
+python benchmarks/forecast_copies.py --data ../shared/data --others --out results.json              # of other texts
+python benchmarks/forecast_copies.py --data ../shared/data --others --steps 4000 --out results.json
 python benchmarks/forecast_copies.py --runs results.json ...                     # the table of runs that were made
 """
 
@@ -29,7 +31,11 @@ from foretrain.trainer import HybridTrainer
 STEPS, EVERY = 1000, 25
 COPIES = {100: 15, 120: 30, 160: 50, 230: 10, 250: 15, 270: 30, 310: 50, 370: 100, 480: 15, 500: 30, 540: 50, 600: 100}
 """Where copies are made, and how long they are."""
+LATER = {200: 30, 235: 8, 250: 15, 270: 30, 480: 15, 500: 30, 600: 15}
+COPIES_OF_OTHERS = {60: 15, 80: 8, 125: 15, 150: 8, 180: 15} | LATER
+"""The same in runs of other texts; longer runs have them at the same shares."""
 SHAKESPEARE = "text/tinyshakespeare.txt"
+STORIES, ARTICLES = "text/tinystories_part1.txt.xz", "text/wikitext2_train.txt.xz"
 RUNS = (
     ("muon", 6e-3, "wsd", 1, ""),
     ("adamw", 3e-3, "wsd", 1, ""),
@@ -41,6 +47,17 @@ RUNS = (
     ("adamw", 6e-3, "wsd", 4, SHAKESPEARE),
 )
 """Optimizer, rate, schedule, seed and text (none: Python's own sources)."""
+OTHERS = (
+    ("muon", 1e-2, "wsd", 31, STORIES),
+    ("adamw", 2e-3, "wsd", 31, STORIES),
+    ("muon", 6e-3, "cosine", 32, ARTICLES),
+    ("adamw", 4e-3, "cosine", 32, STORIES),
+    ("muon", 1.2e-2, "wsd", 33, ARTICLES),
+    ("adamw", 2e-3, "wsd", 33, ARTICLES),
+    ("muon", 1e-2, "cosine", 34, ""),
+    ("adamw", 4e-3, "wsd", 34, ARTICLES),
+)
+"""Runs that had no say in any choice."""
 NAMES = (
     "no copy",
     "one copy, 15 steps at 25 %",
@@ -51,15 +68,16 @@ NAMES = (
 """Rows of the table. Copies of 15 steps, and all: those from 15 % of the run on."""
 
 
-def make(optimizer: str, rate: float, schedule: str, seed: int, text: str, data: Path) -> dict[str, Any]:
+def make(run: tuple[str, float, str, int, str], steps: int, copies: dict[int, int], data: Path) -> dict[str, Any]:
     """Train one run with all copies."""
+    optimizer, rate, schedule, seed, text = run
     values = {
         "optimizer.type": optimizer,
         "optimizer.learning_rate": rate,
         "schedule.type": schedule,
         "seed": seed,
         "data.path": str(data / text) if text else "",
-        "max_steps": STEPS,
+        "max_steps": steps,
         "hybrid.mode": "off",
         "model.layers": 2,
         "model.width": 96,
@@ -76,14 +94,22 @@ def make(optimizer: str, rate: float, schedule: str, seed: int, text: str, data:
     held_out = recipe.build_held_out(config, corpus, model)
     trainer = HybridTrainer(model, config=config, probe=held_out)
     losses = []
-    for step, batch in zip(range(STEPS), recipe.build_loader(config, corpus, 64, torch.device("cpu")), strict=False):
-        if step in COPIES:
-            trainer.anneal(COPIES[step])
+    for step, batch in zip(range(steps), recipe.build_loader(config, corpus, 64, torch.device("cpu")), strict=False):
+        if step in copies:
+            trainer.anneal(copies[step])
         trainer.step(batch)
-        if (step + 1) % EVERY == 0:
+        if (step + 1) % (EVERY * steps // STEPS) == 0:
             losses.append([step + 1, trainer.evaluate(held_out)])
-    copies = [dataclasses.astuple(point) for point in trainer.copies.points]
-    return {"values": values | {"data.path": text}, "losses": losses, "final": losses[-1][1], "annealed": copies}
+    made = [dataclasses.astuple(point) for point in trainer.copies.points]
+    print(f"{run}: {losses[-1][1]:.4f}", flush=True)
+    return {"values": values | {"data.path": text}, "losses": losses, "final": losses[-1][1], "annealed": made}
+
+
+def make_all(data: Path, seed: int, others: bool, steps: int) -> list[dict[str, Any]]:
+    """Train eight runs. seed: what is added to that of each."""
+    runs, copies = (OTHERS, COPIES_OF_OTHERS) if others else (RUNS, COPIES)
+    scaled = {at * steps // STEPS: length * steps // STEPS for at, length in copies.items()}
+    return [make((*run[:3], run[3] + seed, run[4]), steps, scaled, data) for run in runs]
 
 
 def plan_of(run: dict[str, Any]) -> RatePlan:
@@ -91,18 +117,20 @@ def plan_of(run: dict[str, Any]) -> RatePlan:
     config = configuration.from_mapping(run["values"])
     from foretrain.engine import schedule
 
-    at = np.arange(0.0, STEPS + 1, 10.0)
-    rate = schedule.build(config.schedule, 1.0, STEPS)
-    return RatePlan(STEPS, at, np.array([rate(int(step)) for step in at]))
+    steps = config.max_steps
+    at = np.arange(0.0, steps + 1, 10.0)
+    rate = schedule.build(config.schedule, 1.0, steps)
+    return RatePlan(steps, at, np.array([rate(int(step)) for step in at]))
 
 
-def chosen(name: str, point: AnnealedPoint) -> bool:
-    """Whether a row of the table knows of a copy."""
-    late = point.step > 0.15 * STEPS
+def chosen(name: str, point: AnnealedPoint, steps: int) -> bool:
+    """Whether a row of the table knows of a copy. steps: of the run."""
+    late = point.step > 0.15 * steps
+    short = point.steps == 15 * steps // STEPS
     return {
         "no copy": False,
-        "one copy, 15 steps at 25 %": (point.step, point.steps) == (250, 15),
-        "copies of 15 steps": point.steps == 15 and late,
+        "one copy, 15 steps at 25 %": short and 4 * point.step == steps,
+        "copies of 15 steps": short and late,
         "all copies": late,
         "all copies, also the earliest": True,
     }[name]
@@ -111,9 +139,10 @@ def chosen(name: str, point: AnnealedPoint) -> bool:
 def error(run: dict[str, Any], share: float, name: str) -> tuple[float, bool, float]:
     """Forecast a run when this share of it was seen; error in percent, whether the interval held, and its width."""
     steps, losses = np.array(run["losses"], dtype=np.float64).T
-    seen = steps <= share * STEPS
+    total = int(run["values"]["max_steps"])
+    seen = steps <= share * total
     known = (AnnealedPoint(*point) for point in run["annealed"])
-    points = tuple(one for one in known if one.step <= share * STEPS and chosen(name, one))
+    points = tuple(one for one in known if one.step <= share * total and chosen(name, one, total))
     made = forecast(LossCurve(steps[seen], losses[seen], plan_of(run), points))
     if made is None:
         return float("nan"), False, float("nan")
@@ -166,12 +195,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--runs", type=Path, nargs="+", help="results of this script whose runs are used again")
     parser.add_argument("--seed", type=int, default=0, help="is added to the seed of each run")
+    parser.add_argument("--others", action="store_true", help="eight runs of other texts, rates and seeds")
+    parser.add_argument("--steps", type=int, default=STEPS, help="length of runs; copies grow with it")
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.runs:
         sets = {file.stem: json.loads(file.read_text()) for file in options.runs}
     else:
-        sets = {"these": {"runs": [make(*one[:3], one[3] + options.seed, one[4], options.data) for one in RUNS]}}
+        sets = {"these": {"runs": make_all(options.data, options.seed, options.others, options.steps)}}
     now, tables = law._annealed_rows, {}
     for name, found in sets.items():
         tables[name] = {}
