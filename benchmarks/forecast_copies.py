@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
+import subprocess
 import sys
 from datetime import datetime
 from pathlib import Path
@@ -22,9 +24,8 @@ import torch
 from foretrain import config as configuration
 from foretrain import environment
 from foretrain.data import tokens
-from foretrain.forecast import law
 from foretrain.forecast.forecasting import forecast
-from foretrain.forecast.records import AnnealedPoint, LossCurve, Numbers, RatePlan
+from foretrain.forecast.records import AnnealedPoint, LossCurve, RatePlan
 from foretrain.recipes import train as recipe
 from foretrain.trainer import HybridTrainer
 
@@ -150,15 +151,58 @@ def error(run: dict[str, Any], share: float, name: str) -> tuple[float, bool, fl
     return 100 * (made.loss / run["final"] - 1), held, 100 * (made.high - made.low) / made.loss
 
 
-def by_own_fall(curve: LossCurve, learned: float, level: float, noise: float) -> list[tuple[Numbers, float]]:
-    """Join copies as it was done before: each counts by a tenth of its own fall, however early and short
-    it was. Kept to be compared with."""
-    found = []
-    for point in curve.annealed:
-        fall = (point.loss - point.before) / level
-        sure = 1 / float(np.hypot(1e-3, 0.1 * fall))
-        found.append((law._annealed_row(curve, point, learned)[:, None, :] * sure, fall * sure))
-    return found
+def name_of(run: dict[str, Any]) -> tuple[Any, ...]:
+    """Return what runs that differ in their seed alone share."""
+    values = run["values"]
+    return tuple(values[name] for name in ("optimizer.type", "optimizer.learning_rate", "schedule.type", "data.path"))
+
+
+def with_a_finished_run(runs: list[dict[str, Any]], others: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Forecast each run from each other one of the same optimizer, text and schedule: of another seed, or rate."""
+    rows = []
+    for share in (0.25, 0.5, 0.75):
+        errors: dict[str, list[float]] = {"another seed": [], "another rate": []}
+        for run, other in itertools.product(runs, others):
+            mine, theirs = name_of(run), name_of(other)
+            if run is other or (mine[0], *mine[2:]) != (theirs[0], *theirs[2:]):
+                continue
+            steps, losses = np.array(run["losses"], dtype=np.float64).T
+            seen = steps <= share * STEPS
+            finished = LossCurve(*np.array(other["losses"], dtype=np.float64).T, plan_of(other), kind="one")
+            curve = LossCurve(steps[seen], losses[seen], plan_of(run), kind="one")
+            made = forecast(curve, [finished])
+            if made is not None:
+                kind = "another seed" if mine == theirs else "another rate"
+                errors[kind].append(100 * abs(made.loss / run["final"] - 1))
+        for kind, found in ((kind, found) for kind, found in errors.items() if found):
+            middle, far = (round(float(np.percentile(found, place)), 2) for place in (50, 90))
+            rows.append({"seen": share, "finished": kind, "pairs": len(found), "median_error": middle, "p90": far})
+            print(f"{share:.0%} seen, a finished run of {kind}: {middle:.2f} % ({far:.1f}), {len(found)} pairs")
+    return rows
+
+
+def alike(runs: list[dict[str, Any]], pairs: int = 10) -> list[dict[str, Any]]:
+    """Return the pairs of runs of different settings with one schedule whose losses from 5 to 25 % of the run differ
+    least: how far these lie apart, how far their copies at 25 % fell, and how far their ends lie apart, in percent."""
+    rows = []
+    for one, other in itertools.combinations(runs, 2):
+        mine, theirs = name_of(one), name_of(other)
+        if mine == theirs or mine[2] != theirs[2]:
+            continue
+        first, second = (
+            np.log([loss for at, loss in run["losses"] if 0.05 * STEPS <= at <= 0.25 * STEPS]) for run in (one, other)
+        )
+        falls = [
+            round(100 * (1 - loss / before), 1)
+            for run in (one, other)
+            for at, steps, loss, before in run["annealed"]
+            if (at, steps) == (250, 15)
+        ]
+        apart = 100 * float(np.sqrt(np.mean((first - second) ** 2)))
+        ends = 100 * abs(float(np.log(one["final"] / other["final"])))
+        told = {"losses_apart": round(apart, 2), "copies_fell": falls, "ends_apart": round(ends, 1)}
+        rows.append({"one": " ".join(map(str, mine)), "other": " ".join(map(str, theirs))} | told)
+    return sorted(rows, key=lambda row: row["losses_apart"])[:pairs]
 
 
 def table(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -203,13 +247,16 @@ def main() -> None:
         sets = {file.stem: json.loads(file.read_text()) for file in options.runs}
     else:
         sets = {"these": {"runs": make_all(options.data, options.seed, options.others, options.steps)}}
-    now, tables = law._annealed_rows, {}
+    tables = {}
     for name, found in sets.items():
-        tables[name] = {}
-        for weights, rows in (("before", by_own_fall), ("now", now)):
-            print(f"{name}, weights {weights}")
-            law._annealed_rows = rows
-            tables[name][weights] = table(found["runs"])
+        print(name)
+        tables[name] = table(found["runs"])
+    everything = [run for found in sets.values() for run in found["runs"]]
+    beside = {name: with_a_finished_run(found["runs"], everything) for name, found in sets.items() if options.runs}
+    pairs = alike(everything) if options.runs else []
+    for pair in pairs:
+        print(json.dumps(pair))
+    commit = subprocess.run(("git", "rev-parse", "--short", "HEAD"), capture_output=True, text=True, check=False)  # noqa: S607
     if options.out is not None:
         result = {
             "benchmark": "forecast_copies",
@@ -217,6 +264,9 @@ def main() -> None:
             "command": " ".join(["python", "benchmarks/forecast_copies.py", *sys.argv[1:]]),
             "environment": environment.describe("cpu"),
             "tables": tables,
+            "commit": commit.stdout.strip(),
+            "with one finished run of any file beside it": beside,
+            "runs that look alike until 25 %": pairs,
         }
         options.out.write_text(json.dumps(result if options.runs else result | sets["these"]) + "\n", encoding="utf-8")
 
