@@ -24,6 +24,7 @@ import torch
 from foretrain import config as configuration
 from foretrain import environment
 from foretrain.data import tokens
+from foretrain.forecast import transfer
 from foretrain.forecast.forecasting import forecast
 from foretrain.forecast.records import AnnealedPoint, LossCurve, RatePlan
 from foretrain.recipes import train as recipe
@@ -59,6 +60,8 @@ OTHERS = (
     ("adamw", 4e-3, "wsd", 34, ARTICLES),
 )
 """Runs that had no say in any choice."""
+LINE = (100, 125, 250)
+"""Copies of 15 steps through which a line is drawn: runs have one of the first two, and the third."""
 NAMES = (
     "no copy",
     "one copy, 15 steps at 25 %",
@@ -181,6 +184,17 @@ def with_a_finished_run(runs: list[dict[str, Any]], others: list[dict[str, Any]]
     return rows
 
 
+def by_two_copies(runs: list[dict[str, Any]]) -> float:
+    """Forecast each run by a straight line through the losses of its copies at about 10 and at 25 %, against the
+    logarithm of steps; return the median error in percent."""
+    errors = []
+    for run in runs:
+        first, second = ((at + steps, loss) for at, steps, loss, _ in run["annealed"] if steps == 15 and at in LINE)
+        slope = (second[1] - first[1]) / np.log(second[0] / first[0])
+        errors.append(abs(second[1] + slope * np.log(STEPS / second[0]) - run["final"]) / run["final"])
+    return round(100 * float(np.median(errors)), 2)
+
+
 def alike(runs: list[dict[str, Any]], pairs: int = 10) -> list[dict[str, Any]]:
     """Return the pairs of runs of different settings with one schedule whose losses from 5 to 25 % of the run differ
     least: how far these lie apart, how far their copies at 25 % fell, and how far their ends lie apart, in percent."""
@@ -252,7 +266,15 @@ def main() -> None:
         print(name)
         tables[name] = table(found["runs"])
     everything = [run for found in sets.values() for run in found["runs"]]
-    beside = {name: with_a_finished_run(found["runs"], everything) for name, found in sets.items() if options.runs}
+    beside: dict[str, Any] = {}
+    now = transfer._SCATTER
+    for weighed, scatter in (("scatter does not count", 0.0), ("now", now)):
+        transfer._SCATTER = scatter
+        print(f"a finished run beside it, {weighed}")
+        told = {name: with_a_finished_run(found["runs"], everything) for name, found in sets.items() if options.runs}
+        beside[weighed] = told
+    lines = {name: by_two_copies(found["runs"]) for name, found in sets.items() if options.runs}
+    print("a line through two copies:", lines)
     pairs = alike(everything) if options.runs else []
     for pair in pairs:
         print(json.dumps(pair))
@@ -267,6 +289,7 @@ def main() -> None:
             "commit": commit.stdout.strip(),
             "with one finished run of any file beside it": beside,
             "runs that look alike until 25 %": pairs,
+            "median error at 25 % of a line through two copies": lines,
         }
         options.out.write_text(json.dumps(result if options.runs else result | sets["these"]) + "\n", encoding="utf-8")
 
