@@ -2,7 +2,6 @@
 
 python benchmarks/forecast_copies.py --data ../shared/data --out results.json    # eight runs, some minutes
 python benchmarks/forecast_copies.py --data ../shared/data --others --out results.json              # of other texts
-python benchmarks/forecast_copies.py --data ../shared/data --others --steps 4000 --out results.json
 python benchmarks/forecast_copies.py --runs results.json ...                     # the table of runs that were made
 """
 
@@ -35,7 +34,7 @@ COPIES = {100: 15, 120: 30, 160: 50, 230: 10, 250: 15, 270: 30, 310: 50, 370: 10
 """Where copies are made, and how long they are."""
 LATER = {200: 30, 235: 8, 250: 15, 270: 30, 480: 15, 500: 30, 600: 15}
 COPIES_OF_OTHERS = {60: 15, 80: 8, 125: 15, 150: 8, 180: 15} | LATER
-"""The same in runs of other texts; longer runs have them at the same shares."""
+"""The same in runs of other texts."""
 SHAKESPEARE = "text/tinyshakespeare.txt"
 STORIES, ARTICLES = "text/tinystories_part1.txt.xz", "text/wikitext2_train.txt.xz"
 RUNS = (
@@ -72,7 +71,7 @@ NAMES = (
 """Rows of the table. Copies of 15 steps, and all: those from 15 % of the run on."""
 
 
-def make(run: tuple[str, float, str, int, str], steps: int, copies: dict[int, int], data: Path) -> dict[str, Any]:
+def make(run: tuple[str, float, str, int, str], copies: dict[int, int], data: Path) -> dict[str, Any]:
     """Train one run with all copies."""
     optimizer, rate, schedule, seed, text = run
     values = {
@@ -81,7 +80,7 @@ def make(run: tuple[str, float, str, int, str], steps: int, copies: dict[int, in
         "schedule.type": schedule,
         "seed": seed,
         "data.path": str(data / text) if text else "",
-        "max_steps": steps,
+        "max_steps": STEPS,
         "hybrid.mode": "off",
         "model.layers": 2,
         "model.width": 96,
@@ -98,22 +97,21 @@ def make(run: tuple[str, float, str, int, str], steps: int, copies: dict[int, in
     held_out = recipe.build_held_out(config, corpus, model)
     trainer = HybridTrainer(model, config=config, probe=held_out)
     losses = []
-    for step, batch in zip(range(steps), recipe.build_loader(config, corpus, 64, torch.device("cpu")), strict=False):
+    for step, batch in zip(range(STEPS), recipe.build_loader(config, corpus, 64, torch.device("cpu")), strict=False):
         if step in copies:
             trainer.anneal(copies[step])
         trainer.step(batch)
-        if (step + 1) % (EVERY * steps // STEPS) == 0:
+        if (step + 1) % EVERY == 0:
             losses.append([step + 1, trainer.evaluate(held_out)])
     made = [dataclasses.astuple(point) for point in trainer.copies.points]
     print(f"{run}: {losses[-1][1]:.4f}", flush=True)
     return {"values": values | {"data.path": text}, "losses": losses, "final": losses[-1][1], "annealed": made}
 
 
-def make_all(data: Path, seed: int, others: bool, steps: int) -> list[dict[str, Any]]:
+def make_all(data: Path, seed: int, others: bool) -> list[dict[str, Any]]:
     """Train eight runs. seed: what is added to that of each."""
     runs, copies = (OTHERS, COPIES_OF_OTHERS) if others else (RUNS, COPIES)
-    scaled = {at * steps // STEPS: length * steps // STEPS for at, length in copies.items()}
-    return [make((*run[:3], run[3] + seed, run[4]), steps, scaled, data) for run in runs]
+    return [make((*run[:3], run[3] + seed, run[4]), copies, data) for run in runs]
 
 
 def plan_of(run: dict[str, Any]) -> RatePlan:
@@ -254,13 +252,12 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, nargs="+", help="results of this script whose runs are used again")
     parser.add_argument("--seed", type=int, default=0, help="is added to the seed of each run")
     parser.add_argument("--others", action="store_true", help="eight runs of other texts, rates and seeds")
-    parser.add_argument("--steps", type=int, default=STEPS, help="length of runs; copies grow with it")
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.runs:
         sets = {file.stem: json.loads(file.read_text()) for file in options.runs}
     else:
-        sets = {"these": {"runs": make_all(options.data, options.seed, options.others, options.steps)}}
+        sets = {"these": {"runs": make_all(options.data, options.seed, options.others)}}
     tables = {}
     for name, found in sets.items():
         print(name)
