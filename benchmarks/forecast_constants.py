@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import statistics
 import sys
@@ -36,6 +37,7 @@ HARDER = {"deepobs": 3.0, "taskset": 6.0}
 """Families whose losses are noisier: so many times the error is allowed, and they count half."""
 WORST = 12.0
 BEGIN = {
+    "_LONGER": 0.0,
     "_LEARNED_POWER": 1.0, "_LAG": 100.0, "_LAG_POWER": 0.6, "_LEVEL_POWER": 0.64, "_RECENT": 2.0, "_MISFIT": 0.1,
     "_FLOOR": -0.2, "_FLOOR_SPREAD": 0.2, "_ANCHOR": 1.0, "_LINE_SHARE": 0.2,
     "drop": 0.05, "drop_spread": 0.03, "exponent": 0.5, "exponent_spread": 0.6,
@@ -47,9 +49,13 @@ ADDED = {
     "_FLOOR": 0.1,
     "_ANCHOR": 0.25,
     "_LINE_SHARE": 0.05,
+    "_LONGER": 0.5,
 }
 """Steps of constants that are moved by adding; the others are moved by a factor."""
 FACTOR = 1.4
+GRID = {"_LONGER": (0.0, 0.5, 1.0, 1.5, 2.0, 3.0), "drop": (0.016, 0.02, 0.024, 0.028, 0.033, 0.038, 0.047)}
+USUAL_FALL = 0.5
+"""Share of the run over which the rate falls in a usual plan."""
 
 Errors = dict[tuple[str, float], list[float]]
 
@@ -96,8 +102,7 @@ def chosen(runs: Sequence[PublicRun], rounds: int) -> dict[str, float]:
             for sign in (1, -1):
                 moved = False
                 while True:
-                    tried = dict(best)
-                    tried[name] = best[name] + sign * ADDED[name] if name in ADDED else best[name] * FACTOR**sign
+                    tried = moved_by(best, name, sign)
                     reached = score(errors(runs, tried))
                     if reached > lowest - 1e-3:
                         break
@@ -105,6 +110,47 @@ def chosen(runs: Sequence[PublicRun], rounds: int) -> dict[str, float]:
                 if moved:
                     break
     return best
+
+
+def moved_by(constants: dict[str, float], name: str, sign: int) -> dict[str, float]:
+    """Return constants of which one is moved by a step. Where longer falls of the rate come to be worth more, the drop
+    of a usual one stays what it was."""
+    tried = dict(constants)
+    tried[name] = constants[name] + sign * ADDED[name] if name in ADDED else constants[name] * FACTOR**sign
+    if name == "_LONGER":
+        kept = (1 + USUAL_FALL * constants[name]) / max(1 + USUAL_FALL * tried[name], 0.1)
+        tried |= {drop: constants[drop] * kept for drop in ("drop", "drop_spread")}
+    return tried
+
+
+def longer_falls(runs: Sequence[PublicRun]) -> dict[str, Any]:
+    """Choose how much more a longer fall of the rate is worth, and the drop with it, from a grid: once without each
+    family of language models, which is then forecast, and once with all. The other constants are those in use."""
+    shipped = in_use()
+    grid = {}
+    for longer, drop in itertools.product(GRID["_LONGER"], GRID["drop"]):
+        spread = shipped["drop_spread"] * drop / shipped["drop"]
+        grid[longer, drop] = errors(runs, shipped | {"_LONGER": longer, "drop": drop, "drop_spread": spread})
+
+    def best(without: str, allowed: Sequence[float]) -> tuple[float, float]:
+        def score_of(place: tuple[float, float]) -> float:
+            return score({key: values for key, values in grid[place].items() if key[0] != without})
+
+        return min((place for place in grid if place[0] in allowed), key=score_of)
+
+    def medians(place: tuple[float, float], family: str) -> list[float]:
+        return [round(float(np.median(grid[place][family, cut])), 3) for cut in (0.25, 0.5, 0.75)]
+
+    found: dict[str, Any] = {"grid": GRID, "chosen with all: _LONGER, drop": best("", GRID["_LONGER"])}
+    for family in LANGUAGE_MODELS:
+        blind, flat = best(family, GRID["_LONGER"]), best(family, (0.0,))
+        found[family] = {
+            "chosen without it: _LONGER, drop": blind,
+            "errors at 25, 50 and 75 %": medians(blind, family),
+            "chosen without it where all falls are worth the same": flat,
+            "errors there": medians(flat, family),
+        }
+    return found
 
 
 def few(runs: Sequence[PublicRun]) -> list[PublicRun]:
@@ -152,6 +198,9 @@ def main() -> None:
         "begin": BEGIN,
         "families": {},
     }
+    language = [run for run in everything if run.family in LANGUAGE_MODELS]
+    result["longer falls"] = longer_falls(language)
+    print(json.dumps(result["longer falls"], indent=1), flush=True)
     of_all = chosen(few(everything), arguments.rounds)
     result["chosen with all"] = of_all
     for family in families:

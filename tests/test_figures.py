@@ -370,7 +370,7 @@ LANGUAGE_FAMILIES = ("track_1_short", "track_2_medium", "track_3_optimization", 
 
 
 def test_forecasts_of_public_runs(readme: str) -> None:
-    found = raw("2026-11-19-forecast-runs")
+    found = raw("2026-11-19-forecast-runs-longer-falls")
     rows = [json.loads(row) for row in found["errors: method, family, cut, runs, median %, 90th percentile %"]]
 
     def errors(method: str) -> str:
@@ -390,7 +390,7 @@ def test_forecasts_of_public_runs(readme: str) -> None:
 
 def test_constants_of_forecasts_that_never_saw_the_family(readme: str) -> None:
     page = (ROOT / "docs" / "forecast.md").read_text(encoding="utf-8")
-    found = raw("2026-11-19-forecast-constants")["families"]
+    found = raw("2026-11-19-forecast-constants-longer-falls")["families"]
     means = []
     for cut in ("25%", "50%", "75%"):
         cells = [found[family]["errors"]["without it"][cut] for family in (*LANGUAGE_FAMILIES, "deepobs", "taskset")]
@@ -404,7 +404,7 @@ def test_constants_of_forecasts_that_never_saw_the_family(readme: str) -> None:
 
 def test_intervals_of_ten_finished_runs() -> None:
     page = (ROOT / "docs" / "forecast.md").read_text(encoding="utf-8")
-    found = raw("2026-11-19-forecast-runs")
+    found = raw("2026-11-19-forecast-runs-longer-falls")
     rows = found["own: intervals from ten finished runs, family, cut, runs, inside %, median width %"]
     cells = {tuple(json.loads(row)[:3]): json.loads(row)[4:] for row in rows}
     families = ("track_1_short", "track_2_medium", "track_3_optimization", "deepobs", "taskset")
@@ -418,26 +418,62 @@ def test_intervals_of_ten_finished_runs() -> None:
     assert f"DeepOBS ({silent} of {asked}" in page
 
 
-def test_annealed_copies() -> None:
+def test_how_much_longer_falls_of_the_rate_are_worth() -> None:
     page = (ROOT / "docs" / "forecast.md").read_text(encoding="utf-8")
-    tables = raw("2026-11-19-forecast-copies-weights-cpu")["tables"]
-    now = [table["now"] for table in tables.values()]
-    for place, row in enumerate(now[0]):
-        cells = []
-        for name, table in tables.items():
-            before, after = table["before"][place], table["now"][place]
-            (without,) = (one for one in table["now"] if (one["seen"], one["copies"]) == (row["seen"], "no copy"))
-            assert after["median_error"] <= without["median_error"] + 0.01, (name, after)
-            told = [f"{one['median_error']:.1f} ({one['worse_than_without']})" for one in (before, after)]
-            cells.append(" → ".join(dict.fromkeys(told)) if row["copies"] == "no copy" else " → ".join(told))
+    found = raw("2026-11-19-forecast-constants-longer-falls")
+    told = {"factor and drop": "errors at 25, 50 and 75 %", "the drop alone, no factor": "errors there"}
+    for name, key in told.items():
+        for place, seen in enumerate((25, 50, 75)):
+            errors = [found["longer falls"][family][key][place] for family in LANGUAGE_FAMILIES]
+            text = " | ".join(f"{one:.2f}" for one in (*errors, statistics.fmean(errors)))
+            assert f"| {name} | {seen} % | {text} |" in page
+    factors = [family["chosen without it"]["_LONGER"] for family in found["families"].values()]
+    assert f"without a family: {min(factors)} to {max(factors)}, in use 1." in " ".join(page.split())
+
+
+def test_annealed_copies(readme: str) -> None:
+    page = (ROOT / "docs" / "forecast.md").read_text(encoding="utf-8")
+    found = raw("2026-11-19-forecast-copies-longer-falls-cpu")
+    tables = list(found["tables"].values())
+    for place, row in enumerate(tables[0]):
+        cells = [f"{table[place]['median_error']:.1f} ({table[place]['worse_than_without']})" for table in tables]
         assert f"| {100 * row['seen']:.0f} % | {row['copies']} | {' | '.join(cells)} |" in page
-    at_a_quarter = [one["median_error"] for one in (table[1] for table in now)]
-    assert "{:.1f}, {:.1f} and {:.1f} % with one copy".format(*at_a_quarter) in " ".join(page.split())
+    text = " ".join(page.split())
+    cold = [table[0]["median_error"] for table in tables]
+    assert f"runs of a minute {min(cold):.0f} to {max(cold):.0f} % at 25 %" in readme
+    without, one = ([table[place]["median_error"] for table in tables] for place in (0, 1))
+    assert "{:.1f}, {:.1f} and {:.1f} % with one copy, {:.1f} % on other texts".format(*one) in text
+    assert "(without any copy {:.1f}, {:.1f}, {:.1f} and {:.1f} %)".format(*without) in text
+    lines = found["median error at 25 % of a line through two copies"].values()
+    assert "is off by {:.1f}, {:.1f}, {:.1f} and {:.1f} %".format(*lines) in text
+    far = [pair["ends_apart"] for pair in found["runs that look alike until 25 %"] if pair["ends_apart"] > 10]
+    assert len(far) == 6
+    assert f"six end {min(far):.0f} to {max(far):.0f} % apart" in text
+
+
+def test_a_finished_run_beside_own_runs(readme: str) -> None:
+    page = (ROOT / "docs" / "forecast.md").read_text(encoding="utf-8")
+    found = raw("2026-11-19-forecast-copies-longer-falls-cpu")["with one finished run of any file beside it"]
+
+    def errors(way: str, kind: str, seen: float) -> list[float | None]:
+        medians = []
+        for rows in found[way].values():
+            known = [row["median_error"] for row in rows if (row["finished"], row["seen"]) == (kind, seen)]
+            medians.append(known[0] if known else None)
+        return medians
+
+    for kind in ("another seed", "another rate"):
+        for seen in (0.25, 0.5, 0.75):
+            pairs = zip(errors("scatter does not count", kind, seen), errors("now", kind, seen), strict=True)
+            cells = ["-" if now is None else f"{before:.1f} → {now:.1f}" for before, now in pairs]
+            assert f"| {kind} | {100 * seen:.0f} % | {' | '.join(cells)} |" in page
+    beside = [one for one in errors("now", "another seed", 0.25) if one is not None]
+    assert f"{min(beside):.1f} to {max(beside):.1f} % beside a finished one of another seed" in readme
 
 
 def test_forecasts_of_twelve_own_runs() -> None:
     page = " ".join((ROOT / "docs" / "forecast.md").read_text(encoding="utf-8").split())
-    found = raw("2026-11-19-forecast-own-cpu")
+    found = raw("2026-11-19-forecast-own-scatter-cpu")
     told = found["summary"]
     assert "off by {:+.1f}, {:+.1f} and {:+.1f} %".format(*told["first_run_errors_percent"]) in page
     assert told["first_run_held"] == [True, False, False], "two of its three intervals missed"

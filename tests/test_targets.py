@@ -376,7 +376,7 @@ def test_steps_that_were_made_before_do_not_refuse_a_run_by_the_clock(tmp_path: 
 
 # --- until a loss ----------------------------------------------------------------------------------------------------
 
-TRUTH = FittedLaw.of(floor=2.0, scale=0.6, exponent=0.4, drop=0.25, learned=500.0)
+TRUTH = FittedLaw.of(floor=2.0, scale=0.6, exponent=0.4, drop=0.21, learned=500.0)
 
 
 def follow(goal: Goal, limit: int, noise: float = 0.0) -> tuple[list[str], int]:

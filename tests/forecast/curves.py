@@ -14,12 +14,12 @@ UNKNOWN = RatePlan(5000, np.empty(0), np.empty(0))
 STEPS = np.arange(100.0, 5001.0, 100.0)
 
 
-def true_law(drop: float = 0.15, floor: float = 2.8) -> FittedLaw:
+def true_law(drop: float = 0.12, floor: float = 2.8) -> FittedLaw:
     return FittedLaw.of(floor, 0.5, float(law._EXPONENTS[16]), drop, 1000.0)
 
 
 def lawful(
-    plan: RatePlan = PLAN, noise: float = 0.0, seed: int = 0, drop: float = 0.15, floor: float = 2.8
+    plan: RatePlan = PLAN, noise: float = 0.0, seed: int = 0, drop: float = 0.12, floor: float = 2.8
 ) -> LossCurve:
     """Make a finished run of the law."""
     losses = true_law(drop, floor).losses_at(plan, STEPS)

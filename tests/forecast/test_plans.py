@@ -34,6 +34,14 @@ def test_what_the_plan_says() -> None:
     assert len(plans.falls(CONSTANT)[0]) == 0
 
 
+def test_how_long_the_rate_falls() -> None:
+    sudden = RatePlan(1000, np.array([0.0, 500.0, 500.1, 1000.0]), np.array([1.0, 1.0, 0.1, 0.1]))
+    assert plans.fall_share(WARM) == pytest.approx(0.3, abs=0.01)
+    assert plans.fall_share(sudden) == pytest.approx(0, abs=1e-3)
+    assert 0.6 < plans.fall_share(COSINE) < 0.8, "less than the whole run: most of it is in the middle"
+    assert plans.fall_share(CONSTANT) == plans.fall_share(UNKNOWN) == 0
+
+
 def test_a_longer_plan_keeps_its_warm_up_and_its_share_of_decay() -> None:
     longer = plans.resized(WARM, 1900)
     assert longer.total_steps == 1900

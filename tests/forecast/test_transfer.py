@@ -26,6 +26,17 @@ def test_a_run_falls_as_its_sibling_did() -> None:
     assert found.loss == pytest.approx(lawful(floor=2.7).losses[-1], rel=1e-3)
 
 
+def test_of_losses_that_scatter_a_sibling_is_believed_as_it_was() -> None:
+    """Few losses that scatter by more than half a percent do not tell by how much more this run falls than that one."""
+    wrong = []
+    for seed in range(12):
+        steps, losses = cleaned(seen(lawful(noise=0.02, seed=seed), 0.25))
+        found = transferred(steps, losses, [lawful(noise=0.02, seed=100 + seed)], PLAN, PLAN, PLAN.total_steps)
+        assert found is not None
+        wrong.append(found.loss / lawful().losses[-1] - 1)
+    assert float(np.sqrt(np.mean(np.square(wrong)))) < 0.01
+
+
 def test_the_nearer_and_the_more_alike_the_surer() -> None:
     near, far, noisy = foretold(0.5, 2.72), foretold(0.5, 4.0), foretold(0.5, 2.72, noise=0.05)
     assert near is not None

@@ -1,12 +1,15 @@
 """The law of a loss under any plan of learning rates: a power law in what was learned, less what a falling rate gives.
 
     L(t) = floor + scale (S(t) / S_now)^-exponent - drop D(t)
-    D(t) = sum over falls of the rate d_k, to level m_k at step k, of d_k (1 - (1 + c m_k^-g (R(t) - R_k) / R_k)^-b)
+    D(t) = (1 + f) sum over falls of the rate d_k, to level m_k at step k,
+           of d_k (1 - (1 + c m_k^-g (R(t) - R_k) / R_k)^-b)
 
-R is the sum of the rates so far, S that of the rates to the power 0.6: a small rate learns more than its share. This is
-the form of the multi-power law (Luo et al., ICLR 2025); there the lag of a fall counts in steps, here in shares of the
-run so far, so that the unit of a step does not matter. c, g and b are constants. For each exponent of a grid floor,
-scale and drop follow from least squares with what is known before (`LawPrior`); exponents are averaged by their fit.
+R is the sum of the rates so far, S that of the rates to the power 0.6: a small rate learns more than its share. f is
+the share of the run over which the rate falls: a fall over the whole run is worth twice a sudden one. This is the form
+of the multi-power law (Luo et al., ICLR 2025), which knows no f, and in which the lag of a fall counts in steps; here
+it counts in shares of the run so far, so that the unit of a step does not matter. c, g and b are constants. For each
+exponent of a grid floor, scale and drop follow from least squares with what is known before (`LawPrior`); exponents are
+averaged by their fit.
 """
 
 from __future__ import annotations
@@ -24,6 +27,9 @@ _LAG = 250.0
 _LAG_POWER = 0.7
 _LEVEL_POWER = 0.9
 _LOWEST_LEVEL = 1e-3
+_LONGER = 1.0
+"""A fall of the rate over the whole run is worth more than a sudden one by this share. Four families of public language
+models agree on it, each forecast by what was chosen on the three others (docs/forecast.md)."""
 _EXPONENTS = np.geomspace(0.05, 2.0, 24)
 _SKIPPED = 0.1
 """Share of the steps so far whose losses are not fitted: no law holds at the beginning."""
@@ -52,9 +58,9 @@ _FREEDOM = 4.0
 class LawPrior:
     """What is known of drop and exponent before the rate falls; these values are of public runs of language models."""
 
-    drop: float = 0.047
-    """Drop as a share of the loss."""
-    drop_spread: float = 0.035
+    drop: float = 0.033
+    """Drop as a share of the loss, for a sudden fall of the rate."""
+    drop_spread: float = 0.025
     exponent: float = 0.9
     exponent_spread: float = 0.4
     """How far its logarithm may lie from that."""
@@ -64,7 +70,7 @@ PUBLIC = LawPrior()
 
 
 def annealing(plan: RatePlan, steps: Numbers) -> Numbers:
-    """Return D at these steps: the share of a full fall of the rate whose benefit has come."""
+    """Return D at these steps: the share of a full, sudden fall of the rate whose benefit has come."""
     steps = np.atleast_1d(np.asarray(steps, dtype=np.float64))
     when, level, size = plans.falls(plan)
     if len(when) == 0:
@@ -72,7 +78,8 @@ def annealing(plan: RatePlan, steps: Numbers) -> Numbers:
     then = np.maximum(plans.area(plan, when), 1e-9)
     since = np.maximum(plans.area(plan, steps)[:, None] / then[None, :] - 1.0, 0.0)
     gains = 1.0 - (1.0 + _LAG * np.maximum(level, _LOWEST_LEVEL) ** -_LEVEL_POWER * since) ** -_LAG_POWER
-    return np.asarray(np.where(steps[:, None] > when[None, :], gains, 0.0) @ size)
+    longer = 1.0 + _LONGER * plans.fall_share(plan)
+    return np.asarray(longer * (np.where(steps[:, None] > when[None, :], gains, 0.0) @ size))
 
 
 @dataclass(frozen=True)

@@ -95,6 +95,17 @@ def falls(plan: RatePlan) -> tuple[Numbers, Numbers, Numbers]:
     return when, level, -size
 
 
+def fall_share(plan: RatePlan) -> float:
+    """Return the share of the run over which the rate falls: of a straight fall its length, of a sudden one 0."""
+    when, _, size = falls(plan)
+    weight = np.abs(size)
+    if not weight.sum() > 0:
+        return 0.0
+    apart = when - np.average(when, weights=weight)
+    wide = float(np.sqrt(12.0 * np.average(apart**2, weights=weight)))  # 12: a straight fall is as long as that
+    return min(wide / max(plan.total_steps, 1), 1.0)
+
+
 def resized(plan: RatePlan, total_steps: int) -> RatePlan:
     """Return the plan for another length: the same steps of warm-up, the same share of decay, the same shape."""
     total = max(int(total_steps), 1)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from foretrain.forecast import plans
-from foretrain.forecast.points import cleaned
+from foretrain.forecast.points import cleaned, tail
 from foretrain.forecast.records import LossCurve, Numbers, RatePlan
 
 _FINE = 400
@@ -16,6 +16,10 @@ _FINE = 400
 _ALIKE = 0.07
 """Falls of the two runs are the same up to this share, before they are compared."""
 _NOISE = 0.003
+_SCATTER = 3.0
+"""Losses of the two runs are told apart no better than this share of the loss, nor than single losses scatter times
+this: with few, noisy losses the finished run's own fall is taken as it was. Chosen on 16 own runs and on public ones,
+which scatter too little for it to count (docs/forecast.md)."""
 _STILL_DOUBT, _APART_DOUBT = 0.03, 0.05
 """How wrong it is, as a share of how far the loss is still to go, and of how far the two runs lie apart."""
 _RECENT = 3.0
@@ -56,7 +60,7 @@ def _from_one(steps: Numbers, losses: Numbers, sibling: LossCurve, step: float) 
     final = float(np.interp(step, at, values))
     weight = (steps / steps[-1]) ** _RECENT * (steps >= at[0])
     theirs, ours = reference - reference[-1], losses - losses[-1]
-    noise = _NOISE * max(abs(float(losses[-1])), 1e-12)
+    noise = float(np.hypot(_NOISE * max(abs(float(losses[-1])), 1e-12), _SCATTER * tail(steps, losses).noise))
     columns = np.stack([np.ones(len(steps)), theirs], axis=1)
     gram = (columns * weight[:, None]).T @ columns / noise**2
     right = (columns * weight[:, None]).T @ ours / noise**2
