@@ -85,6 +85,7 @@ class Stack:
         values = MODELS[options.model] | {"device": options.device, "hybrid.mode": "off", "evaluation.interval": 0}
         text = "enwiki_bytes.bin" if options.model == "tiny" else "enwiki_train.bin"
         values |= {"data.path": str(options.data / text), "data.cache": str(options.data)}
+        values |= {"optimizer.row_beta2": 0.0}  # tried as the other settings are
         self.base = from_mapping(values)
         self.task = TextTask(self.base)
         plan = Options(arms=(), controls=False)

@@ -184,7 +184,12 @@ def run(model: str, part: Part, options: argparse.Namespace, seed: int) -> dict[
     steps = options.steps or usual["max_steps"]
     ramp = round(part.share * steps)
     total = steps + (ramp if part.ramp == "batch" else 0)
-    changes = usual | dict(part.settings) | {"max_steps": total, "schedule.warmup_steps": steps // 12}
+    changes = (
+        usual
+        | {"optimizer.row_beta2": 0.0}
+        | dict(part.settings)
+        | {"max_steps": total, "schedule.warmup_steps": steps // 12}
+    )
     changes["engine.cuda_graph"] = False
     config = from_mapping(settings_of(task, options.data, options.device, seed, changes))
     work = task.build(config)

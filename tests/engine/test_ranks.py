@@ -560,10 +560,13 @@ def test_parts_of_batches_of_ranks_make_one_batch(kind: str, found: list[Found],
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_optimizers_train_as_in_one_process(kind: str, found: list[Found], alone: dict[str, Found]) -> None:
-    """But for 8 bits, which round by chance, and on shards in other blocks: by as much as they change the loss of one
-    process from that with 32 bits."""
+    """But for 8 bits, which round by chance, and on shards in other blocks: by less than half of what they change the
+    loss of one process by."""
+    one = alone["optimizers"]
+    changed = {name: abs(one[name] - one[name.replace("8bit", "bf16")]) for name in one}
+    assert 1e-3 < changed["muon 8bit"] < 1e-2
     for name, loss in found[0][f"optimizers {kind}"].items():
-        assert loss == pytest.approx(alone["optimizers"][name], abs=1e-3 if "8bit" in name else 1e-4)
+        assert loss == pytest.approx(one[name], abs=max(1e-3, 0.5 * changed[name]) if "8bit" in name else 1e-4)
 
 
 @pytest.mark.parametrize("kind", KINDS)

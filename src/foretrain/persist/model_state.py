@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from foretrain.errors import CheckpointError
 from foretrain.persist.codec import copy_all, form_in_words, own_copy, real_view, take_apart
-from foretrain.persist.parts import form_of_spread, is_spread, like, local, places_in_whole, total_over_parts
+from foretrain.persist.parts import is_spread, like, local, places_in_whole, total_over_parts
 
 SCALE = "_scale"
 """The scales of a moment in 8 bits are saved under its name with this ending."""
@@ -105,6 +105,8 @@ def restore_optimizer(
     because some optimizers keep a part of their state there.
     """
     check_groups(optimizer, saved["param_groups"], origin)
+    if (completed := getattr(optimizer, "completed", None)) is not None:
+        saved = {**saved, "state": completed(saved["state"])}
     current, groups = optimizer.state_dict(), saved["param_groups"]
     if keep_settings:
         groups = current["param_groups"]
@@ -152,19 +154,20 @@ def _check_complete(optimizer: Optimizer, saved: Mapping[int, Mapping[str, Any]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for number, kept in saved.items():
         names = {name for name, value in kept.items() if value is not None and not name.endswith(SCALE)}
-        sizes = {name: _size(name, kept[name], parameters[number]) for name in names}
-        fits = all(isinstance(kept[name], Tensor) and kept[name].numel() == size for name, size in sizes.items())
+        fits = all(_fits(name, kept[name], parameters[number]) for name in names)
         if names and (names not in _TOGETHER or not fits):
             raise CheckpointError(f"{origin}: the state of its optimizer is not complete; start from another one")
 
 
-def _size(name: str, value: Any, parameter: Tensor) -> int:
-    """Numbers that a part of an optimizer's state must have; that of a parameter that is spread may be a part of it."""
-    whole = not is_spread(parameter) or (isinstance(value, Tensor) and is_spread(value))
-    if name == ROW_SQUARES:
-        form = form_of_spread(parameter)
-        return parameter.shape[0] if whole or form is None or not form.by_rows else local(parameter).shape[0]
-    return 1 if name == "step" else parameter.numel() if whole else local(parameter).numel()
+def _fits(name: str, value: Any, parameter: Tensor) -> bool:
+    """Say whether a part of an optimizer's state has as many numbers as it must; that of a parameter that is spread may
+    be a part of it."""
+    if not isinstance(value, Tensor):
+        return False
+    if name == ROW_SQUARES:  # all of them, as one process saves them, or those of the rows that are here
+        return value.numel() in (parameter.shape[0], local(parameter).shape[0])
+    whole = not is_spread(parameter) or is_spread(value)
+    return value.numel() == (1 if name == "step" else parameter.numel() if whole else local(parameter).numel())
 
 
 def _spread_again(optimizer: Optimizer, state: dict[Any, Any]) -> dict[Any, Any]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from foretrain.engine import precision
 from foretrain.engine.optim import muon as muon_module
 from foretrain.engine.optim.muon import Muon, iteration_type, orthogonalize
+from foretrain.persist.model_state import restore_optimizer
 
 
 @pytest.fixture(autouse=True, params=["bf16", "fp32"])
@@ -344,27 +345,48 @@ def test_rows_are_evened_out_as_the_rule_says(shape: tuple[int, int], beta: floa
 
 
 def test_parts_of_a_fused_matrix_keep_their_own_size_when_rows_are_evened_out() -> None:
-    p = nn.Parameter(torch.zeros(24, 8))
-    gradient = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
-    p.grad = torch.cat([0 * gradient, gradient, 100 * gradient])
-    optimizer = Muon([{"params": [p]}], lr=0.1, weight_decay=0.0, row_beta2=0.9, parts={p: 3})
+    """A part whose gradient is of low rank takes a shorter step, and goes on doing so."""
+    generator = torch.Generator().manual_seed(0)
+    column, row = torch.randn(8, 1, generator=generator), torch.randn(1, 8, generator=generator)
+    gradient = torch.cat([torch.zeros(8, 8), column @ row, torch.randn(8, 8, generator=generator)])
+    sizes, moved = [], []
+    for row_beta2 in (0.0, 0.9):
+        p = nn.Parameter(torch.zeros(24, 8))
+        p.grad = gradient.clone()
+        Muon([{"params": [p]}], lr=0.1, weight_decay=0.0, row_beta2=row_beta2, parts={p: 3}).step()
+        moved.append(p.detach().clone())
+        sizes.append([float(part.norm()) for part in p.detach().chunk(3)])
+    assert sizes[0][0] == sizes[1][0] == 0.0
+    assert sizes[1] == pytest.approx(sizes[0], rel=1e-2)
+    assert sizes[0][1] < 0.7 * sizes[0][2]
+    assert not torch.allclose(*moved, rtol=1e-2, atol=1e-3), "rows were not evened out"
+
+
+def stepped(row_beta2: float, seed: int = 0) -> tuple[nn.Parameter, Muon]:
+    p = nn.Parameter(torch.ones(6, 4))
+    optimizer = Muon([{"params": [p]}], row_beta2=row_beta2)
+    p.grad = torch.randn(6, 4, generator=torch.Generator().manual_seed(seed))
     optimizer.step()
-    sizes = [float(part.norm()) for part in p.detach().chunk(3)]
-    assert sizes[0] == 0.0
-    assert sizes[1] == pytest.approx(sizes[2], rel=1e-2)
+    return p, optimizer
 
 
-def test_a_state_without_mean_squares_of_rows_goes_on() -> None:
-    """A run of before has none."""
-    params = [nn.Parameter(torch.ones(6, 4)) for _ in range(2)]
-    old, new = (Muon([{"params": [p]}], row_beta2=beta) for p, beta in zip(params, (0.0, 0.9), strict=True))
-    for optimizer, p in zip((old, new), params, strict=True):
-        p.grad = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
-        optimizer.step()
-    new.load_state_dict(old.state_dict())
-    assert set(new.state[params[1]]) == {"momentum_buffer"}
+def test_a_state_without_mean_squares_of_rows_is_filled_in_place() -> None:
+    """A run of before has none; a recorded step writes to the tensors that are there."""
+    (_, old), (p, new) = stepped(0.0, seed=1), stepped(0.9)
+    saved, places = old.state_dict(), {name: value.data_ptr() for name, value in new.state[p].items()}
+    assert places.keys() == {"momentum_buffer", "row_squares"}
+    restore_optimizer(new, saved, "a run of before")
+    assert {name: value.data_ptr() for name, value in new.state[p].items()} == places
+    assert torch.equal(new.state[p]["momentum_buffer"], saved["state"][0]["momentum_buffer"])
+    assert not new.state[p]["row_squares"].any()
     new.step()
-    assert new.state[params[1]]["row_squares"].shape == (6, 1)
+    assert new.state[p]["row_squares"].all()
+
+
+def test_mean_squares_of_rows_that_are_not_wanted_are_left_behind() -> None:
+    (_, old), (p, new) = stepped(0.9), stepped(0.0)
+    restore_optimizer(new, old.state_dict(), "a run of before")
+    assert new.state[p].keys() == {"momentum_buffer"}
 
 
 def test_only_matrices_are_taken() -> None:

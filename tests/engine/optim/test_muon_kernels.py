@@ -130,8 +130,10 @@ def set_gradients(params: list[nn.Parameter], step: int, factor: float = 1.0) ->
 def assert_equal(one: tuple[list[nn.Parameter], Muon], other: tuple[list[nn.Parameter], Muon]) -> None:
     for p, q in zip(one[0], other[0], strict=True):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-5)
-        mine, theirs = one[1].state[p]["momentum_buffer"], other[1].state[q]["momentum_buffer"]
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+        mine, theirs = one[1].state[p], other[1].state[q]
+        assert mine.keys() == theirs.keys() == {"momentum_buffer"} | ({"row_squares"} if one[1].row_beta2 else set())
+        for name, value in mine.items():
+            torch.testing.assert_close(value, theirs[name], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("nesterov", [True, False])

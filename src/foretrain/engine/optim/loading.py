@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from foretrain.engine.optim.moments import BLOCK, SMALLEST, decoded, encoded, is_narrow, unroot
 from foretrain.persist.model_state import ROW_SQUARES, SCALE
-from foretrain.persist.parts import SpreadForm, form_of_spread, like, local, part_for, region, spread_as
+from foretrain.persist.parts import SpreadForm, form_of_spread, is_spread, like, local, part_for, region, spread_as
 
 _CODES = (torch.int8, torch.uint8)
 
@@ -86,7 +86,8 @@ def _of_rows(numbers: Tensor, p: Tensor) -> Tensor:
     """A number for each row of a weight, or those of the rows that this process holds."""
     form = form_of_spread(p)
     if form is None or not form.by_rows:
-        return local(numbers)
+        spread: Any = numbers
+        return local(spread.full_tensor() if is_spread(numbers) else numbers)
     return spread_as(_rows_here(numbers, form), form.with_columns(1))
 
 

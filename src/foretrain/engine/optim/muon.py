@@ -143,10 +143,20 @@ class Muon(SkippingOptimizer):
         if "momentum_buffer" not in state:
             moments.make_moment(state, "momentum_buffer", p, self.state_type)
         if self.row_beta2 and ROW_SQUARES not in state:
-            form = form_of_spread(p)
-            form = None if form is None or not form.by_rows else form.with_columns(1)
-            rows = p.shape[0] if form is None else local(p).shape[0]
-            state[ROW_SQUARES] = spread_as(torch.zeros(rows, 1, dtype=torch.float32, device=local(p).device), form)
+            state[ROW_SQUARES] = _no_squares(p)
+
+    def completed(self, state: Mapping[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+        """Return a saved state with the mean squares of rows that this run wants and the one that saved it had not,
+        and without those that it does not want: tensors that exist are then filled in place."""
+        matrices = [(p, group["algorithm"] == "muon") for group in self.param_groups for p in group["params"]]
+        found = {number: dict(kept) for number, kept in state.items()}
+        for number, (p, by_muon) in enumerate(matrices):
+            kept = found.get(number, {})
+            if not self.row_beta2:
+                kept.pop(ROW_SQUARES, None)
+            elif by_muon and "momentum_buffer" in kept and ROW_SQUARES not in kept:
+                kept[ROW_SQUARES] = _no_squares(p)
+        return found
 
     def _by_kernel(self, p: Tensor) -> bool:
         if not self._kernels_allowed or moments.is_narrow(p, self.state_type):
@@ -235,3 +245,11 @@ class Muon(SkippingOptimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         load_as_stored(self, state_dict, self.state_type)
+
+
+def _no_squares(p: Tensor) -> Tensor:
+    """The mean squares of a matrix's rows before its first step; where rows are shared out, those that are here."""
+    form = form_of_spread(p)
+    form = None if form is None or not form.by_rows else form.with_columns(1)
+    rows = p.shape[0] if form is None else local(p).shape[0]
+    return spread_as(torch.zeros(rows, 1, dtype=torch.float32, device=local(p).device), form)

@@ -69,16 +69,16 @@ class MuonOnParts(Muon):
         for number in owners.own:
             places[shapes[number]].append(number)
         for shape, numbers in places.items():
-            parts = [whole[number][:, : shape[1]].reshape(-1, *shape) for number in numbers]
+            squares = [_beside_rows(whole[number], shape[1])[:, :1] for number in numbers if self.row_beta2]
+            parts = [whole.pop(number)[:, : shape[1]].reshape(-1, *shape) for number in numbers]
             counts = [len(part) for part in parts]
             steps = orthogonalize(torch.cat(parts)).to(sent)
             stepped = [step.flatten(0, 1) for step in steps.split_with_sizes(counts)]
             if self.row_beta2:
-                squares = torch.cat([_beside_rows(whole[number], shape[1])[:, 0] for number in numbers])
-                squares = squares.view(-1, shape[0])
-                factors = row_factors(squares, steps, self._row_weight())
+                new = torch.cat(squares).view(-1, shape[0])
+                factors = row_factors(new, steps, self._row_weight())
                 rows = [count * shape[0] for count in counts]
-                cut = [one.reshape(-1, 1).split_with_sizes(rows) for one in (squares, factors)]
+                cut = [one.reshape(-1, 1).split_with_sizes(rows) for one in (new, factors)]
                 stepped = [_packed(*pieces) for pieces in zip(stepped, *cut, strict=True)]
             whole |= dict(zip(numbers, stepped, strict=True))
         here = owners.scatter([whole[number] for number in owners.own], updates[0])
