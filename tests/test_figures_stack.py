@@ -125,6 +125,10 @@ def test_the_ladder() -> None:
         assert f"**{engine * statistics.geometric_mean(sooner(arm)):.1f}x**" in text
         assert f"{engine * statistics.geometric_mean(sooner(arm)):.1f}x" in whole
     assert f"| {engine:.1f}x |" in text
+    assert f"the engine's {engine:.1f}x over PyTorch's fp32" in whole
+    tf32 = statistics.geometric_mean(rung(large, arms[0], "plain loop, tf32 eager"))
+    products = [engine / tf32 * statistics.geometric_mean(sooner(arm)) for arm in ("Muon", "Muon and growth")]
+    assert f"rung is {tf32:.2f}x faster, and the products are {products[0]:.1f}x and {products[1]:.1f}x" in text
 
 
 def test_what_tuning_at_30_million_parameters_found() -> None:
@@ -134,6 +138,8 @@ def test_what_tuning_at_30_million_parameters_found() -> None:
         for side in ("muon", "adamw")
     }
     muon, adamw = lowest["muon"], lowest["adamw"]
+    assert [run["arm"] for run in runs].count("tuning muon") == 7
+    assert [run["arm"] for run in runs].count("tuning adamw") == 6
     told = f"Muon ends at {muon['loss']:.3f} after {muon['steps']:,} steps and AdamW at {adamw['loss']:.3f} after"
     assert f"{told} {adamw['steps']:,}, {adamw['steps'] / muon['steps']:.1f} times as many" in page("docs/results.md")
 
@@ -146,6 +152,8 @@ def test_fsdp2_on_one_gpu() -> None:
     assert f"| foretrain, one process | {step['one process']:.1f} |" in text
     told = f"{statistics.median(ratios):.3f} of that throughput (rounds: {min(ratios):.3f} to {max(ratios):.3f})"
     assert f"| foretrain on FSDP2 | {step['FSDP2, off']:.1f} | {told} |" in text
+    rounds = [one / other - 1 for one, other in zip(seconds["FSDP2, watching"], seconds["FSDP2, off"], strict=True)]
+    assert f"(rounds: {100 * min(rounds):.1f} to {100 * max(rounds):.1f} %)" in text
     for name, row in (("idle", "... with idle prediction"), ("watching", "... watching every window")):
         longer = found["ratios"][f"{name} over off, both FSDP2"] - 1
         assert f"| {row} | {step[f'FSDP2, {name}']:.1f} | {longer:.1%} longer".replace("%", " %") in text
@@ -166,5 +174,6 @@ def test_fine_tuning_beside_trl_on_a_gpu() -> None:
             f"({min(ratios):.3f} to {max(ratios):.3f}) | {mean:.4f} ({own['largest_difference_of_losses']:.3f}) |"
         )
         assert row in text
-    median = found["arms"]["ours, as finetune does"]["median_ratio"]
-    assert f"a model of that shape {median:.2f} of them on an H200" in page("README.md")
+    ratios = found["arms"]["ours, as finetune does"]["ratio_to_theirs"]
+    told = f"random weights [{statistics.median(ratios):.2f} of them](docs/finetune.md) on an H200"
+    assert f"{told} ({min(ratios):.2f} to {max(ratios):.2f}, four rounds)" in page("README.md")
