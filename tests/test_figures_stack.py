@@ -177,3 +177,52 @@ def test_fine_tuning_beside_trl_on_a_gpu() -> None:
     ratios = found["arms"]["ours, as finetune does"]["ratio_to_theirs"]
     told = f"random weights [{statistics.median(ratios):.2f} of them](docs/finetune.md) on an H200"
     assert f"{told} ({min(ratios):.2f} to {max(ratios):.2f}, four rounds)" in page("README.md")
+
+
+def test_additions_to_muon() -> None:
+    found, text = raw("2026-11-19-stack-parts-cpu"), page("docs/results.md")
+    large = {row["part"]: row["from plain"][0] for row in raw("2026-11-19-stack-parts-lm30m-cuda")["rows"]}
+    tuning = {
+        json.dumps(run["settings"], sort_keys=True): run["loss"]
+        for run in raw("2026-11-19-stack-lm30m-tuning-cuda")["runs"]
+    }
+    plain = {"predictor.beta": 0.0, "optimizer.type": "muon", "optimizer.learning_rate": 0.006}
+    with_rows = plain | {"optimizer.row_beta2": 0.95}
+    ends = [tuning[json.dumps(settings, sort_keys=True)] for settings in (plain, with_rows)]
+    large["NorMuon's rows"] = ends[1] - ends[0]
+    assert len(found["rows"]) == 14
+    for row in found["rows"]:
+        apart, (low, high) = row["from plain"], row["interval"]
+        assert len(apart) == (8 if row["part"] == "NorMuon's rows" else 3)
+        other = f"{large[row['part']]:+.4f}" if row["part"] in large else ""
+        told = (
+            f"| {row['part']} | {statistics.fmean(apart):+.4f} [{low:+.4f}, {high:+.4f}] | {row['time']:.2f}x | {other}"
+        )
+        assert told.rstrip() in text
+    plain_ends = {run["seed"]: run["test"] for run in found["runs"] if run["part"] == "plain"}
+    longer = [plain_ends[run["seed"]] - run["test"] for run in found["longer"]["runs"]]
+    told = f"15 % longer end {statistics.fmean(longer):.3f} lower ({min(longer):.3f} to {max(longer):.3f} by seed)"
+    assert told in text
+    slope = statistics.fmean(longer) / math.log(found["longer"]["steps"] / 800)
+    worth = {
+        row["part"]: math.exp(-statistics.fmean(row["from plain"]) / slope) / row["time"]
+        for row in found["rows"]
+        if row["part"] in ("NorMuon's rows", "half the batch at first")
+    }
+    rows, batch = worth["NorMuon's rows"], worth["half the batch at first"]
+    assert f"NorMuon's rows {rows:.2f}x in time, half the batch at first {batch:.2f}x" in text
+
+
+def test_what_rows_change_at_124_million_parameters() -> None:
+    runs = raw("2026-11-19-stack-lm124m-cuda")["runs"]
+    tried = {json.dumps(run["settings"], sort_keys=True): run["loss"] for run in runs if run["arm"] == "tuning muon"}
+    plain = {"predictor.beta": 0.0, "optimizer.type": "muon", "optimizer.learning_rate": 0.004}
+    ends = [tried[json.dumps(plain | more, sort_keys=True)] for more in ({}, {"optimizer.row_beta2": 0.95})]
+    equal = stack()
+    apart = [
+        abs(equal["Muon"][seed]["loss"] - equal["Muon, prediction as by default"][seed]["loss"]) for seed in (1, 2, 3)
+    ]
+    told = (
+        f"made the loss {ends[0] - ends[1]:.3f} lower, while equal runs differ by {min(apart):.3f} to {max(apart):.3f}"
+    )
+    assert told in page("docs/results.md")
