@@ -15,6 +15,7 @@ import argparse
 import json
 import lzma
 import os
+import shlex
 import subprocess
 import sys
 import tarfile
@@ -40,46 +41,22 @@ class Job:
 
 JOBS = (
     Job(
-        "tune-124m",
-        7,
-        "the best settings of AdamW and Muon at 124M, each side tuned with as many runs",
-        "stack.py tune lm124m --data {data} --out {out}/stack --minutes 7",
-    ),
-    Job(
-        "seeds-124m",
-        6,
-        "the whole stack over AdamW at 124M, three seeds: the aim is 2x",
-        "stack.py seeds lm124m --data {data} --out {out}/stack --minutes 6",
+        "profile",
+        1.5,
+        "where the milliseconds of a step at 124M go: the aim is 600,000 tokens per second",
+        "profile_step.py --rounds 4 --out {out}/profile-step-cuda.json",
     ),
     Job(
         "tune-30m",
-        5,
+        4,
         "the best settings of both at 30M",
         "stack.py tune lm30m --data {data} --out {out}/stack --minutes 5",
     ),
     Job(
         "seeds-30m",
-        5,
-        "the whole stack over AdamW at 30M, three seeds: the aim is 2x",
+        4,
+        "Muon over AdamW at 30M, three seeds: the aim is 2x",
         "stack.py seeds lm30m --data {data} --out {out}/stack --minutes 5",
-    ),
-    Job(
-        "ranks",
-        3,
-        "FSDP2 at world 1 over NCCL, 124M: the aim is 0.97x of one process in its eager form, and 1 % when idle",
-        "ranks_speed.py --device cuda --model small --rounds 6 --out {out}/ranks-speed-cuda.json",
-    ),
-    Job(
-        "throughput",
-        3,
-        "tokens per second at 124M: the aim is 600,000",
-        "throughput.py --device cuda --data {data}/enwiki_train.bin --out {out}",
-    ),
-    Job(
-        "idle",
-        2,
-        "what watching costs at 124M and in a tiny model: the aim is 1 %",
-        "idle_overhead.py --device cuda --out {out}/idle-overhead-cuda.json",
     ),
     Job(
         "auto-30m",
@@ -96,6 +73,25 @@ JOBS = (
         "--out {out}/auto-rate-cuda-124m.json",
     ),
     Job(
+        "parts-30m",
+        4,
+        "additions to Muon at 30M that pay on a CPU, timed: rows, and half the batch at first",
+        'stack_parts.py lm30m --data {data} --device cuda --seeds 3 --parts plain "NorMuon\'s rows" '
+        "'half the batch at first' --out {out}/stack-parts-cuda.json",
+    ),
+    Job(
+        "throughput",
+        3,
+        "tokens per second at 124M: the aim is 600,000",
+        "throughput.py --device cuda --data {data}/enwiki_train.bin --out {out}",
+    ),
+    Job(
+        "idle",
+        2,
+        "what watching costs at 124M and in a tiny model: the aim is 1 %",
+        "idle_overhead.py --device cuda --out {out}/idle-overhead-cuda.json",
+    ),
+    Job(
         "growth-20",
         2,
         "growth at 20 tokens per parameter, whose runs of 18 November were kept as printed lines only",
@@ -106,6 +102,24 @@ JOBS = (
         3,
         "what only a GPU can show: kernels, graphs, resume, precision",
         "gpu_checks.py --out {out}/gpu-checks.json",
+    ),
+    Job(
+        "tune-124m",
+        7,
+        "the best settings of AdamW and Muon at 124M, each side tuned with as many runs",
+        "stack.py tune lm124m --data {data} --out {out}/stack --minutes 7",
+    ),
+    Job(
+        "seeds-124m",
+        6,
+        "the whole stack over AdamW at 124M, three seeds: the aim is 2x",
+        "stack.py seeds lm124m --data {data} --out {out}/stack --minutes 6",
+    ),
+    Job(
+        "ranks",
+        3,
+        "FSDP2 at world 1 over NCCL, 124M: the aim is 0.97x of one process in its eager form, and 1 % when idle",
+        "ranks_speed.py --device cuda --model small --rounds 6 --out {out}/ranks-speed-cuda.json",
     ),
 )
 GRID = {
@@ -130,7 +144,7 @@ def prepare(source: Path, folder: Path) -> None:
 
 def carry_out(job: Job, data: Path, out: Path, seconds: float) -> str:
     """Run a job with its output in its log, and return how it ended."""
-    command = [sys.executable, *job.command.format(data=data, out=out).split()]
+    command = [sys.executable, *shlex.split(job.command.format(data=data, out=out))]
     command[1] = str(HERE / command[1])
     source = os.pathsep.join([str(HERE.parent / "src"), os.environ.get("PYTHONPATH", "")])
     with (out / f"{job.name}.log").open("w", encoding="utf-8") as log:

@@ -4,7 +4,8 @@ python benchmarks/stack_parts.py bytes --data ../shared/data --out result.json  
 python benchmarks/stack_parts.py lm30m --data FOLDER --device cuda --seeds 2 --out result.json
 
 FOLDER of a GPU is that of `gpu_figures.py`. Every run of a seed begins with the same weights and sees the same tokens;
-one rate serves all. Additions are written here and nowhere else: one that pays belongs into the optimizer. "the last
+one rate serves all. Additions are written here and nowhere else, but for rows: one that pays belongs into the optimizer.
+On a GPU those that change the optimizer run without its kernels, and only their losses count. "the last
 tenth averaged" is the plain run's own weights, averaged from 90 % of it on, and so costs no run of its own. What --out
 holds is not run again.
 """
@@ -200,8 +201,9 @@ def run(model: str, part: Part, options: argparse.Namespace, seed: int) -> dict[
         begin_with_frequencies(work.model, iter(task.build(config).loader))
     trainer = HybridTrainer(work.model, loss_fn=work.loss_fn, config=config, probe=work.held_out)
     optimizer = trainer.optimizer
-    optimizer.__class__ = VariedMuon
-    optimizer._kernels_allowed = False
+    if part.optimizer:
+        optimizer.__class__ = VariedMuon
+        optimizer._kernels_allowed = False
     for name, value in part.optimizer:
         setattr(optimizer, name, value)
     batches = ramped(iter(work.loader), part.ramp, ramp)
