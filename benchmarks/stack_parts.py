@@ -4,10 +4,9 @@ python benchmarks/stack_parts.py bytes --data ../shared/data --out result.json  
 python benchmarks/stack_parts.py lm30m --data FOLDER --device cuda --seeds 2 --out result.json
 
 FOLDER of a GPU is that of `gpu_figures.py`. Every run of a seed begins with the same weights and sees the same tokens;
-one rate serves all. Additions are written here and nowhere else, but for rows: one that pays belongs into the optimizer.
-On a GPU those that change the optimizer run without its kernels, and only their losses count. "the last
-tenth averaged" is the plain run's own weights, averaged from 90 % of it on, and so costs no run of its own. What --out
-holds is not run again.
+one rate serves all. Additions are written here, but for rows: one that pays belongs into the optimizer. On a GPU those
+that change the optimizer run without its kernels, and only their losses count. "the last tenth averaged" is the plain
+run's own weights, averaged from 90 % of it on, and so costs no run of its own. What --out holds is not run again.
 """
 
 from __future__ import annotations
