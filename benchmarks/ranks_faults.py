@@ -1,7 +1,7 @@
 """Faults of a run of several processes under torchrun: what it says, and whether it ends with the bits of one that was
 never disturbed.
 
-python benchmarks/ranks_faults.py                  # all, two gloo ranks; writes benchmarks/results
+python benchmarks/ranks_faults.py --out FILE       # all, two gloo ranks; some nine minutes
 python benchmarks/ranks_faults.py --only kill hang # those whose names begin so
 python benchmarks/ranks_faults.py --type fsdp2     # shards instead of replicas
 """
