@@ -564,7 +564,7 @@ def test_optimizers_train_as_in_one_process(kind: str, found: list[Found], alone
     loss of one process by."""
     one = alone["optimizers"]
     changed = {name: abs(one[name] - one[name.replace("8bit", "bf16")]) for name in one}
-    assert 1e-3 < changed["muon 8bit"] < 1e-2
+    assert 1e-3 < changed["muon 8bit"] < 2e-2  # 0.0095 where this was written
     for name, loss in found[0][f"optimizers {kind}"].items():
         assert loss == pytest.approx(one[name], abs=max(1e-3, 0.5 * changed[name]) if "8bit" in name else 1e-4)
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from foretrain.engine.meters import Stopwatch
 from foretrain.engine.optim.build import plain_state
+from foretrain.engine.optim.muon import Muon
 from foretrain.engine.progress import TAKEN_BACK
 from foretrain.engine.rates import ScheduledRates
 from foretrain.engine.trained import arranged
@@ -96,7 +97,10 @@ def _put_back_training(engine: Engine, state: State, origin: str, constant: Coll
         engine.away.back()
     _put_back_weights(engine, state, origin, constant)
     keep = not engine.own_optimizer and isinstance(engine.rate, ScheduledRates)
-    restore_optimizer(engine.optimizer, state["optimizer"], origin, keep_settings=keep)
+    saved = state["optimizer"]
+    if isinstance(engine.optimizer, Muon):
+        saved = {**saved, "state": engine.optimizer.with_rows(saved["state"])}
+    restore_optimizer(engine.optimizer, saved, origin, keep_settings=keep)
     engine.precision.load_state_dict(state["precision"])
     restore_random_state(state["random"])
     engine.rate.load_state_dict(state["rates"])

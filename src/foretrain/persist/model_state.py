@@ -105,8 +105,6 @@ def restore_optimizer(
     because some optimizers keep a part of their state there.
     """
     check_groups(optimizer, saved["param_groups"], origin)
-    if (completed := getattr(optimizer, "completed", None)) is not None:
-        saved = {**saved, "state": completed(saved["state"])}
     current, groups = optimizer.state_dict(), saved["param_groups"]
     if keep_settings:
         groups = current["param_groups"]

@@ -145,7 +145,7 @@ class Muon(SkippingOptimizer):
         if self.row_beta2 and ROW_SQUARES not in state:
             state[ROW_SQUARES] = _no_squares(p)
 
-    def completed(self, state: Mapping[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    def with_rows(self, state: Mapping[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
         """Return a saved state with the mean squares of rows that this run wants and the one that saved it had not,
         and without those that it does not want: tensors that exist are then filled in place."""
         matrices = [(p, group["algorithm"] == "muon") for group in self.param_groups for p in group["params"]]
@@ -185,10 +185,13 @@ class Muon(SkippingOptimizer):
         """[parts of all, rows]: what each row of orthogonalised updates is multiplied by; None where rows stay."""
         if not self.row_beta2:
             return None
-        kept = [self.state[p][ROW_SQUARES] for p in params]
-        squares = torch.cat(kept).view(steps.shape[:2])
-        factors = row_factors(squares, steps, self._row_weight())
-        torch._foreach_copy_(kept, list(squares.view(-1, 1).split_with_sizes([len(p) for p in params])))
+        return self._even([self.state[p][ROW_SQUARES] for p in params], steps)
+
+    def _even(self, squares: list[Tensor], steps: Tensor) -> Tensor:
+        """Take the rows of all `steps` into their mean squares, of one matrix each, in place. Return their factors."""
+        together = torch.cat(squares).view(steps.shape[:2])
+        factors = row_factors(together, steps, self._row_weight())
+        torch._foreach_copy_(squares, list(together.view(-1, 1).split_with_sizes([len(one) for one in squares])))
         return factors
 
     def _row_weight(self) -> float | Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from foretrain.engine import precision
 from foretrain.engine.optim import moments
-from foretrain.engine.optim.muon import Muon, iteration_type, orthogonalize, row_factors, step_ratio
+from foretrain.engine.optim.muon import Muon, iteration_type, orthogonalize, step_ratio
 from foretrain.engine.optim.muon_owners import Owners, owners_of
 from foretrain.persist.model_state import ROW_SQUARES
 from foretrain.persist.parts import form_of_spread, is_spread, like, local, region
@@ -75,11 +75,8 @@ class MuonOnParts(Muon):
             steps = orthogonalize(torch.cat(parts)).to(sent)
             stepped = [step.flatten(0, 1) for step in steps.split_with_sizes(counts)]
             if self.row_beta2:
-                new = torch.cat(squares).view(-1, shape[0])
-                factors = row_factors(new, steps, self._row_weight())
-                rows = [count * shape[0] for count in counts]
-                cut = [one.reshape(-1, 1).split_with_sizes(rows) for one in (new, factors)]
-                stepped = [_packed(*pieces) for pieces in zip(stepped, *cut, strict=True)]
+                factors = self._even(squares, steps).view(-1, 1).split_with_sizes([len(one) for one in squares])
+                stepped = [_packed(*pieces) for pieces in zip(stepped, squares, factors, strict=True)]
             whole |= dict(zip(numbers, stepped, strict=True))
         here = owners.scatter([whole[number] for number in owners.own], updates[0])
         if self.row_beta2:
@@ -107,10 +104,9 @@ class MuonOnParts(Muon):
         if not self.row_beta2:
             return None
         kept = [self.state[p][ROW_SQUARES] for p in params]
-        squares = torch.cat([_gathered(local(one), one) for one in kept]).view(steps.shape[:2])
-        factors = row_factors(squares, steps, self._row_weight())
-        of_each = squares.view(-1, 1).split_with_sizes([p.shape[0] for p in params])
-        torch._foreach_copy_([local(one) for one in kept], [_cut(*pair) for pair in zip(of_each, kept, strict=True)])
+        whole = [_gathered(local(one), one) for one in kept]
+        factors = self._even(whole, steps)
+        torch._foreach_copy_([local(one) for one in kept], [_cut(*pair) for pair in zip(whole, kept, strict=True)])
         return factors
 
     def _same_shaped(
