@@ -7,8 +7,8 @@ python benchmarks/stack.py tune tiny --data FOLDER --out FOLDER --device cpu    
 
 AdamW and Muon are tuned by the same procedure with as many runs each, on held-out data, with seed 1: from the default
 settings on, one setting after the other gets the values of `TUNED`, of which the best stays; a learning rate goes on
-beyond the edge. AdamW's runs are longer (`LENGTHS`), since that is where it is compared. Runs of tuning have a folder
-of their own and are not timed, so that several models can be tuned at once.
+beyond the edge. AdamW's runs are longer (`LENGTHS`), nearer to where it is compared. Runs of tuning have a folder of
+their own and are not timed, so that several models can be tuned at once.
 
 Then each seed runs, in turns, AdamW, the arms of `ARMS`, and the best Muon again with prediction as it is by default.
 The figure is the time that AdamW needs for an arm's final loss on the test set over the arm's time: by that seed's run,
