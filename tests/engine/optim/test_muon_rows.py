@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.engine.optim.test_muon import number_format  # noqa: F401
 from torch import Tensor, nn
 
 from foretrain import HybridTrainer
