@@ -6,9 +6,11 @@ python benchmarks/auto_rate.py --tasks lm30m-wiki-adamw --data FOLDER --device c
 A FOLDER for a GPU holds `enwiki_train.bin` and `stories_train.bin`, GPT-2's tokens of two corpora (little-endian
 uint16). Every run of a seed begins with the same weights and batches. Rates are chosen on held-out data, and the loss
 that is reported is measured on a test set that no decision knows: at the end of the run, and (`best`) where the
-held-out loss was lowest of 40 looks, as a run ends that keeps its best weights. The swept rates are a factor of two
-apart around the default rate of the optimizer (or `--middle`); runs have the warm-up that `auto` gives itself. What
---out holds is not run again, so calls add up.
+held-out loss was lowest of --looks, as a run ends that keeps its best weights. The swept rates are a factor of two
+apart around the default rate of the optimizer (or `--middle`); runs have the warm-up that `auto` gives itself, or one
+of --warmup. With
+--near N seeds after the Nth run at the best rate so far and its two neighbours alone, of which the best is chosen then.
+What --out holds is not run again, so calls add up.
 """
 
 from __future__ import annotations
@@ -28,33 +30,38 @@ import torch
 
 from auto_rate_tasks import TASKS, RateTask, settings_of
 from foretrain import HybridTrainer, environment
-from foretrain.config import from_mapping
+from foretrain.config import from_mapping, with_beta2
 from foretrain.engine.batches import batches_in
 from foretrain.hybrid.rate_plan import plan_of
 
 RATES = 7
-LOOKS = 40
 PATIENCE = 5
 _DEFAULT = {"adamw": 2e-3, "muon": 6e-3}
 
 
 def run(task: RateTask, options: argparse.Namespace, rate: float | str, seed: int) -> dict[str, Any]:
     """One whole run at a rate, or with `auto`."""
+    torch.compiler.reset()  # it keeps a few versions per function and would then stop compiling
     steps = options.steps or int(task.settings["max_steps"])
     changes = {"optimizer.learning_rate": rate, "max_steps": steps}
-    changes["schedule.warmup_steps"] = plan_of(steps, adapters=False).steps // 2
+    warmup = plan_of(steps, adapters=False).steps // 2
+    if options.warmup is not None and rate != "auto":
+        warmup = round(options.warmup * steps)
+    changes["schedule.warmup_steps"] = warmup
     if options.copies and rate != "auto":
         changes |= {"forecast.copies": options.copies, "forecast.copy_steps": 0.01}
     config = from_mapping(settings_of(task, options.data, options.device, seed, changes))
     work = task.build(config)
+    if task.text:
+        config = with_beta2(config, work.model.shape.context)  # as `foretrain train` does
     trainer = HybridTrainer(work.model, loss_fn=work.loss_fn, config=config, probe=work.held_out)
     if trainer.race is not None and task.text:
         trainer.race.use(work.held_out, config.model.context or work.model.shape.context)
     batches, seconds = iter(work.loader), 0.0
     looks = []
-    for place in range(LOOKS):
+    for place in range(options.looks):
         started = clock(options.device)
-        for _ in range(place * steps // LOOKS, (place + 1) * steps // LOOKS):
+        for _ in range(place * steps // options.looks, (place + 1) * steps // options.looks):
             trainer.step(next(batches))
         seconds += clock(options.device) - started
         looks.append((trainer.evaluate(work.held_out), trainer.evaluate(work.test), trainer.global_step))
@@ -135,8 +142,9 @@ def _lowest(rates: list[float], losses: list[float]) -> str:
 
 def _compared(swept: list[dict[str, Any]], auto: list[dict[str, Any]]) -> dict[str, Any]:
     rates = sorted({one["rate"] for one in swept})
-    means = {rate: statistics.fmean(_number(one["held_out"]) for one in swept if one["rate"] == rate) for rate in rates}
-    best = min(rates, key=lambda rate: means[rate])
+    losses = {rate: [_number(one["held_out"]) for one in swept if one["rate"] == rate] for rate in rates}
+    most = max(map(len, losses.values()))
+    best = min((rate for rate in rates if len(losses[rate]) == most), key=lambda rate: statistics.fmean(losses[rate]))
     tests = {one["seed"]: one["test"] for one in swept if one["rate"] == best}
     pairs = [(one["test"], tests[one["seed"]]) for one in auto if one["seed"] in tests]
     return {
@@ -146,6 +154,13 @@ def _compared(swept: list[dict[str, Any]], auto: list[dict[str, Any]]) -> dict[s
         "auto_test": statistics.fmean(one["test"] for one in auto),
         "gap_percent": [100 * (mine / theirs - 1) for mine, theirs in pairs],
     }
+
+
+def neighbours(rates: list[float], runs: list[dict[str, Any]], seeds: int) -> list[float]:
+    """Return the best rate of the first seeds, and those next to it."""
+    first = [one for one in runs if one["rate"] != "auto" and one["seed"] <= seeds]
+    best = min(first, key=lambda one: _number(one["held_out"]))["rate"]
+    return [rate for rate in rates if best / 2.1 < rate < best * 2.1]
 
 
 def _number(value: float) -> float:
@@ -162,6 +177,9 @@ def main() -> None:
     parser.add_argument("--middle", type=float, help="the middle of the swept rates")
     parser.add_argument("--copies", type=float, nargs="*", help="shares of a swept run at which a copy is annealed")
     parser.add_argument("--rates", type=int, default=RATES, help="swept rates; 0: auto only")
+    parser.add_argument("--looks", type=int, default=40, help="evaluations of a run")
+    parser.add_argument("--warmup", type=float, help="share of a swept run, not what auto gives itself")
+    parser.add_argument("--near", type=int, help="seeds that run at all rates; others run near the best one alone")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     if options.device == "cpu":
@@ -176,9 +194,11 @@ def main() -> None:
     for name in options.tasks:
         task, found = TASKS[name], kept["tasks"].setdefault(name, {"runs": []})
         middle = options.middle or _DEFAULT[task.settings["optimizer.type"]]
-        places = range(-(options.rates // 2), options.rates - options.rates // 2)
+        rates = [middle * 2.0**place for place in range(-(options.rates // 2), options.rates - options.rates // 2)]
         for seed in range(1, options.seeds + 1):
-            for rate in ("auto", *(middle * 2.0**place for place in places)):
+            if options.near is not None and seed > options.near:
+                rates = neighbours(rates, found["runs"], options.near)
+            for rate in ("auto", *rates):
                 if any(one["rate"] == rate and one["seed"] == seed for one in found["runs"]):
                     continue
                 found["runs"].append(one := run(task, options, rate, seed))

@@ -1,5 +1,6 @@
-"""Tasks of `auto_rate.py`: language models of bytes in two sizes on two texts and on a little of one, an image
-classifier, two tables; and, for a GPU, language models of 30M and 124M parameters on two corpora of GPT-2's tokens."""
+"""Tasks of `auto_rate.py`: language models of bytes in two sizes on two texts and on a little of one, one of 8,192
+tokens of GPT-2's, an image classifier, two tables; and, for a GPU, language models of 30M and 124M parameters on two
+corpora of GPT-2's tokens."""
 
 from __future__ import annotations
 
@@ -33,10 +34,14 @@ LITTLE = 20_000
 """Bytes of text that a run of `SMALL` passes over 25 times."""
 OTHER = BYTES | {"model.layers": 2, "model.width": 96, "model.context": 48, "batch_size": 6, "max_steps": 1000}
 """Another size, batch and length than any that constants were chosen on."""
+FREQUENT = 8192
+WORDS = {"data.tokenizer": "gpt2", "model.vocab_size": FREQUENT, "evaluation.batches": 8, "max_steps": 1000}
+WORDS |= {"model.layers": 2, "model.width": 64, "model.heads": 2, "model.context": 64, "batch_size": 16}
+"""Most of the vocabulary is seen seldom, as in large models; of tokens, all but the most frequent are one."""
 TABLE: dict[str, Any] = {"batch_size": 32, "max_steps": 1000, "evaluation.ema_decay": 0.0}
 TOKENS: dict[str, Any] = {"data.tokenizer": "gpt2", "model.vocab_size": 50257, "evaluation.batches": 12}
 LM30M = TOKENS | {"model.layers": 6, "model.width": 384, "model.heads": 6, "model.context": 256, "batch_size": 64}
-LM124M = TOKENS | {"model.type": "gpt2-small", "model.context": 1024, "batch_size": 32}
+LM124M = TOKENS | {"model.type": "gpt2-small", "model.context": 1024, "batch_size": 16}
 
 
 @dataclass(frozen=True)
@@ -151,6 +156,16 @@ def _little_text(config: Config) -> Work:
     return _of_corpus(config, dataclasses.replace(corpus, train=corpus.train[:LITTLE]))
 
 
+def _words(config: Config) -> Work:
+    """Tokens are numbered by how frequent they are, and the rare ones are one."""
+    corpus = tokens.prepare(config.data)
+    order = np.argsort(-np.bincount(corpus.train, minlength=50257), kind="stable")
+    number = np.full(50257, FREQUENT - 1, np.uint16)
+    number[order[: FREQUENT - 1]] = np.arange(FREQUENT - 1)
+    corpus = dataclasses.replace(corpus, train=number[corpus.train], held_out=number[corpus.held_out])
+    return _of_corpus(config, corpus)
+
+
 def _both(name: str, settings: dict[str, Any], build: Callable[[Config], Work], text: str) -> dict[str, RateTask]:
     return {f"{name}-{kind}": RateTask(settings | {"optimizer.type": kind}, build, text) for kind in ("adamw", "muon")}
 
@@ -159,6 +174,7 @@ TASKS: dict[str, RateTask] = {
     **_both("bytes", SMALL, _text, "text/tinyshakespeare.txt"),
     **_both("bytes-wiki", SMALL, _text, "text/wikitext2_train.txt.xz"),
     **_both("other", OTHER, _text, "text/tinystories_part1.txt.xz"),
+    **_both("words", WORDS, _words, "enwiki_train.bin"),
     "digits": RateTask(TABLE | {"optimizer.type": "adamw", "batch_size": 64}, _digits),
     "cancer": RateTask(TABLE | {"optimizer.type": "adamw"}, _cancer),
     "noisy-cancer": RateTask(TABLE | {"optimizer.type": "adamw"}, partial(_cancer, wrong=0.1)),

@@ -2,9 +2,10 @@
 
 python benchmarks/profile_step.py --out result.json                          # GPT-2 124M, context 1024, batch 64
 python benchmarks/profile_step.py --arms default coordinate_descent_tuning   # beside it with an option of inductor
+python benchmarks/profile_step.py --model 30m --arms optimizer.type=muon optimizer.type=muon,optimizer.row_beta2=0
 
-Arms are timed in turns, forwards and backwards (A B B A), then five steps of each are profiled. An arm is the name of
-a switch in `torch._inductor.config` that is turned on while its step is compiled.
+Arms are timed in turns, forwards and backwards (A B B A), then five steps of each are profiled. An arm is a list of
+settings of the configuration, or the name of a switch in `torch._inductor.config` that is on while it is compiled.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import torch
 from torch import _inductor  # type: ignore[attr-defined]
 
 from foretrain import environment
+from foretrain.config.loading import parse_override
 from plain_loop import Size
 from throughput import Train, engine
 
@@ -38,6 +40,8 @@ KINDS = (
     ("copies", r"mem(cpy|set)|copy"),
 )
 STEPS = 5
+MODELS = {"124m": (Size(12, 12, 768, 1024, 50257), 64), "30m": (Size(6, 6, 384, 256, 50257), 64)}
+"""The size of a model, and its batch."""
 
 
 def kind_of(kernel: str) -> str:
@@ -61,10 +65,10 @@ def profiled(train: Train) -> list[dict[str, Any]]:
     ]
 
 
-def build(arm: str, batch: int, data: np.ndarray[Any, Any]) -> Train:
-    size = Size(12, 12, 768, 1024, 50257)
-    if arm == "default":
-        train = engine(size, batch, "cuda", data)
+def build(arm: str, size: Size, batch: int, data: np.ndarray[Any, Any]) -> Train:
+    if arm == "default" or "=" in arm:
+        told = dict(parse_override(setting) for setting in arm.split(",") if "=" in setting)
+        train = engine(size, batch, "cuda", data, **told)
         train(6)
         return train
     torch._dynamo.reset()
@@ -80,18 +84,21 @@ def build(arm: str, batch: int, data: np.ndarray[Any, Any]) -> Train:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--arms", nargs="+", default=["default"])
-    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--model", choices=MODELS, default="124m")
+    parser.add_argument("--batch", type=int)
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--steps", type=int, default=20, help="per round")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("no CUDA GPU: there is nothing to measure")
+    size, usual = MODELS[options.model]
+    batch = options.batch or usual
     data = np.random.default_rng(1).integers(0, 50257, 2_000_000).astype(np.uint16)
     arms: dict[str, Train] = {}
     for arm in options.arms:
         started = time.perf_counter()
-        arms[arm] = build(arm, options.batch, data)
+        arms[arm] = build(arm, size, batch, data)
         torch.cuda.synchronize()
         print(f"{arm}: compiled in {time.perf_counter() - started:.1f} s", file=sys.stderr, flush=True)
     seconds: dict[str, list[float]] = {arm: [] for arm in arms}
@@ -111,12 +118,12 @@ def main() -> None:
         step = statistics.median(seconds[arm]) / options.steps
         results[arm] = {
             "milliseconds": round(1000 * step, 3),
-            "tokens_per_second": round(1024 * options.batch / step),
+            "tokens_per_second": round(size.context * batch / step),
             "seconds": seconds[arm],
             "kinds": kinds,
             "kernels": kernels,
         }
-        print(f"\n{arm}: {1000 * step:.2f} ms a step, {1024 * options.batch / step:,.0f} tokens/s, of which")
+        print(f"\n{arm}: {1000 * step:.2f} ms a step, {size.context * batch / step:,.0f} tokens/s, of which")
         for kind, milliseconds in sorted(kinds.items(), key=lambda item: -item[1]):
             print(f"  {kind:<24} {milliseconds:8.3f} ms")
         for kernel in kernels[:40]:

@@ -3,6 +3,7 @@
 python benchmarks/stack.py tune lm124m --data FOLDER --out FOLDER --minutes 9     # each side, setting by setting
 python benchmarks/stack.py seeds lm124m --data FOLDER --out FOLDER --minutes 9    # the best of each side, three seeds
 python benchmarks/stack.py table lm124m --data FOLDER --out FOLDER                # what is there so far
+python benchmarks/stack.py seeds lm30m --known EARLIER.json ...                   # runs of tuning of an earlier result
 python benchmarks/stack.py tune tiny --data FOLDER --out FOLDER --device cpu      # to try the script
 
 AdamW and Muon are tuned by the same procedure with as many runs each, on held-out data, with seed 1: from the default
@@ -65,7 +66,7 @@ TUNED: dict[str, dict[str, list[tuple[str, tuple[Any, ...]]]]] = {
 }
 TUNED["tiny"] = TUNED["lm30m"]
 """Tried beside the default of each setting. "decay share": of the run, in which the learning rate falls."""
-LENGTHS: dict[str, tuple[float, float]] = {"lm30m": (1.8, 1.4), "lm124m": (1.8, 2.2), "tiny": (1.5, 1.2)}
+LENGTHS: dict[str, tuple[float, float]] = {"lm30m": (1.8, 2.4), "lm124m": (1.8, 2.2), "tiny": (1.5, 1.2)}
 """Of AdamW's runs, as factors on `max_steps`; it is tuned at the first."""
 GROWTH = {"growth.layers": 6, "growth.at": 0.5}
 ARMS: dict[str, dict[str, Settings]] = {
@@ -99,6 +100,8 @@ class Stack:
         self.warmed: set[str] = set()
         self.found: list[dict[str, Any]] = []
         self.only_read = options.part == "table"
+        earlier = json.loads(options.known.read_text(encoding="utf-8"))["runs"] if options.known else []
+        self.earlier = {_key(one): one for one in earlier if one["arm"].startswith("tuning")}
 
     def spec(self, arm: str, seed: int, settings: Settings, length: float) -> Spec:
         settings = {"predictor.beta": 0.0} | settings
@@ -112,10 +115,10 @@ class Stack:
     ) -> dict[str, Any] | None:
         """Return the result of a run; None where there is none, and no time for it."""
         spec, store = self.spec(arm, seed, settings, length), self.timed if timed else self.tuning
-        result = store.find(spec)
+        result = store.find(spec) or self.earlier.get(_key(vars(spec)))
         if result is None and not self.only_read and time.monotonic() < self.until:
             result = carry_out(self.task, spec, store.base, self.warmed)
-            check_pairing([*(one for one in self.found if one["loss"] is not None), result])
+            check_pairing([*(one for one in self.found if one["loss"] is not None and "account" in one), result])
             store.keep(spec, result)
             print(_line(spec, result), flush=True)
         if result is not None and result not in self.found:
@@ -202,6 +205,10 @@ class Stack:
         return {"arm": WATCHED, "speed": ratios, "losses apart": apart, "in words": words or "no seed is complete"}
 
 
+def _key(run: dict[str, Any]) -> str:
+    return json.dumps([run[name] for name in ("arm", "seed", "max_steps", "settings")], sort_keys=True)
+
+
 def _best_rate(
     start: Settings, rates: tuple[float, ...], loss: Callable[[Settings], float | None]
 ) -> tuple[Settings, bool]:
@@ -245,6 +252,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--known", type=Path, help="a result whose runs of tuning are not made again")
     options = parser.parse_args()
     stack = Stack(options)
     if options.part == "tune":

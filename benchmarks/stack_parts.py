@@ -28,7 +28,7 @@ from torch import Tensor
 
 from auto_rate_tasks import BYTES, TASKS, RateTask, _text, settings_of
 from foretrain import HybridTrainer, environment
-from foretrain.config import from_mapping
+from foretrain.config import from_mapping, with_beta2
 from foretrain.engine.optim import muon
 from foretrain.engine.optim.muon import Muon, orthogonalize, step_ratio
 from foretrain.measure.stats import paired_interval
@@ -41,6 +41,8 @@ MODELS: dict[str, tuple[RateTask, dict[str, Any]]] = {
         {"model.context": 64, "batch_size": 16, "max_steps": 800, "optimizer.learning_rate": 1e-2},
     ),
     "lm30m": (TASKS["lm30m-wiki-muon"], {"max_steps": 1200, "optimizer.learning_rate": 4e-3}),
+    "lm30m-adamw": (TASKS["lm30m-wiki-adamw"], {"max_steps": 2160, "optimizer.learning_rate": 2e-3}),
+    "lm124m": (TASKS["lm124m-wiki-muon"], {"max_steps": 350, "batch_size": 16, "optimizer.learning_rate": 4e-3}),
 }
 POLAR = (
     (8.28721201814563, -23.595886519098837, 17.300387312530933),
@@ -190,9 +192,11 @@ def run(model: str, part: Part, options: argparse.Namespace, seed: int) -> dict[
         | dict(part.settings)
         | {"max_steps": total, "schedule.warmup_steps": steps // 12}
     )
-    changes["engine.cuda_graph"] = False
+    if part.optimizer or part.momentum:
+        changes["engine.cuda_graph"] = False  # it would keep the usual optimizer
     config = from_mapping(settings_of(task, options.data, options.device, seed, changes))
     work = task.build(config)
+    config = with_beta2(config, work.model.shape.context)  # as `foretrain train` does
     if part.silenced:
         for block in work.model.blocks:
             block.silence()

@@ -128,6 +128,7 @@ def cuda(cases: Sequence[str], data: np.ndarray, rounds: int, batch: int) -> dic
                 "plain loop, fp32 eager": plain(size, rows, torch.float32, False, False),
                 "plain loop, tf32 eager": plain(size, rows, torch.float32, False, True),
                 "plain loop, bf16 eager": plain(size, rows, torch.bfloat16, False, True),
+                "plain loop, bf16 compiled": plain(size, rows, torch.bfloat16, True, True),
                 "foretrain": ours(size, rows),
             },
             tokens=rows * size.context,

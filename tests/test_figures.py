@@ -318,7 +318,7 @@ def test_what_a_step_costs_beside_a_loop_of_ones_own(readme: str) -> None:
 
 
 def test_speed_on_a_gpu(readme: str) -> None:
-    arms = raw("2026-11-15-throughput-cuda")["results"]["batch 64"]
+    arms = raw("2026-11-19-throughput-large-cuda")["results"]["batch 64"]
     speeds = {name: values["tokens_per_second"] for name, values in arms.items()}
     ours = next(speed for name, speed in speeds.items() if name.startswith("foretrain"))
     plain = speeds["plain loop, bf16 compiled"]

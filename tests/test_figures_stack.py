@@ -105,43 +105,116 @@ def test_both_sides_were_tuned_with_as_many_runs() -> None:
         assert {name: best["settings"].get(name) for name in chosen} == chosen
 
 
+LADDER = ("plain loop, fp32 eager", "plain loop, bf16 eager", "plain loop, bf16 compiled", "foretrain")
+LARGE, SMALL = "ladder, batch 16", "ladder of 30M, batch 64"
+
+
+def rung(case: str, below: str, above: str) -> list[float]:
+    found = raw("2026-11-19-throughput-ladder-cuda")["results"][case]
+    return [one / other for one, other in zip(found[below]["seconds"], found[above]["seconds"], strict=True)]
+
+
+def sooner_at_30_million() -> list[float]:
+    (row,) = (row for row in raw("2026-11-19-stack-lm30m-cuda")["rows"] if row["arm"] == "Muon")
+    return list(row["sooner"])
+
+
 def test_the_ladder() -> None:
     text, whole = page("docs/results.md"), page("README.md")
-    found = raw("2026-11-19-throughput-ladder-cuda")["results"]
-
-    def rung(case: str, below: str, above: str) -> list[float]:
-        seconds = {name: entry["seconds"] for name, entry in found[case].items()}
-        return [one / other for one, other in zip(seconds[below], seconds[above], strict=True)]
-
-    arms = ("plain loop, fp32 eager", "plain loop, bf16 eager", "foretrain")
-    large, small = "ladder, batch 16", "ladder of 30M, batch 64"
-    assert f"| bf16 eager | {in_words(rung(large, *arms[:2]))} |" in text
-    assert f"| {in_words(rung(small, *arms[:2]))} |" in text
-    assert f"AdamW | {in_words(rung(large, *arms[1:]))} |" in text
-    together = statistics.geometric_mean(rung(small, arms[0], arms[2]))
-    assert f"| {in_words(rung(small, *arms[1:]))}, {together:.1f}x together |" in text
-    engine = statistics.geometric_mean(rung(large, arms[0], arms[2]))
-    for arm in ("Muon", "Muon and growth"):
-        assert f"**{engine * statistics.geometric_mean(sooner(arm)):.1f}x**" in text
-        assert f"{engine * statistics.geometric_mean(sooner(arm)):.1f}x" in whole
-    assert f"| {engine:.1f}x |" in text
-    assert f"the engine's {engine:.1f}x over PyTorch's fp32" in whole
-    tf32 = statistics.geometric_mean(rung(large, arms[0], "plain loop, tf32 eager"))
-    products = [engine / tf32 * statistics.geometric_mean(sooner(arm)) for arm in ("Muon", "Muon and growth")]
-    assert f"rung is {tf32:.2f}x faster, and the products are {products[0]:.1f}x and {products[1]:.1f}x" in text
+    names = ("bf16 eager", "bf16 and `torch.compile`", "foretrain's engine, AdamW")
+    for name, below, above in zip(names, LADDER, LADDER[1:], strict=False):
+        cells = []
+        for case in (LARGE, SMALL):
+            together = statistics.geometric_mean(rung(case, LADDER[0], above))
+            cells += [in_words(rung(case, below, above)), f"{together:.1f}x"]
+        assert f"| {name} | {' | '.join(cells)} |" in text
+    engine = {case: statistics.geometric_mean(rung(case, LADDER[0], LADDER[3])) for case in (LARGE, SMALL)}
+    products = [engine[LARGE] * statistics.geometric_mean(sooner(arm)) for arm in ("Muon", "Muon and growth")]
+    at_30 = engine[SMALL] * statistics.geometric_mean(sooner_at_30_million())
+    muon = f"{in_words(sooner('Muon'))} | **{products[0]:.1f}x**"
+    assert f"| Muon, rows evened out | {muon} | {in_words(sooner_at_30_million())} | **{at_30:.1f}x** |" in text
+    assert f"| **{products[1]:.1f}x** | does not pay there |" in text
+    assert f"{engine[LARGE]:.1f}x over PyTorch's fp32 as it comes, {products[0]:.1f}x and {products[1]:.1f}x" in whole
+    tf32 = statistics.geometric_mean(rung(LARGE, LADDER[0], "plain loop, tf32 eager"))
+    told = [product / tf32 for product in products]
+    assert f"rung is {tf32:.2f}x faster, and the products are {told[0]:.1f}x and {told[1]:.1f}x" in text
 
 
-def test_what_tuning_at_30_million_parameters_found() -> None:
-    runs = raw("2026-11-19-stack-lm30m-tuning-cuda")["runs"]
-    lowest = {
-        side: min((run for run in runs if run["arm"] == f"tuning {side}"), key=lambda run: run["held_out_loss"])
-        for side in ("muon", "adamw")
+def test_the_stack_over_pytorchs_compiled_loop() -> None:
+    text, whole = page("docs/results.md"), page("README.md")
+    ours = {case: statistics.geometric_mean(rung(case, LADDER[2], LADDER[3])) for case in (LARGE, SMALL)}
+    small = statistics.geometric_mean(sooner_at_30_million())
+    large = [statistics.geometric_mean(sooner(arm)) * ours[LARGE] for arm in ("Muon", "Muon and growth")]
+    told = f"there it is {small:.3f}x, and the engine's {ours[SMALL]:.3f}x over `torch.compile` of a plain loop makes"
+    assert f"{told} {small * ours[SMALL]:.1f}x of it ({large[0]:.1f}x at 124M, with growth {large[1]:.1f}x)" in text
+    same = in_words(sooner_at_30_million(), 2)
+    assert f"{same} in the same engine, {small * ours[SMALL]:.1f}x over PyTorch's compiled" in whole
+
+
+def test_the_stack_at_30_million_parameters() -> None:
+    found, text = raw("2026-11-19-stack-lm30m-cuda"), page("docs/results.md")
+    runs: dict[str, dict[int, dict[str, Any]]] = {}
+    for run in found["runs"]:
+        arm = run["arm"] + (", longer" if run["steps"] == 2880 else "")
+        runs.setdefault(arm, {})[run["seed"]] = run
+    adamw, longer = runs["adamw"], runs["adamw, longer"][1]
+    slope = (adamw[1]["loss"] - longer["loss"]) / math.log(longer["steps"] / adamw[1]["steps"])
+    ratios = []
+    for seed, mine in sorted(runs["Muon"].items()):
+        plain = adamw[seed]
+        steps = steps_of_adamw(plain, mine, slope)
+        assert steps < longer["steps"], "nothing is extrapolated"
+        ratios.append(steps * plain["seconds"] / plain["steps"] / mine["seconds"])
+    assert ratios == pytest.approx(sooner_at_30_million(), rel=1e-9)
+    assert f"**{in_words(ratios)}**" in text
+    watched = runs["Muon, prediction as by default"]
+    speed = [runs["Muon"][seed]["seconds"] / watched[seed]["seconds"] for seed in (1, 2, 3)]
+    assert f"| {in_words(speed)} (no move was made) |" in text
+    assert min(speed) >= 0.99
+    for side in ("adamw", "muon"):
+        own = [run for run in found["runs"] if run["arm"] == f"tuning {side}"]
+        best = min(own, key=lambda run: run["held_out_loss"])["settings"]
+        assert len(own) == 7
+        made = {json.dumps(run["settings"]) for run in runs["adamw" if side == "adamw" else "Muon"].values()}
+        assert made == {json.dumps(best)}
+
+
+def test_half_the_batch_at_first_on_a_gpu() -> None:
+    models, text = raw("2026-11-19-stack-parts-lm30m-timed-cuda")["models"], page("docs/results.md")
+    runs = {(one["part"], one["seed"]): one for one in models["lm30m"]["runs"]}
+    apart = [runs["half the batch at first", seed]["test"] - runs["plain", seed]["test"] for seed in (1, 2)]
+    found = paired_interval(apart)
+    times = runs["half the batch at first", 2]["seconds"] / runs["plain", 2]["seconds"]
+    told = f"ended {-found.mean:.4f} lower [{found.low:+.4f}, {found.high:+.4f}] for {times:.2f}x the seconds"
+    assert told in text
+    stack_runs = raw("2026-11-19-stack-lm30m-cuda")["runs"]
+    ends = {one["steps"]: one["loss"] for one in stack_runs if one["arm"] == "adamw" and one["seed"] == 1}
+    drop = ends[2160] - ends[2880]
+    assert f"a third more steps lower AdamW's loss by {drop:.3f}, so that {times:.2f}x the steps are worth more" in text
+    assert drop / math.log(4 / 3) * math.log(times) > -found.mean
+    plain, half = (one["test"] for one in models["lm30m-adamw"]["runs"])
+    assert f"AdamW itself ended {half - plain:.4f} higher with it" in text
+
+
+def test_where_a_step_goes() -> None:
+    models, text = raw("2026-11-19-profile-step-cuda")["models"], page("docs/results.md")
+    found = models["124M, batch 64"]["results"]["default"]
+    kinds = found["kinds"]
+    assert f"where {found['milliseconds']:.1f} ms go ({found['tokens_per_second']:,} tokens/s" in text
+    rows = {"matrix products": "matrix products", "attention (cuDNN)": "attention", "GELU": "GELU", "norms": "norms"}
+    rows |= {"loss": "loss", "AdamW and clipping": "optimizer and clipping"}
+    rows |= {"joining gradients of q, k and v, and other fused kernels": "other fused kernels"}
+    for name, kind in rows.items():
+        assert f"| {name} | {kinds[kind]:.1f} |" in text
+    assert f"| all else | {kinds['other'] + kinds['copies']:.1f} |" in text
+    assert f"fall under load | {found['milliseconds'] - sum(kinds.values()):.1f} |" in text
+    step = {
+        (model, beta): models[model]["results"][arm]["milliseconds"]
+        for model in ("124M, batch 16", "30M, batch 64")
+        for arm, beta in (("optimizer.type=muon", 0.95), ("optimizer.type=muon,optimizer.row_beta2=0", 0))
     }
-    muon, adamw = lowest["muon"], lowest["adamw"]
-    assert [run["arm"] for run in runs].count("tuning muon") == 7
-    assert [run["arm"] for run in runs].count("tuning adamw") == 6
-    told = f"Muon ends at {muon['loss']:.3f} after {muon['steps']:,} steps and AdamW at {adamw['loss']:.3f} after"
-    assert f"{told} {adamw['steps']:,}, {adamw['steps'] / muon['steps']:.1f} times as many" in page("docs/results.md")
+    ms = [step[model, beta] for model in ("124M, batch 16", "30M, batch 64") for beta in (0.95, 0)]
+    assert f"takes {ms[0]:.1f} ms a step at batch 16, without {ms[1]:.1f}; at 30M {ms[2]:.2f} and {ms[3]:.2f}" in text
 
 
 def test_fsdp2_on_one_gpu() -> None:
