@@ -7,8 +7,7 @@ A FOLDER for a GPU holds `enwiki_train.bin` and `stories_train.bin`, GPT-2's tok
 uint16). Every run of a seed begins with the same weights and batches. Rates are chosen on held-out data, and the loss
 that is reported is measured on a test set that no decision knows: at the end of the run, and (`best`) where the
 held-out loss was lowest of --looks, as a run ends that keeps its best weights. The swept rates are a factor of two
-apart around the default rate of the optimizer (or `--middle`); runs have the warm-up that `auto` gives itself, or one
-of --warmup. With
+apart around the default rate of the optimizer (or `--middle`); their warm-up is the usual one, or --warmup. With
 --near N seeds after the Nth run at the best rate so far and its two neighbours alone, of which the best is chosen then.
 What --out holds is not run again, so calls add up.
 """
@@ -30,9 +29,8 @@ import torch
 
 from auto_rate_tasks import TASKS, RateTask, settings_of
 from foretrain import HybridTrainer, environment
-from foretrain.config import from_mapping, with_beta2
+from foretrain.config import from_mapping, with_beta2, with_warmup
 from foretrain.engine.batches import batches_in
-from foretrain.hybrid.rate_plan import plan_of
 
 RATES = 7
 PATIENCE = 5
@@ -44,16 +42,14 @@ def run(task: RateTask, options: argparse.Namespace, rate: float | str, seed: in
     torch.compiler.reset()  # it keeps a few versions per function and would then stop compiling
     steps = options.steps or int(task.settings["max_steps"])
     changes = {"optimizer.learning_rate": rate, "max_steps": steps}
-    warmup = plan_of(steps, adapters=False).steps // 2
     if options.warmup is not None and rate != "auto":
-        warmup = round(options.warmup * steps)
-    changes["schedule.warmup_steps"] = warmup
+        changes["schedule.warmup_steps"] = round(options.warmup * steps)
     if options.copies and rate != "auto":
         changes |= {"forecast.copies": options.copies, "forecast.copy_steps": 0.01}
     config = from_mapping(settings_of(task, options.data, options.device, seed, changes))
     work = task.build(config)
     if task.text:
-        config = with_beta2(config, work.model.shape.context)  # as `foretrain train` does
+        config = with_warmup(with_beta2(config, work.model.shape.context))  # as `foretrain train` does
     trainer = HybridTrainer(work.model, loss_fn=work.loss_fn, config=config, probe=work.held_out)
     if trainer.race is not None and task.text:
         trainer.race.use(work.held_out, config.model.context or work.model.shape.context)
@@ -178,7 +174,7 @@ def main() -> None:
     parser.add_argument("--copies", type=float, nargs="*", help="shares of a swept run at which a copy is annealed")
     parser.add_argument("--rates", type=int, default=RATES, help="swept rates; 0: auto only")
     parser.add_argument("--looks", type=int, default=40, help="evaluations of a run")
-    parser.add_argument("--warmup", type=float, help="share of a swept run, not what auto gives itself")
+    parser.add_argument("--warmup", type=float, help="share of a swept run, instead of the usual one")
     parser.add_argument("--near", type=int, help="seeds that run at all rates; others run near the best one alone")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()

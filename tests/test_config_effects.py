@@ -560,6 +560,13 @@ def _(bench: Bench) -> None:
         assert curve.index(1.0) == steps
 
 
+@effect("schedule.warmup_share")
+def _(bench: Bench) -> None:
+    for share, steps in ((0.1, 2), (0.4, 8)):
+        curve = bench.rates(schedule__warmup_share=share, schedule__warmup_steps=None)
+        assert curve.index(1.0) == steps
+
+
 @effect("schedule.warmup_rate")
 def _(bench: Bench) -> None:
     for start in (0.05, 0.25):

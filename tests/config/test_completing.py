@@ -1,7 +1,8 @@
-"""`optimizer.beta2 = "auto"` becomes a number before anything is trained, saved or shown."""
+"""`optimizer.beta2 = "auto"` becomes a number before anything is trained, saved or shown; so does the warm-up."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +14,17 @@ from tests.finetuning import config_for, write_base, write_colors
 from torch import nn
 
 from foretrain import HybridTrainer
-from foretrain.config import OptimizerConfig, completing, from_mapping, load, parse_override, to_toml, with_beta2
+from foretrain.config import (
+    OptimizerConfig,
+    completing,
+    from_mapping,
+    load,
+    parse_override,
+    to_toml,
+    with_beta2,
+    with_warmup,
+)
+from foretrain.engine import schedule
 from foretrain.engine.optim import build as optim
 from foretrain.errors import ConfigError
 from foretrain.events import Notice
@@ -146,3 +157,65 @@ def test_an_optimizer_that_is_handed_in_makes_it_useless_and_that_is_said() -> N
 def test_an_optimizer_can_be_built_before_the_number_is_known() -> None:
     built = optim.build(nn.Linear(3, 3), OptimizerConfig(type="adamw", beta2="auto"))
     assert built.param_groups[0]["betas"] == (0.9, 0.95)
+
+
+# --- the warm-up -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "share"), [("adamw", completing.LONG_WARMUP), ("adam", completing.LONG_WARMUP)])
+def test_adam_has_a_long_warmup_in_a_language_model_with_random_weights(kind: str, share: float) -> None:
+    config = with_warmup(from_mapping({"optimizer.type": kind}))
+    assert config.schedule.warmup_share == share
+    assert schedule.warmup_of(config.schedule, 1000) == round(1000 * share)
+    assert schedule.warmup_of(config.schedule, 100_000) == schedule.LONGEST_WARMUP
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"optimizer.type": "muon"},
+        {"optimizer.type": "sgd"},
+        {"optimizer.type": "adamw", "schedule.warmup_steps": 7},
+        {"optimizer.type": "adamw", "schedule.warmup_share": 0.03},
+    ],
+)
+def test_other_warmups_stay(settings: dict[str, Any]) -> None:
+    config = from_mapping(settings)
+    assert with_warmup(config) is config
+    told = {"schedule.warmup_steps": 7, "schedule.warmup_share": 30}
+    assert schedule.warmup_of(config.schedule, 1000) == next((told[name] for name in settings if name in told), 50)
+
+
+def rate_at(step: int, config: Any, folder: Path) -> float:
+    run.train(config, folder, progress=False)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text("utf-8").splitlines()]
+    return next(float(line["learning_rate"]) for line in lines if line.get("step") == step and "learning_rate" in line)
+
+
+def test_train_has_it_with_random_weights_alone(make_config: Make, text_file: Path, tmp_path: Path) -> None:
+    values = {"data.path": str(text_file), "max_steps": 40, "log.interval": 1, "optimizer.learning_rate": 1e-3}
+    adamw = make_config({**values, "optimizer.type": "adamw"})
+    warmup = round(40 * completing.LONG_WARMUP)
+    assert rate_at(2, adamw, tmp_path / "fresh") == pytest.approx(2e-3 / (warmup + 1))
+    assert load(tmp_path / "fresh" / "config.toml").config.schedule.warmup_share == completing.LONG_WARMUP
+    from_weights = make_config(
+        {**values, "optimizer.type": "adamw", "model.weights": str(tmp_path / "fresh" / "model")}
+    )
+    assert rate_at(2, from_weights, tmp_path / "from weights") == pytest.approx(2e-3 / 3), "two steps of forty"
+
+
+def test_a_compared_run_has_it_where_its_weights_are_random(make_config: Make, text_file: Path) -> None:
+    values = {"data.path": str(text_file), "hybrid.mode": "off", "evaluation.batches": 1, "optimizer.type": "adamw"}
+    task = TextTask(make_config(values))
+    assert task.job(make_config(values)).fresh
+    seen: list[Any] = []
+
+    def noted(job: Any, spec: Any, config: Any) -> Any:
+        seen.append(config.schedule.warmup_share)
+        return made(job, spec, config)
+
+    made = runs._trainer
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runs, "_trainer", noted)
+        runs.carry_out(task, runs.Spec("plain", 1, 1.0, 3), make_config(values), set())
+    assert seen[-1] == completing.LONG_WARMUP

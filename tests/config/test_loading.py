@@ -701,7 +701,7 @@ def test_common_names_are_understood_well_enough_to_say_the_right_one(name: str)
         ("training.num_train_epochs", "epochs"),
         ("per_device_train_batch_size", "batch_size"),
         ("gradient_accumulation_steps", "accumulation_steps"),
-        ("warmup_ratio", "schedule.warmup_steps"),
+        ("warmup_ratio", "schedule.warmup_share"),
         ("bf16", "precision.type"),
         ("max_grad_norm", "optimizer.gradient_clip_norm"),
         ("eval_interval", "evaluation.interval"),

@@ -1,6 +1,6 @@
 """Settings: one schema, read from a TOML file, overrides and presets, with other names for the same things."""
 
-from foretrain.config.completing import with_beta2
+from foretrain.config.completing import with_beta2, with_warmup
 from foretrain.config.listing import KNOWN, settings
 from foretrain.config.loading import from_mapping, load, parse_override
 from foretrain.config.schema import (
@@ -32,4 +32,5 @@ __all__ = [
     "to_mapping",
     "to_toml",
     "with_beta2",
+    "with_warmup",
 ]

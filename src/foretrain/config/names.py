@@ -104,7 +104,7 @@ NICKNAMES: dict[str, str] = {
     "num_train_epochs": "epochs",
     "per_device_train_batch_size": "batch_size",
     "train_batch_size": "batch_size",
-    "warmup_ratio": "schedule.warmup_steps",
+    "warmup_ratio": "schedule.warmup_share",
     "lr_scheduler_type": "schedule.type",
     "optim": "optimizer.type",
     "adam_beta1": "optimizer.beta1",

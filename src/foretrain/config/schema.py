@@ -214,7 +214,10 @@ class ScheduleConfig(Section):
     type: Literal["wsd", "cosine", "constant", "warmup", "cyclic"] = "wsd"
     """`wsd`: warm-up, stable, decay. `warmup`: warm-up, then constant. `cyclic` disturbs prediction."""
     warmup_steps: CountOrZero | None = None
-    """Steps of linear warm-up. Unset: 5 % of `max_steps`, 1000 at most (none for `constant` and `cyclic`)."""
+    """Steps of linear warm-up. Unset: as `warmup_share` says (none for `constant` and `cyclic`)."""
+    warmup_share: Annotated[float, Field(ge=0, lt=1)] | Literal["auto"] = "auto"
+    """Share of `max_steps` that the warm-up takes where `warmup_steps` is unset, 1000 steps at most. `auto`: 10 % for
+    AdamW and Adam in a language model with random weights, else 5 %."""
     warmup_rate: NonNegative = 0.0
     """Learning rate the warm-up starts from. 0: from its first step above 0, so that no update is wasted."""
     stable_steps: CountOrZero | None = None

@@ -11,6 +11,8 @@ from foretrain.config import ScheduleConfig
 Schedule = Callable[[int], float]
 LONGEST_WARMUP = 1000
 """Steps of warm-up where they are not set. Chosen: 5 % of a run of 20,000 steps."""
+WARMUP_SHARE = 0.05
+"""Share of a run that the warm-up takes where it is not set and nothing else is known."""
 DECAY_SHARE = 0.3
 """Share of a run that the decay of `wsd` takes where it is not set."""
 
@@ -50,7 +52,10 @@ def planned_decay(config: ScheduleConfig, max_steps: int) -> DecayPlan:
 
 def warmup_of(config: ScheduleConfig, max_steps: int) -> int:
     """Return the steps of warm-up in a run of this length."""
-    return min(LONGEST_WARMUP, max_steps // 20) if config.warmup_steps is None else config.warmup_steps
+    if config.warmup_steps is not None:
+        return config.warmup_steps
+    share = WARMUP_SHARE if config.warmup_share == "auto" else config.warmup_share
+    return min(LONGEST_WARMUP, int(share * max_steps))
 
 
 def height(config: ScheduleConfig, progress: float) -> float:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from foretrain.config import Config, changed
+from foretrain.engine.schedule import warmup_of
 from foretrain.engine.syncing import inside_replicas
 from foretrain.errors import ConfigError
 
@@ -105,12 +106,16 @@ def plan_of(max_steps: int, adapters: bool, exponent: float = _HORIZON) -> RaceP
 
 
 def with_short_warmup(config: Config, adapters: bool) -> Config:
-    """A trial must see more than the warm-up: so that is half a trial long, unless it was set."""
-    if config.optimizer.learning_rate != "auto" or config.schedule.warmup_steps is not None:
+    """A trial must see more than the warm-up: so that is half a trial long, unless it was set to what a trial sees."""
+    schedule = config.schedule
+    if config.optimizer.learning_rate != "auto" or schedule.warmup_steps is not None:
         return config
-    if config.schedule.type in ("constant", "cyclic"):
+    if schedule.type in ("constant", "cyclic"):
         return config
-    return changed(config, {"schedule.warmup_steps": plan_of(config.max_steps, adapters).warmup})
+    plan = plan_of(config.max_steps, adapters)
+    if schedule.warmup_share != "auto" and warmup_of(schedule, config.max_steps) <= plan.length:
+        return config
+    return changed(config, {"schedule.warmup_steps": plan.warmup})
 
 
 def check_rates(config: Config) -> None:

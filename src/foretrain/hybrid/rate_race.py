@@ -51,6 +51,9 @@ class RateRace(Stateful):
     each trial the rate falls to 0, on a copy, before the held-out loss is measured: raw losses would prefer rates that
     are too low. The run then goes on from where the best of them ended before its rate fell. All of it is charged.
 
+    Where the run wants a longer warm-up than a trial has, it goes on with that, from where the lowest rate ended: high
+    rates so early do lasting harm there.
+
     Of several processes each trains on its own rows and keeps its own parts; losses are those of all, and rates are
     what rank 0 computes.
     """
@@ -106,7 +109,7 @@ class RateRace(Stateful):
         self.middle = None
         """The run at the end of its own trial."""
         self.end = None
-        """The end of the best trial, where it was not that of the run itself."""
+        """The end of the trial that the run goes on from, where it was not that of the run itself."""
         self.found = None
         self.failed = 0
         """Trials that were ended early."""
@@ -123,6 +126,8 @@ class RateRace(Stateful):
         self._told = False
         self._shortened = False
         """The warm-up follows from the plan."""
+        self._rises_on = False
+        """The run has a longer warm-up than its trials, and goes on with it."""
         engine.on_cover.append(self._begin_anew)
         engine.on_length.append(self._shorten_warmup)
         if engine.has_end:
@@ -130,9 +135,12 @@ class RateRace(Stateful):
 
     def _shorten_warmup(self, max_steps: int) -> None:
         """The length of the run is known: a trial must see more than the warm-up."""
+        if self._rises_on and not self.open:
+            return
         short = with_short_warmup(self.engine.config, self.adapters)
         if short is not self.engine.config:
             self._shortened = True
+            self._rises_on = short.schedule.warmup_share != "auto" and short.until_loss is None
             self._use(short)
 
     def _use(self, config: Config) -> None:
@@ -147,6 +155,13 @@ class RateRace(Stateful):
         """Trials that are left have the warm-up of those that were made, also in a run of another length."""
         if self.open and self._plan is not None and self._shortened:
             self._use(changed(self.engine.config, {"schedule.warmup_steps": self._plan.warmup}))
+        elif not self.open:
+            self._rise_on()
+
+    def _rise_on(self) -> None:
+        """Go on with the warm-up of the whole run, if it has one of its own."""
+        if self._rises_on:
+            self._use(changed(self.engine.config, {"schedule.warmup_steps": None}))
 
     @property
     def plan(self) -> RacePlan:
@@ -318,12 +333,20 @@ class RateRace(Stateful):
         self.spent += self.extra - before
         best = not self.tried or loss < self.tried[self.best] or not math.isfinite(self.tried[self.best])
         best = self.engine.world.agree(best)
+        kept = self.engine.world.agree(self._is_lowest(exponent, loss)) if self._rises_on else best
         self.tried[exponent] = loss
         if best:
-            self.best, self.end = exponent, end
+            self.best = exponent
+        if kept:
+            self.end = end
         step = self.replay.step + plan.length
         self.emit(RateTried(step, self._rate_of(exponent), plan.length, loss, best))
         return True
+
+    def _is_lowest(self, exponent: int, loss: float) -> bool:
+        """Tell whether no lower rate came to a loss."""
+        known = [other for other, held_out in self.tried.items() if math.isfinite(held_out)]
+        return not known or (exponent < min(known) and math.isfinite(loss))
 
     def _run(self, exponent: int, rate: float, given: Any) -> bool | None:
         """Train at a rate. Returns False where it has failed, None where the run is to stop."""
@@ -367,9 +390,10 @@ class RateRace(Stateful):
             return math.nan
 
     def _settle(self, given: Any) -> None:
-        """The run goes on from where the best rate ended, at the rate that follows from all of them."""
+        """The run goes on from where the best rate ended, or the lowest, at the rate that follows from all of them."""
         plan, replay, own = self.plan, self.replay, self.end is None
         self.found = self._found(plan)
+        self._rise_on()
         if not own or replay.noted > plan.length:  # else the run is there
             with replay.aside(*self.hooks, stay=True):
                 replay.put(self.middle if own else self.end)

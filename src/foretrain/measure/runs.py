@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from foretrain.config import Config, changed, to_mapping, with_beta2
+from foretrain.config import Config, changed, to_mapping, with_beta2, with_warmup
 from foretrain.engine.batch import count, rows_of, tensors_of
 from foretrain.engine.growing import trained_sizes, with_growth
 from foretrain.engine.precision import choose_device
@@ -82,7 +82,8 @@ def carry_out(
     gc.collect()
     job = task.job(config)
     weights = _checksum([p.detach() for p in job.model.parameters() if p.requires_grad])
-    config = _compiled(with_beta2(config, job.length), job)
+    config = with_beta2(config, job.length)
+    config = _compiled(with_warmup(config) if job.fresh else config, job)
     trainer, recorder = _trainer(job, spec, config)
     if listener is not None:
         trainer.bus.subscribe(listener)

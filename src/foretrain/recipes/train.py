@@ -165,6 +165,7 @@ def _job(config: Config, path: Path, say: Callable[[str], None], bus: Bus, group
     chosen = choose(config, target, group)
     model = build_model(config)
     config = configuration.with_beta2(config, shape.context)
+    config = config if config.model.weights else configuration.with_warmup(config)
     loss = spread(model, chosen, config)
     trainer = HybridTrainer(model, loss_fn=loss, config=for_trainer(config, chosen), bus=bus)
     held_out = build_held_out(config, corpus, model, group=group)
