@@ -499,14 +499,114 @@ def test_rates_that_are_found(readme: str) -> None:
         (auto,) = [run for run in runs if run["rate"] == "auto"]
         above[task] = 100 * (auto["test"] / best - 1)
         assert auto["backward_passes"] <= 1.155 * auto["steps"]
-    text = [above[task] for task in above if task.startswith(("bytes", "other"))]
-    assert f"{-min(text):.1f} % below to {max(text):.1f} % above the best of seven rates for 1.15 runs" in readme
-    assert f"{above['digits']:.1f} % above on a classifier" in readme
+    muon = [above[task] for task in above if task.startswith(("bytes", "other")) and task.endswith("muon")]
+    assert f"{-min(muon):.1f} % below to {max(muon):.1f} % above (Muon)" in readme
+    assert f"a classifier {above['digits']:.1f} % above" in readme
     passes = raw("2026-11-19-auto-rate-passes-cpu")["tasks"]
     gaps = sorted(passes["diabetes"]["verdict"]["gap_percent"])
     assert f"it ends **{gaps[0]:.0f} to {gaps[-1]:.0f} % above**" in readme
     kept = sorted(with_best_weights(passes["diabetes"]))
     assert f"with its best weights {-kept[0]:.1f} % below to {kept[-1]:.1f} % above" in readme
+
+
+def test_rates_that_are_found_for_adamw_with_its_longer_warmup(readme: str) -> None:
+    page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    titles = {
+        "bytes-adamw": "GPT of bytes, 2 x 64, tiny Shakespeare, AdamW",
+        "bytes-wiki-adamw": "the same on Wikipedia, AdamW",
+    }
+    titles["other-adamw"] = "**other size, text, batch**: 2 x 96, 6 x 48 bytes of TinyStories, AdamW"
+    tasks, gaps = raw("2026-11-20-auto-rate-warmup-cpu")["tasks"], []
+    for name, title in titles.items():
+        found = tasks[name]["verdict"]
+        gaps += found["gap_percent"]
+        rates = ", ".join(short(rate) for rate in found["auto_rates"])
+        row = f"| {title} | {short(found['best_rate'])}, {found['best_test']:.4f} | {rates}; {found['auto_test']:.4f} |"
+        told = ", ".join(f"{gap:+.1f}" for gap in found["gap_percent"])
+        assert f"{row} **{told} %** | {found['cost_in_runs']:.2f} |" in page
+        assert max(one["backward_passes"] / one["steps"] for one in tasks[name]["runs"]) <= 1.15
+    for name, title in (("words-adamw", "GPT of 8,192 words, 2 x 64, AdamW"), ("words-muon", "the same, Muon")):
+        found = tasks[name]["verdict"]
+        best, auto = (f"{found[key]:.4f}" for key in ("best_test", "auto_test"))
+        rates = short(found["best_rate"]), short(found["auto_rates"][0])
+        row = f"| {title}, the best of three | {rates[0]}, {best} | {rates[1]}, {auto} |"
+        assert row in page
+        assert f"{found['gap_percent'][0]:+.1f} %" in page.split(row)[1].split("\n")[0]
+    assert f"{-min(gaps):.1f} % below to {max(gaps):.1f} % above (AdamW)" in readme
+    verdict = " ".join((ROOT / "docs" / "learning-rate.md").read_text(encoding="utf-8").split())
+    mean = statistics.fmean(gaps)
+    assert (
+        f"{-min(gaps):.1f} % below to {max(gaps):.1f} % above (a CPU, three tasks, two seeds, mean {mean:.1f} %"
+        in verdict
+    )
+
+
+def short(rate: float) -> str:
+    return f"{rate:.1e}".replace("e-0", "e-").replace(".0e", "e")
+
+
+def test_rates_that_are_found_on_a_gpu(readme: str) -> None:
+    found, page = raw("2026-11-19-auto-rate-cuda"), " ".join((ROOT / "docs" / "results.md").read_text("utf-8").split())
+    tasks, warm = found["tasks"], found["warmups"]
+
+    def gaps(task: str, best: float) -> list[float]:
+        autos = [run["test"] for run in tasks[task]["runs"] if run["rate"] == "auto"]
+        return [100 * (auto / best - 1) for auto in autos]
+
+    muon = tasks["lm30m-wiki-muon"]["verdict"]
+    told = " and ".join(f"{gap:.1f}" for gap in muon["gap_percent"])
+    assert f"GPT 30M with Muon on an H200 {told} % above" in readme
+    assert f"the best of seven ({muon['best_test']:.4f} mean of two seeds)" in page
+    adamw = tasks["lm30m-wiki-adamw"]["verdict"]
+    assert f"AdamW {' and '.join(f'{gap:.1f}' for gap in adamw['gap_percent'])} % against 1e-3" in page
+    at = {(run["task"], run["rate"], run["warmup"]): run["test"] for run in warm}
+    long = at["lm30m-wiki-adamw", 0.002, "0.1"]
+    told = " and ".join(f"{gap:.1f}" for gap in gaps("lm30m-wiki-adamw", long))
+    assert f"{long:.4f} (one seed), and `auto` was {told} % above that" in page
+    swept = [run["test"] for run in tasks["lm124m-wiki-adamw"]["runs"] if run["rate"] != "auto"]
+    (short_warmup,) = gaps("lm124m-wiki-adamw", min(swept))
+    (long_warmup,) = gaps("lm124m-wiki-adamw", at["lm124m-wiki-adamw", 0.0005, "0.1"])
+    assert f"AdamW {short_warmup:+.1f} % against 5e-4, the best of six, and {long_warmup:+.1f} % against" in page
+    assert len(swept) == 6
+    of_muon = 100 * (at["lm124m-wiki-muon", "auto", ""] / at["lm124m-wiki-muon", 0.004, ""] - 1)
+    assert f"Muon {of_muon:+.1f} % against 4e-3, the better of two" in page
+    assert f"**{of_muon:.1f} to {long_warmup:.1f} % above**" in readme
+
+
+def test_how_long_the_warmup_should_be() -> None:
+    page = " ".join((ROOT / "docs" / "results.md").read_text("utf-8").split())
+    titles = {
+        "bytes-adamw": "GPT of bytes, tiny Shakespeare, AdamW",
+        "bytes-wiki-adamw": "the same on Wikipedia, AdamW",
+    }
+    titles |= {"words-adamw": "GPT of 8,192 words, AdamW", "words-muon": "the same, Muon, one rate"}
+    titles |= {"bytes-muon": "GPT of bytes, tiny Shakespeare, Muon", "digits": "digits, convolutions, AdamW"}
+    titles["cancer"] = "breast cancer, AdamW (overfits)"
+    runs = raw("2026-11-20-warmup-cpu")["runs"]
+
+    def means(task: str, share: float) -> dict[float, float]:
+        own = [run for run in runs if (run["task"], run["warmup"]) == (task, share)]
+        return {
+            rate: statistics.fmean(run["test"] for run in own if run["rate"] == rate)
+            for rate in {r["rate"] for r in own}
+        }
+
+    for task, title in titles.items():
+        cells = []
+        for share in (0.025, 0.05, 0.1, 0.2):
+            found = means(task, share)
+            best = min(found, key=lambda rate: found[rate], default=None)
+            cells.append("" if best is None else f"{found[best]:.4f} ({short(best)})")
+        assert " ".join(f"| {title} | {' | '.join(cells)} |".split()) in page
+    for task, words in (("bytes-adamw", "at 8e-3 bytes end at"), ("bytes-wiki-adamw", "on Wikipedia at")):
+        ends = [f"{means(task, share)[0.008]:.4f}" for share in (0.025, 0.05, 0.1, 0.2)]
+        assert f"{words} {', '.join(ends[:3])} and {ends[3]}" in page
+    found = raw("2026-11-19-auto-rate-cuda")
+    at = {(run["task"], run["rate"], run["warmup"]): run["test"] for run in found["warmups"]}
+    swept = {run["rate"]: run["test"] for run in found["tasks"]["lm30m-wiki-adamw"]["runs"] if run["seed"] == 1}
+    assert f"{swept[0.001]:.4f} at 1e-3 and {swept[0.002]:.4f} at 2e-3" in page
+    ten = [at["lm30m-wiki-adamw", rate, "0.1"] for rate in (0.001, 0.002)]
+    assert f"10 %: {ten[0]:.4f} and {ten[1]:.4f}; 20 %: {at['lm30m-wiki-adamw', 0.002, '0.2']:.4f} at 2e-3" in page
 
 
 def with_best_weights(task: dict[str, Any]) -> list[float]:
