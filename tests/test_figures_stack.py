@@ -69,6 +69,7 @@ def test_how_far_adamw_is_extrapolated() -> None:
     muon, grown = beyond["Muon"], beyond["Muon and growth"]
     told = f"extrapolated by {muon[0]} to {muon[2]} %, with growth by up to {grown[2]} %"
     assert told in page("docs/results.md"), told
+    assert f"whose steps are extrapolated by up to {max(*muon, *grown)} %" in page("README.md")
 
 
 @pytest.mark.parametrize("arm", ["Muon", "Muon and growth"])
@@ -134,7 +135,10 @@ def test_the_ladder() -> None:
     muon = f"{in_words(sooner('Muon'))} | **{products[0]:.1f}x**"
     assert f"| Muon, rows evened out | {muon} | {in_words(sooner_at_30_million())} | **{at_30:.1f}x** |" in text
     assert f"| **{products[1]:.1f}x** | does not pay there |" in text
-    assert f"{engine[LARGE]:.1f}x over PyTorch's fp32 as it comes, {products[0]:.1f}x and {products[1]:.1f}x" in whole
+    assert (
+        f"{engine[LARGE]:.1f}x over PyTorch's fp32 as it comes this is {products[0]:.1f}x and {products[1]:.1f}x"
+        in whole
+    )
     tf32 = statistics.geometric_mean(rung(LARGE, LADDER[0], "plain loop, tf32 eager"))
     told = [product / tf32 for product in products]
     assert f"rung is {tf32:.2f}x faster, and the products are {told[0]:.1f}x and {told[1]:.1f}x" in text
@@ -148,7 +152,14 @@ def test_the_stack_over_pytorchs_compiled_loop() -> None:
     told = f"there it is {small:.3f}x, and the engine's {ours[SMALL]:.3f}x over `torch.compile` of a plain loop makes"
     assert f"{told} {small * ours[SMALL]:.1f}x of it ({large[0]:.1f}x at 124M, with growth {large[1]:.1f}x)" in text
     same = in_words(sooner_at_30_million(), 2)
-    assert f"{same} in the same engine, {small * ours[SMALL]:.1f}x over PyTorch's compiled" in whole
+    assert f"{same} in the same engine, some {small * ours[SMALL]:.1f}x over PyTorch's compiled" in whole
+    rounds = raw("2026-11-19-throughput-ladder-cuda")["results"][SMALL][LADDER[2]]["seconds"]
+    lower = [
+        paired_interval([math.log(one) for one in some]).low
+        for some in (sooner_at_30_million(), rung(SMALL, LADDER[2], LADDER[3]))
+    ]
+    told = f"four rounds differ by up to {100 * (max(rounds) / min(rounds) - 1):.0f} %"
+    assert f"{told}; the lower ends of both intervals make {math.exp(sum(lower)):.1f}x" in text
 
 
 def test_the_stack_at_30_million_parameters() -> None:
@@ -159,15 +170,20 @@ def test_the_stack_at_30_million_parameters() -> None:
         runs.setdefault(arm, {})[run["seed"]] = run
     adamw, longer = runs["adamw"], runs["adamw, longer"][1]
     slope = (adamw[1]["loss"] - longer["loss"]) / math.log(longer["steps"] / adamw[1]["steps"])
-    ratios = []
+    ratios, beyond = [], list[int]()
     for seed, mine in sorted(runs["Muon"].items()):
         plain = adamw[seed]
         steps = steps_of_adamw(plain, mine, slope)
+        beyond.append(round(100 * (steps / plain["steps"] - 1)))
         assert steps < longer["steps"], "nothing is extrapolated"
         ratios.append(steps * plain["seconds"] / plain["steps"] / mine["seconds"])
     assert ratios == pytest.approx(sooner_at_30_million(), rel=1e-9)
     assert f"**{in_words(ratios)}**" in text
+    assert f"{min(beyond)} to {max(beyond)} % above the shorter one" in text
+    assert f"1,200 steps of Muon against {adamw[1]['steps']:,} and {longer['steps']:,} of AdamW" in text
     watched = runs["Muon, prediction as by default"]
+    assert {f"{run['seconds']:.1f} s" for run in watched.values()} == {"12.2 s"}
+    assert all(run["kept"] == 0 for run in watched.values()), "no move was made"
     speed = [runs["Muon"][seed]["seconds"] / watched[seed]["seconds"] for seed in (1, 2, 3)]
     assert f"| {in_words(speed)} (no move was made) |" in text
     assert min(speed) >= 0.99
@@ -185,15 +201,17 @@ def test_half_the_batch_at_first_on_a_gpu() -> None:
     apart = [runs["half the batch at first", seed]["test"] - runs["plain", seed]["test"] for seed in (1, 2)]
     found = paired_interval(apart)
     times = runs["half the batch at first", 2]["seconds"] / runs["plain", 2]["seconds"]
-    told = f"ended {-found.mean:.4f} lower [{found.low:+.4f}, {found.high:+.4f}] for {times:.2f}x the seconds"
+    told = (
+        f"ended {-found.mean:.4f} lower [{found.low:+.4f}, {found.high:+.4f}] (two seeds) for {times:.2f}x the seconds"
+    )
     assert told in text
     stack_runs = raw("2026-11-19-stack-lm30m-cuda")["runs"]
     ends = {one["steps"]: one["loss"] for one in stack_runs if one["arm"] == "adamw" and one["seed"] == 1}
     drop = ends[2160] - ends[2880]
-    assert f"a third more steps lower AdamW's loss by {drop:.3f}, so that {times:.2f}x the steps are worth more" in text
+    assert f"a third more steps lower it by {drop:.3f}. AdamW" in text
     assert drop / math.log(4 / 3) * math.log(times) > -found.mean
     plain, half = (one["test"] for one in models["lm30m-adamw"]["runs"])
-    assert f"AdamW itself ended {half - plain:.4f} higher with it" in text
+    assert f"AdamW itself ended {half - plain:.4f} higher with half the batch at first" in text
 
 
 def test_where_a_step_goes() -> None:

@@ -8,14 +8,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.finetuning import config_for, write_base, write_colors
 from torch import nn
 
 from foretrain import HybridTrainer
+from foretrain import config as configuration
 from foretrain.config import (
     OptimizerConfig,
+    changed,
     completing,
     from_mapping,
     load,
@@ -32,6 +35,7 @@ from foretrain.measure import runs
 from foretrain.measure.tasks import TextTask
 from foretrain.recipes import finetune as tuning
 from foretrain.recipes import train as run
+from foretrain.sweep.scoring import rate_plan
 from foretrain.trainer import HybridTrainer as Trainer
 
 Make = Callable[..., Any]
@@ -202,6 +206,63 @@ def test_train_has_it_with_random_weights_alone(make_config: Make, text_file: Pa
         {**values, "optimizer.type": "adamw", "model.weights": str(tmp_path / "fresh" / "model")}
     )
     assert rate_at(2, from_weights, tmp_path / "from weights") == pytest.approx(2e-3 / 3), "two steps of forty"
+
+
+def test_it_is_what_the_pages_say() -> None:
+    assert completing.LONG_WARMUP == 0.1
+
+
+@pytest.mark.parametrize("rate", [1e-3, "auto"])
+@pytest.mark.parametrize("as_written", [True, False], ids=["as it was written", "as the user wrote it"])
+def test_a_run_that_is_resumed_from_its_folder_goes_on_with_the_same_rates(
+    make_config: Make, text_file: Path, tmp_path: Path, rate: float | str, as_written: bool
+) -> None:
+    values = {"data.path": str(text_file), "max_steps": 60, "log.interval": 1, "optimizer.type": "adamw"}
+    config = make_config({**values, "optimizer.learning_rate": rate, "schedule.warmup_steps": None, "batch_size": 2})
+
+    def losses(folder: Path) -> dict[int, tuple[float, float]]:
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text("utf-8").splitlines()]
+        return {
+            line["step"]: (line["learning_rate"], line["loss"])
+            for line in lines
+            if {"learning_rate", "loss"} <= line.keys()
+        }
+
+    run.train(config, tmp_path / "one" / "whole", progress=False)
+    run.train(config, tmp_path / "other" / "parts", progress=False, pause_at=10)
+    again = load(tmp_path / "other" / "parts" / "config.toml").config if as_written else config
+    run.train(again, tmp_path / "other" / "parts", resume=True, progress=False)
+    whole, parts = losses(tmp_path / "one" / "whole"), losses(tmp_path / "other" / "parts")
+    assert len(whole) >= 50
+    assert {step: parts.get(step) for step in whole} == whole
+
+
+def test_a_run_of_before_keeps_its_warmup(make_config: Make, text_file: Path, tmp_path: Path) -> None:
+    values = {"data.path": str(text_file), "max_steps": 40, "log.interval": 1, "optimizer.learning_rate": 1e-3}
+    config = make_config({**values, "optimizer.type": "adamw"})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(configuration, "with_warmup", lambda config: config)
+        run.train(config, tmp_path / "run", progress=False, pause_at=3)
+    assert load(tmp_path / "run" / "config.toml").config.schedule.warmup_share == "auto"
+    run.train(config, tmp_path / "run", resume=True, progress=False)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text("utf-8").splitlines()]
+    rates = {line["step"]: line["learning_rate"] for line in lines if {"learning_rate", "loss"} <= line.keys()}
+    assert rates[4] == pytest.approx(1e-3), "two steps of forty"
+
+
+def test_a_trial_of_a_sweep_is_planned_with_it(make_config: Make) -> None:
+    config = make_config({"optimizer.type": "adamw", "max_steps": 1000, "schedule.warmup_steps": None})
+    planned = rate_plan(config)
+    assert float(np.interp(70, planned.steps, planned.multipliers)) == pytest.approx(0.7, abs=0.02)
+    tuned = rate_plan(changed(config, {"preset": "finetune"}))
+    assert float(np.interp(70, tuned.steps, tuned.multipliers)) == pytest.approx(1.0, abs=0.02)
+
+
+def test_a_comparison_of_given_weights_does_not_have_it(make_config: Make, text_file: Path, tmp_path: Path) -> None:
+    values = {"data.path": str(text_file), "max_steps": 2, "evaluation.batches": 1, "optimizer.type": "adamw"}
+    run.train(make_config(values), tmp_path / "base", progress=False)
+    config = make_config({**values, "model.weights": str(tmp_path / "base" / "model")})
+    assert not TextTask(config).job(config).fresh
 
 
 def test_a_compared_run_has_it_where_its_weights_are_random(make_config: Make, text_file: Path) -> None:

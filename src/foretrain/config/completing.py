@@ -29,7 +29,7 @@ def with_beta2(config: Config, length: int | None = None) -> Config:
 
 def with_warmup(config: Config) -> Config:
     """Return the configuration of a language model with random weights, with a number in place of
-    `schedule.warmup_share = "auto"` where it is another one than elsewhere."""
+    `schedule.warmup_share = "auto"` for the optimizers that want a longer warm-up there."""
     schedule = config.schedule
     if schedule.warmup_share != "auto" or schedule.warmup_steps is not None or config.optimizer.type not in _ADAM:
         return config

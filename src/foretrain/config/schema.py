@@ -217,7 +217,7 @@ class ScheduleConfig(Section):
     """Steps of linear warm-up. Unset: as `warmup_share` says (none for `constant` and `cyclic`)."""
     warmup_share: Annotated[float, Field(ge=0, lt=1)] | Literal["auto"] = "auto"
     """Share of `max_steps` that the warm-up takes where `warmup_steps` is unset, 1000 steps at most. `auto`: 10 % for
-    AdamW and Adam in a language model with random weights, else 5 %."""
+    AdamW and Adam where `train` begins with random weights, else 5 %."""
     warmup_rate: NonNegative = 0.0
     """Learning rate the warm-up starts from. 0: from its first step above 0, so that no update is wasted."""
     stable_steps: CountOrZero | None = None

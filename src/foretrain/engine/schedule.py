@@ -13,6 +13,8 @@ LONGEST_WARMUP = 1000
 """Steps of warm-up where they are not set. Chosen: 5 % of a run of 20,000 steps."""
 WARMUP_SHARE = 0.05
 """Share of a run that the warm-up takes where it is not set and nothing else is known."""
+_ROUNDING = 1e-6
+"""0.29 of 100 steps are 29."""
 DECAY_SHARE = 0.3
 """Share of a run that the decay of `wsd` takes where it is not set."""
 
@@ -55,7 +57,7 @@ def warmup_of(config: ScheduleConfig, max_steps: int) -> int:
     if config.warmup_steps is not None:
         return config.warmup_steps
     share = WARMUP_SHARE if config.warmup_share == "auto" else config.warmup_share
-    return min(LONGEST_WARMUP, int(share * max_steps))
+    return min(LONGEST_WARMUP, int(share * max_steps + _ROUNDING))
 
 
 def height(config: ScheduleConfig, progress: float) -> float:

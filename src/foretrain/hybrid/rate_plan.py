@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -58,6 +58,8 @@ class RacePlan:
     """The best rate of a trial is lowered by this power of how much longer the run is."""
     refined: bool
     """The rate is that of the vertex of a parabola; else the best of those that were tried."""
+    rise: int | None = None
+    """Steps of warm-up of a trial, where the run's own may be another; None: a trial has that of the run."""
 
     @property
     def length(self) -> int:
@@ -68,6 +70,11 @@ class RacePlan:
     def warmup(self) -> int:
         """Steps of warm-up, unless they are set: a trial must see more than that."""
         return self.steps // 2
+
+    @property
+    def rises_on(self) -> bool:
+        """The run's own warm-up goes on after the trials."""
+        return self.rise is not None and self.rise >= self.warmup
 
     @property
     def cost(self) -> tuple[int, int]:
@@ -106,16 +113,22 @@ def plan_of(max_steps: int, adapters: bool, exponent: float = _HORIZON) -> RaceP
 
 
 def with_short_warmup(config: Config, adapters: bool) -> Config:
-    """A trial must see more than the warm-up: so that is half a trial long, unless it was set to what a trial sees."""
-    schedule = config.schedule
-    if config.optimizer.learning_rate != "auto" or schedule.warmup_steps is not None:
+    """A trial must see more than the warm-up: so that is half a trial long, unless it was set."""
+    if config.optimizer.learning_rate != "auto" or not _has_warmup(config) or config.schedule.warmup_share != "auto":
         return config
-    if schedule.type in ("constant", "cyclic"):
-        return config
-    plan = plan_of(config.max_steps, adapters)
-    if schedule.warmup_share != "auto" and warmup_of(schedule, config.max_steps) <= plan.length:
-        return config
-    return changed(config, {"schedule.warmup_steps": plan.warmup})
+    return changed(config, {"schedule.warmup_steps": plan_of(config.max_steps, adapters).warmup})
+
+
+def with_rise(plan: RacePlan, config: Config) -> RacePlan:
+    """Give trials a warm-up of their own, where that of the run is set as a share and may be longer than a trial."""
+    if not _has_warmup(config) or config.schedule.warmup_share == "auto":
+        return plan
+    return replace(plan, rise=min(plan.warmup, warmup_of(config.schedule, config.max_steps)))
+
+
+def _has_warmup(config: Config) -> bool:
+    """Tell whether there is one that follows from the length of the run."""
+    return config.schedule.warmup_steps is None and config.schedule.type not in ("constant", "cyclic")
 
 
 def check_rates(config: Config) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from foretrain.config import Config, changed
 from foretrain.config.schema import FIRST_RATE
+from foretrain.engine import schedule
 from foretrain.engine.engine import Engine
 from foretrain.engine.fence import OwnCodeError
 from foretrain.engine.rates import ScheduledRates
@@ -27,6 +28,7 @@ from foretrain.hybrid.rate_plan import (
     horizon_of,
     next_exponent,
     plan_of,
+    with_rise,
     with_short_warmup,
 )
 from foretrain.hybrid.replay import Interrupted, Replay
@@ -51,8 +53,8 @@ class RateRace(Stateful):
     each trial the rate falls to 0, on a copy, before the held-out loss is measured: raw losses would prefer rates that
     are too low. The run then goes on from where the best of them ended before its rate fell. All of it is charged.
 
-    Where the run wants a longer warm-up than a trial has, it goes on with that, from where the lowest rate ended: high
-    rates so early do lasting harm there.
+    Where the run has a longer warm-up than a trial, trials have a short one, as a factor on the scheduled rate, and the
+    run goes on with its own from where the lowest rate ended: high rates so early do harm that lasts.
 
     Of several processes each trains on its own rows and keeps its own parts; losses are those of all, and rates are
     what rank 0 computes.
@@ -126,8 +128,6 @@ class RateRace(Stateful):
         self._told = False
         self._shortened = False
         """The warm-up follows from the plan."""
-        self._rises_on = False
-        """The run has a longer warm-up than its trials, and goes on with it."""
         engine.on_cover.append(self._begin_anew)
         engine.on_length.append(self._shorten_warmup)
         if engine.has_end:
@@ -135,12 +135,9 @@ class RateRace(Stateful):
 
     def _shorten_warmup(self, max_steps: int) -> None:
         """The length of the run is known: a trial must see more than the warm-up."""
-        if self._rises_on and not self.open:
-            return
         short = with_short_warmup(self.engine.config, self.adapters)
         if short is not self.engine.config:
             self._shortened = True
-            self._rises_on = short.schedule.warmup_share != "auto" and short.until_loss is None
             self._use(short)
 
     def _use(self, config: Config) -> None:
@@ -151,17 +148,15 @@ class RateRace(Stateful):
             rate.config = config.schedule
             rate.end_at(config.max_steps)
 
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Trials of earlier versions had the warm-up of the run."""
+        plan = state.get("plan") if isinstance(state, Mapping) else None
+        super().load_state_dict(state if plan is None else {**state, "plan": {"rise": None, **plan}})
+
     def after_load(self) -> None:
         """Trials that are left have the warm-up of those that were made, also in a run of another length."""
         if self.open and self._plan is not None and self._shortened:
             self._use(changed(self.engine.config, {"schedule.warmup_steps": self._plan.warmup}))
-        elif not self.open:
-            self._rise_on()
-
-    def _rise_on(self) -> None:
-        """Go on with the warm-up of the whole run, if it has one of its own."""
-        if self._rises_on:
-            self._use(changed(self.engine.config, {"schedule.warmup_steps": None}))
 
     @property
     def plan(self) -> RacePlan:
@@ -169,7 +164,8 @@ class RateRace(Stateful):
         if self._plan is not None:
             return self._plan
         config = self.engine.config
-        return plan_of(config.max_steps, self.adapters, horizon_of(config, self.engine.unit == "tokens"))
+        plan = plan_of(config.max_steps, self.adapters, horizon_of(config, self.engine.unit == "tokens"))
+        return with_rise(plan, config)
 
     @property
     def extra(self) -> int:
@@ -184,7 +180,19 @@ class RateRace(Stateful):
     @property
     def rate_factor(self) -> float:
         """What the scheduled rate is to be multiplied with."""
-        return self.rate / FIRST_RATE if self._at_work is None else self._at_work
+        if self._at_work is None and not (self.open and self.found is None):
+            return self.rate / FIRST_RATE
+        return (self.rate / FIRST_RATE if self._at_work is None else self._at_work) * self._lift()
+
+    def _lift(self) -> float:
+        """Return what makes the rate of this step, as the run has it, that of a trial."""
+        engine, rise = self.engine, self.plan.rise
+        if rise is None:
+            return 1.0
+        step, length = engine.progress.global_step, engine.config.max_steps
+        short = engine.config.schedule.model_copy(update={"warmup_steps": rise})
+        own = engine.schedule(step)
+        return schedule.build(short, engine.rate.peak, length)(step) / own if own else 1.0
 
     @property
     def passes(self) -> float | None:
@@ -333,11 +341,11 @@ class RateRace(Stateful):
         self.spent += self.extra - before
         best = not self.tried or loss < self.tried[self.best] or not math.isfinite(self.tried[self.best])
         best = self.engine.world.agree(best)
-        kept = self.engine.world.agree(self._is_lowest(exponent, loss)) if self._rises_on else best
+        goes_on = self.engine.world.agree(self._is_lowest(exponent, loss)) if plan.rises_on else best
         self.tried[exponent] = loss
         if best:
             self.best = exponent
-        if kept:
+        if goes_on:
             self.end = end
         step = self.replay.step + plan.length
         self.emit(RateTried(step, self._rate_of(exponent), plan.length, loss, best))
@@ -372,11 +380,11 @@ class RateRace(Stateful):
     def _fall(self, rate: float, given: Any) -> bool | None:
         """Bring the rate to 0 in a straight line. Returns None where the run is to stop."""
         plan, engine = self.plan, self.engine
-        top = engine.schedule(engine.progress.global_step)
+        top = engine.schedule(engine.progress.global_step) * self._lift()
         for done in range(plan.anneal):
             if self.interrupted():
                 return None
-            now = engine.schedule(engine.progress.global_step)
+            now = engine.schedule(engine.progress.global_step) * self._lift()
             line = (1.0 - done / plan.anneal) * (top / now if now else 1.0)
             self._at_work = line * rate / FIRST_RATE
             self.replay.full(plan.steps + done, given)
@@ -393,7 +401,6 @@ class RateRace(Stateful):
         """The run goes on from where the best rate ended, or the lowest, at the rate that follows from all of them."""
         plan, replay, own = self.plan, self.replay, self.end is None
         self.found = self._found(plan)
-        self._rise_on()
         if not own or replay.noted > plan.length:  # else the run is there
             with replay.aside(*self.hooks, stay=True):
                 replay.put(self.middle if own else self.end)

@@ -145,9 +145,18 @@ def train(
     pause_at: leave the run at this step, saved; `resume` goes on with it.
     """
     path = Path(out) if out is not None else default_folder(config)
-    config = as_it_began(config, path) if resume else config
+    config = _with_warmup(as_it_began(config, path) if resume else config, path, resume)
     options = RunOptions(resume, overwrite, progress, table, listeners, say, pause_at)
     return carry_out(config, path, "train", options, partial(_job, config, path, say))
+
+
+def _with_warmup(config: Config, run: Path, resume: bool) -> Config:
+    """Complete the warm-up of a model with random weights; a run of before that is resumed keeps the one it had."""
+    if config.model.weights:
+        return config
+    file = run / "config.toml"
+    known = resume and file.is_file() and configuration.load(file).config.schedule.warmup_share == "auto"
+    return config if known else configuration.with_warmup(config)
 
 
 def _job(config: Config, path: Path, say: Callable[[str], None], bus: Bus, group: Group) -> TrainingJob:
@@ -165,7 +174,6 @@ def _job(config: Config, path: Path, say: Callable[[str], None], bus: Bus, group
     chosen = choose(config, target, group)
     model = build_model(config)
     config = configuration.with_beta2(config, shape.context)
-    config = config if config.model.weights else configuration.with_warmup(config)
     loss = spread(model, chosen, config)
     trainer = HybridTrainer(model, loss_fn=loss, config=for_trainer(config, chosen), bus=bus)
     held_out = build_held_out(config, corpus, model, group=group)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from foretrain.config import Config
+from foretrain.config import Config, with_warmup
 from foretrain.engine import schedule
 from foretrain.forecast import plans
 from foretrain.forecast.forecasting import forecast
@@ -24,6 +24,8 @@ FEWEST_ENDS = 4
 
 def rate_plan(config: Config) -> RatePlan:
     """Return the learning rate of a whole run."""
+    if config.preset != "finetune" and not config.model.weights:
+        config = with_warmup(config)
     peak = config.optimizer.peak_rate
     rate = schedule.build(config.schedule, peak, config.max_steps)
     steps = np.unique(np.linspace(0, config.max_steps, _KNOTS).round())
