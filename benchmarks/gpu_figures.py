@@ -27,6 +27,8 @@ import numpy as np
 
 HERE = Path(__file__).parent
 BUNDLE = "figures.tar.gz"
+KNOWN = str(HERE / "results" / "2026-11-19-stack-lm{}-cuda.json")
+"""Runs of tuning that are not made again."""
 
 
 @dataclass(frozen=True)
@@ -41,36 +43,36 @@ class Job:
 
 JOBS = (
     Job(
-        "profile",
-        1.5,
-        "where the milliseconds of a step at 124M go: the aim is 600,000 tokens per second",
-        "profile_step.py --rounds 4 --out {out}/profile-step-cuda.json",
-    ),
-    Job(
         "tune-30m",
-        4,
-        "the best settings of both at 30M",
-        "stack.py tune lm30m --data {data} --out {out}/stack --minutes 5",
+        3,
+        "the warm-up of both at 30M, beside what is known of their settings",
+        f"stack.py tune lm30m --data {{data}} --out {{out}}/stack --minutes 5 --known {KNOWN.format('30m')}",
     ),
     Job(
         "seeds-30m",
         4,
         "Muon over AdamW at 30M, three seeds: the aim is 2x",
-        "stack.py seeds lm30m --data {data} --out {out}/stack --minutes 5",
+        f"stack.py seeds lm30m --data {{data}} --out {{out}}/stack --minutes 5 --known {KNOWN.format('30m')}",
     ),
     Job(
         "auto-30m",
-        6,
-        "learning_rate = auto against seven rates at 30M, two corpora, both optimizers, one seed",
-        "auto_rate.py --tasks lm30m-wiki-adamw lm30m-wiki-muon lm30m-stories-adamw lm30m-stories-muon --steps 1200 "
-        "--data {data} --device cuda --out {out}/auto-rate-cuda.json",
+        10,
+        "learning_rate = auto against seven rates at 30M: two corpora, both optimizers, three seeds",
+        "auto_rate.py --tasks lm30m-wiki-adamw lm30m-wiki-muon lm30m-stories-adamw lm30m-stories-muon --steps 1000 "
+        "--looks 10 --near 1 --seeds 3 --data {data} --device cuda --out {out}/auto-rate-cuda.json",
     ),
     Job(
         "auto-124m",
-        8,
-        "the same at 124M, one corpus",
-        "auto_rate.py --tasks lm124m-wiki-adamw lm124m-wiki-muon --steps 700 --data {data} --device cuda "
+        12,
+        "the same at 124M, one corpus, one seed",
+        "auto_rate.py --tasks lm124m-wiki-adamw lm124m-wiki-muon --steps 1000 --looks 10 --data {data} --device cuda "
         "--out {out}/auto-rate-cuda-124m.json",
+    ),
+    Job(
+        "profile",
+        1.5,
+        "where the milliseconds of a step at 124M go: the aim is 600,000 tokens per second",
+        "profile_step.py --rounds 4 --out {out}/profile-step-cuda.json",
     ),
     Job(
         "parts-30m",
@@ -105,15 +107,15 @@ JOBS = (
     ),
     Job(
         "tune-124m",
-        7,
-        "the best settings of AdamW and Muon at 124M, each side tuned with as many runs",
-        "stack.py tune lm124m --data {data} --out {out}/stack --minutes 7",
+        2,
+        "the warm-up of both at 124M, beside what is known of their settings",
+        f"stack.py tune lm124m --data {{data}} --out {{out}}/stack --minutes 7 --known {KNOWN.format('124m')}",
     ),
     Job(
         "seeds-124m",
         6,
         "the whole stack over AdamW at 124M, three seeds: the aim is 2x",
-        "stack.py seeds lm124m --data {data} --out {out}/stack --minutes 6",
+        f"stack.py seeds lm124m --data {{data}} --out {{out}}/stack --minutes 6 --known {KNOWN.format('124m')}",
     ),
     Job(
         "ranks",

@@ -56,16 +56,27 @@ RATES: dict[str, dict[str, tuple[float, ...]]] = {
 }
 TUNED: dict[str, dict[str, list[tuple[str, tuple[Any, ...]]]]] = {
     "lm30m": {
-        "adamw": [("optimizer.beta2", (0.95, 0.98)), ("decay share", (0.6,)), ("optimizer.weight_decay", (0.3,))],
-        "muon": [("optimizer.row_beta2", (0.95,)), ("optimizer.momentum", (0.85, 0.95)), ("decay share", (0.6,))],
+        "adamw": [
+            *(("optimizer.beta2", (0.95, 0.98)), ("decay share", (0.6,))),
+            *(("optimizer.weight_decay", (0.3,)), ("warm-up share", (0.16, 0.3))),
+        ],
+        "muon": [
+            *(("optimizer.row_beta2", (0.95,)), ("optimizer.momentum", (0.85, 0.95))),
+            *(("decay share", (0.6,)), ("warm-up share", (0.03, 0.16))),
+        ],
     },
     "lm124m": {
-        "adamw": [("optimizer.beta2", (0.95, 0.98)), ("decay share", (0.6,))],
-        "muon": [("optimizer.row_beta2", (0.95,)), ("optimizer.momentum", (0.95,)), ("decay share", (0.6,))],
+        "adamw": [("optimizer.beta2", (0.95, 0.98)), ("decay share", (0.6,)), ("warm-up share", (0.3,))],
+        "muon": [
+            *(("optimizer.row_beta2", (0.95,)), ("optimizer.momentum", (0.95,))),
+            *(("decay share", (0.6,)), ("warm-up share", (0.05,))),
+        ],
     },
 }
 TUNED["tiny"] = TUNED["lm30m"]
-"""Tried beside the default of each setting. "decay share": of the run, in which the learning rate falls."""
+"""Tried beside the default of each setting. "decay share", "warm-up share": of the run, in which the learning rate
+falls or rises."""
+_SHARES = {"decay share": "schedule.decay_steps", "warm-up share": "schedule.warmup_steps"}
 LENGTHS: dict[str, tuple[float, float]] = {"lm30m": (1.8, 2.4), "lm124m": (1.8, 2.2), "tiny": (1.5, 1.2)}
 """Of AdamW's runs, as factors on `max_steps`; it is tuned at the first."""
 GROWTH = {"growth.layers": 6, "growth.at": 0.5}
@@ -105,9 +116,9 @@ class Stack:
 
     def spec(self, arm: str, seed: int, settings: Settings, length: float) -> Spec:
         settings = {"predictor.beta": 0.0} | settings
-        share = settings.pop("decay share", None)
-        if share is not None:
-            settings["schedule.decay_steps"] = round(share * self.base.max_steps)
+        for name, steps in _SHARES.items():
+            if (share := settings.pop(name, None)) is not None:
+                settings[steps] = round(share * self.base.max_steps)
         return Spec(arm, seed, 1.0, round(length * self.base.max_steps), settings)
 
     def run(
