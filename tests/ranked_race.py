@@ -59,7 +59,7 @@ def _raced(kind: str, adapters: bool) -> Found:
 
 def raced_again(kind: str) -> Found:
     """A run with dropout that a signal to rank 1 stops in the middle of its last trial, and what goes on with it."""
-    still = {"dropout": 0.1, "evaluation.ema_decay": 0.9}
+    still = {"dropout": 0.1, "evaluation.ema_decay": 0.9, "schedule.warmup_share": 0.6}  # longer than a trial
     first, second, heard = made(kind, **still), made(kind, **still), list[Event]()
     race, (rank, size), store = first.race, ranks(), current_group().store
     assert race is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -171,7 +172,6 @@ def test_a_warmup_that_a_trial_sees_stays() -> None:
     assert trainer.race is not None
     assert trainer.race.best != min(trainer.race.tried)
     assert trainer.race.end is None
-    assert not trainer.race.plan.rises_on
 
 
 def test_another_length_moves_the_end_of_the_warmup() -> None:
@@ -185,11 +185,49 @@ def test_another_length_moves_the_end_of_the_warmup() -> None:
     assert longer.engine.schedule(2 * RISE - 2) < longer.engine.schedule(2 * RISE) == peak
 
 
-@pytest.mark.parametrize(("share", "rise", "rises_on"), [(0.1, 8, False), (0.13, 10, True), (0.6, 10, True)])
-def test_a_trial_sees_more_than_its_warmup(share: float, rise: int, rises_on: bool) -> None:
+@pytest.mark.parametrize(("share", "rise"), [(0.1, 8), (0.13, 10), (0.6, 10)])
+def test_a_trial_sees_more_than_its_warmup(share: float, rise: int) -> None:
     config = from_mapping({"optimizer.learning_rate": "auto", "max_steps": STEPS, "schedule.warmup_share": share})
     plan = with_rise(PLAN, config)
-    assert (plan.rise, plan.rises_on) == (rise, rises_on)
-    assert plan.steps >= 2 * plan.warmup
+    assert plan.rise == rise
+    assert plan.steps >= 2 * rise
     assert with_rise(PLAN, changed(config, {"schedule.warmup_steps": 30})) is PLAN
     assert with_rise(PLAN, changed(config, {"schedule.type": "constant"})) is PLAN
+
+
+@pytest.mark.parametrize("settings", [{"schedule.type": "cosine", "schedule.decay_steps": 5}, {"schedule.type": "wsd"}])
+def test_no_trial_sees_a_decay_of_the_run(settings: dict[str, Any]) -> None:
+    trainer, seen = make(0.01, **LONG, **settings), list[float]()
+    assert trainer.race is not None
+    full = trainer.race.replay.full
+
+    def noted(index: int, given: Any) -> Any:
+        output = full(index, given)
+        seen.append(float(trainer.engine.rate.used))
+        return output
+
+    trainer.race.replay.full = noted  # type: ignore[method-assign]
+    train(trainer, 0.01, 0, PLAN.length + 1)
+    first = trainer.race._rate_of(list(trainer.race.tried)[1])
+    trial = seen[PLAN.anneal : PLAN.anneal + PLAN.steps]  # after the first rate's fall
+    assert trial[PLAN.warmup :] == pytest.approx([first] * (PLAN.steps - PLAN.warmup))
+
+
+def test_the_best_end_is_gone_on_from_where_the_warmup_is_over() -> None:
+    trainer = make(0.01, **{"schedule.warmup_steps": None, "schedule.warmup_share": PLAN.warmup / STEPS})
+    weights = train(trainer, 0.01)
+    same = train(make(0.01, **SHORT), 0.01)
+    for mine, wanted in zip(weights, same, strict=True):
+        assert torch.allclose(mine, wanted, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", ["wsd", "cosine", "warmup"])
+@pytest.mark.parametrize(("share", "rises"), [(0.125, False), (0.2, False), (0.6, True)])
+def test_a_run_rises_on_while_its_warmup_lasts(kind: str, share: float, rises: bool) -> None:
+    trainer, told = make(0.01, **LONG | {"schedule.warmup_share": share, "schedule.type": kind}), list[bool]()
+    race = trainer.race
+    assert race is not None
+    measured = race._held_out_loss
+    race._held_out_loss = lambda: told.append(race._rises_on) or measured()  # type: ignore[method-assign, func-returns-value]
+    train(trainer, 0.01)
+    assert set(told) == {rises}

@@ -72,11 +72,6 @@ class RacePlan:
         return self.steps // 2
 
     @property
-    def rises_on(self) -> bool:
-        """The run's own warm-up goes on after the trials."""
-        return self.rise is not None and self.rise >= self.warmup
-
-    @property
     def cost(self) -> tuple[int, int]:
         """Steps beside the run that all trials take together, at the least and at the most: of two other rates, or of
         as many as budget and reach allow, all on one side of the first but one. The first rate falls on a copy, and the

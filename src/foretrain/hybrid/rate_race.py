@@ -186,13 +186,17 @@ class RateRace(Stateful):
 
     def _lift(self) -> float:
         """Return what makes the rate of this step, as the run has it, that of a trial."""
-        engine, rise = self.engine, self.plan.rise
-        if rise is None:
-            return 1.0
-        step, length = engine.progress.global_step, engine.config.max_steps
-        short = engine.config.schedule.model_copy(update={"warmup_steps": rise})
+        engine, rise, step = self.engine, self.plan.rise, self.engine.progress.global_step
         own = engine.schedule(step)
-        return schedule.build(short, engine.rate.peak, length)(step) / own if own else 1.0
+        if rise is None or not own:
+            return 1.0
+        short = engine.config.schedule.model_copy(update={"type": "warmup", "warmup_steps": rise})
+        return schedule.build(short, engine.rate.peak, engine.config.max_steps)(step) / own
+
+    @property
+    def _rises_on(self) -> bool:
+        """The run's own warm-up goes on after the trials."""
+        return self.plan.rise is not None and self.engine.rate.trend(self.replay.step + self.plan.steps) > 0
 
     @property
     def passes(self) -> float | None:
@@ -341,7 +345,7 @@ class RateRace(Stateful):
         self.spent += self.extra - before
         best = not self.tried or loss < self.tried[self.best] or not math.isfinite(self.tried[self.best])
         best = self.engine.world.agree(best)
-        goes_on = self.engine.world.agree(self._is_lowest(exponent, loss)) if plan.rises_on else best
+        goes_on = self.engine.world.agree(self._is_lowest(exponent, loss)) if self._rises_on else best
         self.tried[exponent] = loss
         if best:
             self.best = exponent

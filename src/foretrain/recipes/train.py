@@ -152,11 +152,11 @@ def train(
 
 def _with_warmup(config: Config, run: Path, resume: bool) -> Config:
     """Complete the warm-up of a model with random weights; a run of before that is resumed keeps the one it had."""
-    if config.model.weights:
+    completed, file = configuration.with_warmup(config), run / "config.toml"
+    if config.model.weights or completed is config:
         return config
-    file = run / "config.toml"
-    known = resume and file.is_file() and configuration.load(file).config.schedule.warmup_share == "auto"
-    return config if known else configuration.with_warmup(config)
+    before = resume and file.is_file() and configuration.load(file).config.schedule.warmup_share == "auto"
+    return config if before else completed
 
 
 def _job(config: Config, path: Path, say: Callable[[str], None], bus: Bus, group: Group) -> TrainingJob:
