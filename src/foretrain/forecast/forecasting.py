@@ -198,7 +198,7 @@ def _way(curve: LossCurve, plan: RatePlan, now: float, progress: float, known: b
     if curve.annealed:
         fall = "the fall of an annealed copy"
     method = f"the law of its losses, with {fall}"
-    return "law", method, _LINE_SHARE * grown * (1 - done) * (1 - float(plans.knots(plan)[1][-1]))
+    return "law", method, _LINE_SHARE * grown * (1 - done) * (1 - float(plan.knots[1][-1]))
 
 
 def _situation(

@@ -12,27 +12,9 @@ _PIECES = 96
 """Falls of the rate are cut into this many equal pieces."""
 
 
-def knots(plan: RatePlan) -> tuple[Numbers, Numbers]:
-    """Return the plan's knots from 0 to its last step, with 1 as the highest multiplier; constant if unknown."""
-    total = float(max(plan.total_steps, 1))
-    steps = np.asarray(plan.steps, dtype=np.float64).ravel()
-    values = np.asarray(plan.multipliers, dtype=np.float64).ravel()
-    if len(steps) != len(values):
-        steps, values = steps[:0], values[:0]
-    good = np.isfinite(steps) & np.isfinite(values) & (values >= 0)
-    steps, values = steps[good], values[good]
-    if len(steps) == 0 or values.max() <= 0:
-        return np.array([0.0, total]), np.ones(2)
-    order = np.argsort(steps, kind="stable")
-    steps, values = steps[order], values[order] / values.max()
-    inside = (steps > 0) & (steps < total)
-    ends = np.interp([0.0, total], steps, values)
-    return np.concatenate([[0.0], steps[inside], [total]]), np.concatenate([ends[:1], values[inside], ends[1:]])
-
-
 def area(plan: RatePlan, steps: Numbers, power: float = 1.0) -> Numbers:
     """Return the sum of the multipliers, each to this power, up to each step: how much was learned by then."""
-    at, values = knots(plan)
+    at, values = plan.knots
     steps = np.asarray(steps, dtype=np.float64)
     inside = np.clip(steps, 0.0, at[-1])
     piece = np.clip(np.searchsorted(at, inside, side="right") - 1, 0, len(at) - 2)
@@ -51,26 +33,26 @@ def _under_line(left: Numbers, right: Numbers, width: Numbers, power: float) -> 
 
 def warm_up_end(plan: RatePlan) -> float:
     """Return the first step at which the rate is (nearly) at its highest."""
-    at, values = knots(plan)
+    at, values = plan.knots
     reached = int(np.argmax(values >= 1 - _FALLS_BY))
     return float(at[reached])
 
 
 def decay_start(plan: RatePlan) -> float:
     """Return the last step at which the rate is still (nearly) at its highest: the plan's last if it stays there."""
-    at, values = knots(plan)
+    at, values = plan.knots
     last = len(values) - 1 - int(np.argmax(values[::-1] >= 1 - _FALLS_BY))
     return float(at[last])
 
 
 def decays(plan: RatePlan) -> bool:
     """Say whether the rate ends lower than its highest."""
-    return bool(plan.known and knots(plan)[1][-1] < 1 - _FALLS_BY)
+    return bool(plan.known and plan.knots[1][-1] < 1 - _FALLS_BY)
 
 
 def decay_done(plan: RatePlan, step: float) -> float:
     """Return the share of the whole fall of the rate that is done at this step; 1 where nothing is to fall."""
-    at, values = knots(plan)
+    at, values = plan.knots
     whole = 1 - values[-1]
     if whole <= _FALLS_BY or step < warm_up_end(plan):
         return 0.0 if whole > _FALLS_BY else 1.0
@@ -79,7 +61,7 @@ def decay_done(plan: RatePlan, step: float) -> float:
 
 def falls(plan: RatePlan) -> tuple[Numbers, Numbers, Numbers]:
     """Return the changes of the rate after the warm-up in small pieces: when, to what, and by how much it fell."""
-    at, values = knots(plan)
+    at, values = plan.knots
     begin = warm_up_end(plan)
     change = np.abs(np.diff(values)) * (at[1:] > begin)
     whole = float(change.sum())
@@ -109,7 +91,7 @@ def fall_share(plan: RatePlan) -> float:
 def resized(plan: RatePlan, total_steps: int) -> RatePlan:
     """Return the plan for another length: the same steps of warm-up, the same share of decay, the same shape."""
     total = max(int(total_steps), 1)
-    at, values = knots(plan)
+    at, values = plan.knots
     if not plan.known:
         return RatePlan(total, np.empty(0), np.empty(0))
     warm = min(warm_up_end(plan), at[-1])
@@ -124,7 +106,7 @@ def cut(plan: RatePlan, total_steps: int) -> RatePlan:
     """Return the plan up to this step, as the rate was in a run that ended there."""
     if not plan.known:
         return RatePlan(total_steps, np.empty(0), np.empty(0))
-    at, values = knots(plan)
+    at, values = plan.knots
     kept = at < total_steps
     last = float(np.interp(total_steps, at, values))
     return RatePlan(total_steps, np.append(at[kept], float(total_steps)), np.append(values[kept], last))
@@ -132,7 +114,7 @@ def cut(plan: RatePlan, total_steps: int) -> RatePlan:
 
 def decaying_from(plan: RatePlan, step: int, steps: int) -> RatePlan:
     """Return the plan that follows this one up to `step`, and then falls to 0 in a straight line over `steps`."""
-    at, values = knots(plan)
+    at, values = plan.knots
     end = step + max(int(steps), 1)
     before = at < step
     return RatePlan(
@@ -147,5 +129,5 @@ def same_shape(one: RatePlan, other: RatePlan, until: float = 1.0) -> bool:
     if not (one.known and other.known) or abs(one.total_steps - other.total_steps) > 0.03 * one.total_steps:
         return False
     places = np.linspace(0.0, until, 65)
-    first, second = (np.interp(places * max(plan.total_steps, 1), *knots(plan)) for plan in (one, other))
+    first, second = (np.interp(places * max(plan.total_steps, 1), *plan.knots) for plan in (one, other))
     return bool(np.mean(np.abs(first - second)) < 0.02)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +29,24 @@ class RatePlan:
     @property
     def known(self) -> bool:
         return len(self.steps) > 0
+
+    @cached_property
+    def knots(self) -> tuple[Numbers, Numbers]:
+        """The knots from 0 to the last step, with 1 as the highest multiplier; constant if unknown."""
+        total = float(max(self.total_steps, 1))
+        steps = np.asarray(self.steps, dtype=np.float64).ravel()
+        values = np.asarray(self.multipliers, dtype=np.float64).ravel()
+        if len(steps) != len(values):
+            steps, values = steps[:0], values[:0]
+        good = np.isfinite(steps) & np.isfinite(values) & (values >= 0)
+        steps, values = steps[good], values[good]
+        if len(steps) == 0 or values.max() <= 0:
+            return np.array([0.0, total]), np.ones(2)
+        order = np.argsort(steps, kind="stable")
+        steps, values = steps[order], values[order] / values.max()
+        inside = (steps > 0) & (steps < total)
+        ends = np.interp([0.0, total], steps, values)
+        return np.concatenate([[0.0], steps[inside], [total]]), np.concatenate([ends[:1], values[inside], ends[1:]])
 
     def at(self, steps: Numbers) -> Numbers:
         """Return the multiple of the highest rate at each of these steps; 1 where nobody knows."""
