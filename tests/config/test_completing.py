@@ -262,13 +262,14 @@ def test_a_comparison_of_given_weights_does_not_have_it(make_config: Make, text_
     values = {"data.path": str(text_file), "max_steps": 2, "evaluation.batches": 1, "optimizer.type": "adamw"}
     run.train(make_config(values), tmp_path / "base", progress=False)
     config = make_config({**values, "model.weights": str(tmp_path / "base" / "model")})
-    assert not TextTask(config).job(config).fresh
+    assert completing.with_warmup(config) is config
+    assert TextTask(config).job(config).pretrains
 
 
 def test_a_compared_run_has_it_where_its_weights_are_random(make_config: Make, text_file: Path) -> None:
     values = {"data.path": str(text_file), "hybrid.mode": "off", "evaluation.batches": 1, "optimizer.type": "adamw"}
     task = TextTask(make_config(values))
-    assert task.job(make_config(values)).fresh
+    assert task.job(make_config(values)).pretrains
     seen: list[Any] = []
 
     def noted(job: Any, spec: Any, config: Any) -> Any:

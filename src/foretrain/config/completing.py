@@ -28,9 +28,11 @@ def with_beta2(config: Config, length: int | None = None) -> Config:
 
 
 def with_warmup(config: Config) -> Config:
-    """Return the configuration of a language model with random weights, with a number in place of
-    `schedule.warmup_share = "auto"` for the optimizers that want a longer warm-up there."""
+    """Return the configuration of a language model, with a number in place of `schedule.warmup_share = "auto"` where it
+    begins with random weights and its optimizer wants a longer warm-up then."""
     schedule = config.schedule
-    if schedule.warmup_share != "auto" or schedule.warmup_steps is not None or config.optimizer.type not in _ADAM:
+    if schedule.warmup_share != "auto" or schedule.warmup_steps is not None:
+        return config
+    if config.model.weights or config.optimizer.type not in _ADAM:
         return config
     return config.model_copy(update={"schedule": schedule.model_copy(update={"warmup_share": LONG_WARMUP})})

@@ -83,7 +83,7 @@ def carry_out(
     job = task.job(config)
     weights = _checksum([p.detach() for p in job.model.parameters() if p.requires_grad])
     config = with_beta2(config, job.length)
-    config = _compiled(with_warmup(config) if job.fresh else config, job)
+    config = _compiled(with_warmup(config) if job.pretrains else config, job)
     trainer, recorder = _trainer(job, spec, config)
     if listener is not None:
         trainer.bus.subscribe(listener)

@@ -38,8 +38,8 @@ class Job:
     """What judges leaps of adapters; no arm trains on it."""
     length: int | None = None
     """Tokens in each sequence of a batch; None where there are no tokens."""
-    fresh: bool = False
-    """It is a language model with random weights."""
+    pretrains: bool = False
+    """It is a language model that `train` trains."""
 
 
 class Task(Protocol):
@@ -73,8 +73,8 @@ class TextTask:
                 "result; use more text, a smaller batch_size or a larger data.held_out"
             )
         loader = run.build_loader(config, corpus, model.shape.context, device)
-        length, fresh = model.shape.context, not config.model.weights
-        return Job(model, loader, held_out=batches[0::2], test=batches[1::2], length=length, fresh=fresh)
+        length = model.shape.context
+        return Job(model, loader, held_out=batches[0::2], test=batches[1::2], length=length, pretrains=True)
 
 
 class FinetuneTask:

@@ -153,7 +153,7 @@ def train(
 def _with_warmup(config: Config, run: Path, resume: bool) -> Config:
     """Complete the warm-up of a model with random weights; a run of before that is resumed keeps the one it had."""
     completed, file = configuration.with_warmup(config), run / "config.toml"
-    if config.model.weights or completed is config:
+    if completed is config:
         return config
     before = resume and file.is_file() and configuration.load(file).config.schedule.warmup_share == "auto"
     return config if before else completed

@@ -24,7 +24,7 @@ FEWEST_ENDS = 4
 
 def rate_plan(config: Config) -> RatePlan:
     """Return the learning rate of a whole run."""
-    if config.preset != "finetune" and not config.model.weights:
+    if config.preset != "finetune":
         config = with_warmup(config)
     peak = config.optimizer.peak_rate
     rate = schedule.build(config.schedule, peak, config.max_steps)
